@@ -233,15 +233,8 @@ class Runtime:
             with self.unwatched():
                 room.before_moment(moment)
         self._saw(moment, operator, blocks)
-        slot = residency.use_again(block)
-        if slot is None:
-            self._acquire_all(operator, (managed,), blocks)
-            return True
-        if self._engine.ordered:
-            traffic.executor.order_behind_making(slot)
-        if managed.device is None:
-            with self.unwatched():
-                self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
+        residency.reach(blocks, DEVICE)
+        self._acquire_device(managed, block, operator)
         return True
 
     def use_all(self, operator: str) -> bool:
@@ -288,19 +281,10 @@ class Runtime:
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""
-        acquire_again, acquired = self.traffic.residency.acquire_again, 0
+        acquired = 0
         try:
             for managed, block in zip(used, blocks, strict=True):
-                slot = acquire_again(block, DEVICE)
-                if slot is None:
-                    with self.unwatched():
-                        self._acquire_device(managed, block, operator)
-                else:
-                    if self._engine.ordered:
-                        self.traffic.executor.order_behind_making(slot)
-                    if managed.device is None:
-                        with self.unwatched():
-                            self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
+                self._acquire_device(managed, block, operator)
                 acquired += 1
         except BaseException:
             for block in blocks[:acquired]:
@@ -423,13 +407,18 @@ class Runtime:
         return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
-        try:
-            slot = self._acquire_with_more_room(block)
-        except CapacityError as error:
-            wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
-            raise self.room.shortage.error(operator, self.room.non_model_bytes, wanted) from error
+        """Begin a lease of the copy of `managed`, and have its view; none is begun if this raises."""
+        slot = self.traffic.use(block)
+        if slot is None:
+            with self.unwatched():
+                try:
+                    slot = self._acquire_with_more_room(block)
+                except CapacityError as error:
+                    wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
+                    raise self.room.shortage.error(operator, self.room.non_model_bytes, wanted) from error
         if managed.device is None:
-            self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
+            with self.unwatched():
+                self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
 
     def _acquire_with_more_room(self, block: int) -> int:
         """A guess of the room beside chunks gives way where they need more at once than it leaves them."""

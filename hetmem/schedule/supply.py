@@ -129,24 +129,16 @@ class Supply:
         return staged.state is VALID
 
     def go_on(self, cache: Cache, commands: list[Command]) -> None:
-        """Evict what is too much, serve requests, then prefetch: a copy of `cache` has one use less."""
+        """Evict what is too much, and serve requests: a copy of `cache` has one use less. Staging prefetches, too; the
+        device does at the next use, which begins as soon as this one is asked for."""
         if cache.slots.used > cache.limit:
             self.trim(cache, commands)
-        self.serve(commands, cache.tier)
-        self.prefetch(cache, commands)
+        if self._waiting:
+            self.serve(commands, cache.tier)
+        elif cache.tier is HOST:
+            self.prefetch(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
-
-    def would_begin(self, cache: Cache) -> bool:
-        """Return whether `prefetch` of `cache` has anything to try."""
-        staging = self._caches[HOST]
-        if self._waiting:
-            return False
-        if not self._has_enough(cache) and cache.missing(self._lookahead, 1):
-            return True
-        if cache is staging or not staging.slots.count or self._has_enough(staging):
-            return False
-        return bool(staging.missing(self._lookahead, 1)) or self._unfed() is not None
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
@@ -160,17 +152,17 @@ class Supply:
     def _has_enough(self, cache: Cache) -> bool:
         """Return whether nothing more is fetched ahead: on the device by the copies whose uses have not come, so that
         it does not depend on when transfers end; in staging by the loads in flight, which keep the drive busy."""
-        most = self._at_once[cache.tier]
+        return self._fetched_ahead(cache) >= self._at_once[cache.tier]
+
+    def _fetched_ahead(self, cache: Cache) -> int:
         if cache.tier is HOST:
-            return cache.loading >= most
-        return len(cache.unused) >= most and cache.fetched_ahead(self._lookahead) >= most
+            return cache.loading
+        return cache.fetched_ahead(self._lookahead) if cache.unused else 0
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
         device, staging = self._caches
-        missing: list[int] = []
-        if not self._has_enough(cache):
-            ahead = cache.loading if cache is staging else cache.fetched_ahead(self._lookahead)
-            missing = cache.missing(self._lookahead, self._at_once[cache.tier] - ahead)
+        more = self._at_once[cache.tier] - self._fetched_ahead(cache)
+        missing = cache.missing(self._lookahead, more) if more > 0 else ()
         if missing and cache is staging and self._comes_later(missing[0]):
             return
         if cache is device and device.fed_ahead:
