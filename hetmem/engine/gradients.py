@@ -19,6 +19,7 @@ from hetmem.engine.param_views import (
     clear_zeroed,
     is_home,
     is_home_gradient,
+    is_kept,
     leave_gradient_to_holders,
     move_gradient,
     show_gradient,
@@ -198,7 +199,7 @@ class GradientSink:
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
-        take_gradient(parameter)
+        parameter.grad = None
         if previous is None or is_home(previous, managed):
             try:
                 self._send(managed, arrived, adds=previous is not None)
@@ -300,7 +301,7 @@ class GradientSink:
                 self._sends.find_place(chunk, self)
             else:
                 self.give_own(chunk)
-        if not adds and managed.grad_home is not None:
+        if not adds and managed.grad_home is not None and is_kept(managed):
             leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()

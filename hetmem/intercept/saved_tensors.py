@@ -233,17 +233,19 @@ class Pack(Hook):
                 if self._moves and (view := self._view(saved, tensor)) is not None:
                     return self._saved, view, 0
                 return self._saved, tensor.detach(), tensor._version
+            if storage in saved.by_storage:
+                managed = saved.by_storage[storage]
+                if managed.bound and not managed.data_sets and storage == managed.device_storage:
+                    return saved, _place_of(managed, tensor, tensor.stride()), 0
+                return self._pack(tensor)
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
-        if address not in saved.by_address:
-            if self._moves and (view := self._view(saved, tensor)) is not None:
-                return self._saved, view, 0
-            return self._saved, tensor if node is None else tensor.detach(), tensor._version
-        managed = saved.by_address[address]
-        if managed.bound and not managed.data_sets and address == managed.device_address:
-            return saved, _place_of(managed, tensor, tensor.stride()), 0
-        return self._pack(tensor)
+        if address in saved.by_address:
+            return self._pack(tensor)
+        if self._moves and (view := self._view(saved, tensor)) is not None:
+            return self._saved, view, 0
+        return self._saved, tensor if node is None else tensor.detach(), tensor._version
 
     @called_by_autograd
     def _pack(self, tensor: torch.Tensor) -> _Packed:

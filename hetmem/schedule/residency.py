@@ -192,7 +192,8 @@ class Residency:
         self.counts.acquires += 1
         copy.uses += 1
         commands: list[Command] = []
-        self._supply.prefetch(cache, commands)
+        if not self._supply.waiting:
+            self._supply.prefetch(cache, commands)
         return copy.slot, commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
@@ -219,7 +220,8 @@ class Residency:
         commands: list[Command] = []
         if not uses and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
-        self._supply.go_on(cache, commands)
+        if self._supply.waiting or tier is HOST or cache.slots.used > cache.limit:
+            self._supply.go_on(cache, commands)
         return commands
 
     def release_all(self, blocks: Iterable[int]) -> list[Command]:
