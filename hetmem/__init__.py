@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hetmem.base.requirements import refuse_environment
+from hetmem.base.config import refuse_environment
 
 refuse_environment(torch.__version__)  # before what follows fails by something else
 
@@ -16,7 +16,7 @@ from hetmem.memory.device import SimDevice
 from hetmem.optim.adamw import AdamW
 from hetmem.report.live import progress
 from hetmem.report.report import MemoryReport, report
-from hetmem.schedule.eviction import FIFO, LRU, NextUse
+from hetmem.schedule.cache import FIFO, LRU, NextUse
 
 if TYPE_CHECKING:
     from hetmem.checkpoint import load, load_weights, save

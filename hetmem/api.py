@@ -27,7 +27,7 @@ from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import Prefetch
-from hetmem.schedule.eviction import EvictionPolicy
+from hetmem.schedule.cache import EvictionPolicy
 from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
@@ -112,7 +112,8 @@ def manage(
     as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are,
     unless `plan` says otherwise.
     `activations`: "keep" = what autograd saves for backward stays on the device; "offload" = it moves to what
-    `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits.
+    `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits;
+    "auto" = as much of it does as has to for a step to fit, none if all fits.
 
     Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do,
     `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
@@ -168,7 +169,7 @@ def manage(
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
         grad_scalers.watch()
-        registry.add(module, Interception(module, runtime, moves_activations=moves))
+        registry.add(module, Interception(module, runtime, activations))
         undone.pop_all()
     return module
 

@@ -40,7 +40,7 @@ DECIDES = {"schedule"}
 # Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {
     f"hetmem.planner.{name}"
-    for name in "decide reservation search simulator step_program simulated_trace simulated_updates workload".split()
+    for name in "decide reservation search simulator step_program simulated_updates workload".split()
 }
 # Upward still, each until what it needs is handed in from above.
 UPWARD = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.base.requirements import refuse_environment
+from hetmem.base.config import refuse_environment
 from hetmem.errors import BudgetError, CheckpointError, ManageError, StoreError
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {

@@ -145,8 +145,7 @@ def _populate(notes: Notes, threads: int) -> None:
 
 def _register(notes: Notes, gib: int, nbytes: int) -> None:
     from hetmem.memory.cuda_device import CudaDevice
-    from hetmem.memory.machine import free_host_bytes
-    from hetmem.memory.mapping import Mapping
+    from hetmem.memory.mapping import Mapping, free_host_bytes
 
     if free_host_bytes() < 1.3 * nbytes:
         notes.line(name=f"register {gib} GiB", skipped=f"{free_host_bytes() / GIB:.0f} GiB of host memory are free")

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hetmem.activations.choice import Choice, Everything, WhatMust
 from hetmem.activations.storages import SavedStorage, SavedView
 from hetmem.base.units import format_size
 from hetmem.base.weak import weakly
@@ -40,13 +41,17 @@ class Activations:
     """The storages that the graphs of one model keep. Graphs hold it, and it holds the runtime, as they may outlive the
     model. For the thread that has the runtime's turn."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, *, all_leave: bool) -> None:
         self._runtime = runtime
         memory = runtime.memory
         runtime.room.shortage.activations = weakref.ref(self)
         self._memory, self._engine, self._executor = memory, runtime.traffic.engine, runtime.traffic.executor
         self.least_bytes = max(1, min(LEAST_BYTES, memory.device_bytes // _LEAST_PART))
         self._window = in_flight_bytes(memory.device_bytes)
+        crossing = 0 if self._engine.unlimited(Link.HOST_TO_DEVICE) else self._window
+        self.choice: Choice = Everything() if all_leave else WhatMust(runtime, crossing)
+        self._due: dict[int, None] = {}
+        """The numbers of those of `_staying` that leave as soon as only graphs hold them."""
         self._count = 0
         self._by_address: dict[int, weakref.ref[SavedStorage]] = {}
         self._staying: dict[int, weakref.ref[SavedStorage]] = {}
@@ -83,28 +88,34 @@ class Activations:
             storage = SavedStorage(self, self._count, memory)
             self._by_address[memory._cdata] = self._staying[self._count] = weakref.ref(storage)
             self._numbered[self._count] = storage
+            if self.choice.saved(self._count, storage.nbytes):
+                self._due[self._count] = None
         view = SavedView(storage, tensor.detach())
         self._look()
         return view
 
     def _look(self) -> None:
-        """Let those leave that only graphs hold, among those saved last."""
-        look_at_all = len(self._staying) > self._look_at_all
-        last = list(self._staying) if look_at_all else list(islice(reversed(self._staying), _LOOKED_AT))
+        """Let those that are due leave if only graphs hold them, among those saved last."""
+        looked_at = self._staying if self.choice.looks_at_all else self._due
+        look_at_all = len(looked_at) > self._look_at_all
+        last = list(looked_at) if look_at_all else list(islice(reversed(looked_at), _LOOKED_AT))
         for number in last:
-            self._leave_if_free(number)
+            if (storage := self._free(number)) is not None:
+                self.choice.freed(number)
+                if number in self._due and self._leave(storage):
+                    self.choice.left(number, storage.nbytes, forced=False)
         if look_at_all:
-            self._look_at_all = 2 * len(self._staying) + _LOOKED_AT
+            self._look_at_all = 2 * len(looked_at) + _LOOKED_AT
 
-    def _leave_if_free(self, number: int) -> bool:
+    def _free(self, number: int) -> SavedStorage | None:
+        """Return the storage with that number if it is on the device and only graphs hold it."""
         reference = self._staying.get(number)
         storage = None if reference is None else reference()
         if storage is None:
             self._staying.pop(number, None)
-            return False
-        if not storage.alive() or storage.is_held_elsewhere():
-            return False
-        return self._leave(storage)
+            self._due.pop(number, None)
+            return None
+        return None if not storage.alive() or storage.is_held_elsewhere() else storage
 
     def _leave(self, storage: SavedStorage) -> bool:
         """Begin to move `storage` home; False if there is no room for it."""
@@ -114,6 +125,7 @@ class Activations:
             return False
         self.refused_bytes = 0
         del self._staying[storage.number]
+        self._due.pop(storage.number, None)
         self._leaving[storage.number] = storage.nbytes
         with self._runtime.unwatched(), torch.no_grad():
             home, flat = storage.leave(loan)
@@ -184,6 +196,7 @@ class Activations:
                 for other in storage.alive():
                     other.unpacked = False
             view.unpacked = True
+            self.choice.used(storage.number)
             if storage.device is None:
                 self._fetch(storage)
             self._leaving.pop(storage.number, None)  # from here on it is the backward's
@@ -197,6 +210,10 @@ class Activations:
                 self._drop(storage)
             self._fetch_before(storage.number)
             return flat
+
+    def met(self, storage: SavedStorage) -> None:
+        """Note that a node asks for `storage`, which has not left."""
+        self.choice.used(storage.number)
 
     def _fetch(self, storage: SavedStorage) -> None:
         """Begin to bring `storage` to the device, in memory that it has alone."""
@@ -237,6 +254,9 @@ class Activations:
     def _wait_for(self, storage: SavedStorage) -> None:
         """Have compute asked for from now on come after the copy of `storage` to the device."""
         while storage.arriving is not None:
+            end = self._engine.end_of(storage.arriving)
+            if end is not None:
+                self._runtime.events.waits_for(-1, end)
             if self._engine.ordered and self._engine.order_compute_after(storage.arriving):
                 return
             self._executor.wait_for_one()
@@ -274,10 +294,22 @@ class Activations:
                 return True
         return False
 
-    def make_room(self) -> None:
-        """Let all leave that only graphs hold."""
-        for number in [*self._staying]:
-            self._leave_if_free(number)
+    def make_room(self, nbytes: int) -> bool:
+        """Let `nbytes` leave, or all, of those that only graphs hold, those saved first before others; return whether
+        any does."""
+        missing, began = self.choice.to_go(nbytes, sum(self._leaving.values())), False
+        for number in [*self._staying] if missing > 0 else ():
+            storage = self._free(number)
+            if storage is not None and self._leave(storage):
+                self.choice.left(number, storage.nbytes, forced=True)
+                began, missing = True, missing - storage.nbytes
+                if missing <= 0:
+                    break
+        return began
+
+    def needs(self, own_bytes: int) -> None:
+        """Note that so much is needed beside chunks and what crosses the links."""
+        self.choice.needs(own_bytes)
 
     def shortage(self) -> str:
         """Return a sentence on why storages that could have left did not; "" if all could."""
@@ -294,6 +326,7 @@ class Activations:
     def forget(self, storage: SavedStorage) -> None:
         """Note that no graph keeps `storage` any more, on any thread: nothing is waited for."""
         self._staying.pop(storage.number, None)
+        self._due.pop(storage.number, None)
         if storage.arriving is None:
             self._ahead.pop(storage.number, None)
         self._between.pop(storage.number, None)

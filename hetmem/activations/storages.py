@@ -22,6 +22,10 @@ class Mover(Protocol):
         """Return the bytes of `storage`, which compute asked for from now on may read on the device."""
         ...
 
+    def met(self, storage: SavedStorage) -> None:
+        """Note that a node asks for `storage`, which has not left."""
+        ...
+
     def forget(self, storage: SavedStorage) -> None:
         """Note that no graph keeps `storage` any more; called by the garbage collector too, on any thread."""
         ...
@@ -145,6 +149,7 @@ class SavedView:
         if version != self._version:
             raise RuntimeError(modified(f"a tensor of shape {list(self._size)}", version, self._version))
         if self.tensor is not None:
+            self.storage.mover.met(self.storage)
             return self.tensor
         flat = self.storage.mover.bring(self.storage, self)
         if flat._version != self.storage.fetched_version:  # by the backward that had it before

@@ -1,9 +1,11 @@
-"""What the user may set: the budget of each tier. The only module that may read the environment."""
+"""What the user may set, the budget of each tier, and what hetmem needs. Nothing else reads the environment."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from hetmem.errors import BudgetError, ManageError
 Size = int | str
 OverlapName = Literal["off", "backward", "forward"]
 GradientsName = Literal["visible", "streamed"]
-ActivationsName = Literal["keep", "offload"]
+ActivationsName = Literal["keep", "offload", "auto"]
 Directory = str | os.PathLike[str]
 
 
@@ -104,8 +106,8 @@ def refuse_budget(budget: Any) -> None:
 def refuse_activations(activations: Any) -> None:
     """Raise `ManageError` for what says nothing of activations."""
     if activations not in get_args(ActivationsName):
-        names = " or ".join(map(repr, get_args(ActivationsName)))
-        raise ManageError(f"activations must be {names}, got {activations!r}")
+        *names, last = map(repr, get_args(ActivationsName))
+        raise ManageError(f"activations must be {', '.join(names)} or {last}, got {activations!r}")
 
 
 def cache_directory() -> Path:
@@ -166,3 +168,20 @@ def _free_bytes(directory: Path) -> tuple[object, int]:
     except OSError:
         return directory, 1
     return filesystem, status.f_bavail * status.f_frsize * 9 // 10
+
+
+_PYTHON = (3, 10)
+_TORCH = (2, 11)
+
+
+def refuse_environment(torch_version: str) -> None:
+    """Raise ImportError unless this is Linux, Python >= 3.10 and torch >= 2.11; `torch_version` as torch says it."""
+    if sys.platform != "linux":
+        raise ImportError(
+            f"hetmem runs on Linux and this is {sys.platform}: use a Linux machine, or WSL 2 or a container on this one"
+        )
+    if sys.version_info < _PYTHON:
+        raise ImportError(f"hetmem needs Python 3.10 or newer, and this is {sys.version.split()[0]}")
+    found = re.match(r"(\d+)\.(\d+)", torch_version)
+    if found is not None and (int(found[1]), int(found[2])) < _TORCH:
+        raise ImportError(f"hetmem needs torch 2.11 or newer, and this is {torch_version}: pip install 'torch>=2.11'")

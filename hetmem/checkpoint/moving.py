@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from hetmem.checkpoint import layout
-from hetmem.checkpoint.disk import read_at, write_at
+from hetmem.checkpoint.disk import OpenFile, read_at, write_at
 from hetmem.checkpoint.layout import Block, Stored
-from hetmem.checkpoint.opening import OpenFile
 from hetmem.errors import CheckpointError
 from hetmem.memory import mapping
 

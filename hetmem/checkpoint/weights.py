@@ -15,13 +15,11 @@ from typing import NamedTuple
 import torch
 
 from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, refuse_half_stepped
-from hetmem.checkpoint.declared import Declared
+from hetmem.checkpoint.conversions import Declared, Merge, Reads, merge, shown
+from hetmem.checkpoint.disk import OpenFile, Source, read_names
 from hetmem.checkpoint.layout import Stored
-from hetmem.checkpoint.loading import partly_loaded
-from hetmem.checkpoint.merging import Merge, Reads, merge, shown
 from hetmem.checkpoint.moving import checksums, read_tensors
-from hetmem.checkpoint.opening import OpenFile
-from hetmem.checkpoint.shards import Source, read_names
+from hetmem.checkpoint.save_load import partly_loaded
 from hetmem.errors import CheckpointError
 
 _SHOWN = 5

@@ -1,10 +1,9 @@
 """The optimizer's passes over host memory, each as tasks over tiles: AdamW, AdamW on smaller states, and the norm."""
 
 from hetmem.cpu.compact import GROUP_ELEMENTS, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
-from hetmem.cpu.compare import compare_tasks
-from hetmem.cpu.norm import square_sum, square_sum_tasks, square_sums_on_device, sums_of_tiles, total
-from hetmem.cpu.tiles import TILE_ELEMENTS, Task
+from hetmem.cpu.norm import compare_tasks, square_sum, square_sum_tasks, square_sums_on_device, sums_of_tiles, total
 from hetmem.cpu.update import AdamWStep, adamw, adamw_on_device, adamw_tasks, kernel_name
+from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
 __all__ = [
     "GROUP_ELEMENTS",

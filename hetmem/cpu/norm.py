@@ -1,6 +1,6 @@
-"""Sum of squares of gradients, and with it whether all are finite: one pass.
+"""Passes that only read: the sum of squares of gradients, and whether 16-bit copies are those of their weights.
 
-It knows flat tensors and tasks; it must not know what the norm is for.
+It knows flat tensors and tasks; it must not know what the results are for.
 
 Every tile is summed in float64 in one fixed order (`loops.square_sum`), and the tiles' sums are added exactly and
 rounded once (Shewchuk's `math.fsum`). So the result depends neither on threads nor on the CPU's vectors nor on the
@@ -21,7 +21,7 @@ import torch
 
 from hetmem.cpu import loops
 from hetmem.cpu.on_device import kernels_of
-from hetmem.cpu.tiles import Array, Task, as_array, check_flat, one_torch_thread, tiles_of
+from hetmem.cpu.workers import Array, Task, as_array, check_flat, one_torch_thread, tiles_of
 from hetmem.cuda import reference
 from hetmem.cuda.reference import RUN_ELEMENTS
 from hetmem.cuda.squares import square_sums
@@ -55,9 +55,9 @@ def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], Array]:
     loop = _verified_loop(grad.dtype)
     flat = grad.detach()
     if isinstance(loop, str):
-        return [partial(_store, _square_sum_torch, flat[tile], partials, i) for i, tile in enumerate(tiles)], partials
+        return [partial(_store, _square_sum_torch, partials, i, flat[tile]) for i, tile in enumerate(tiles)], partials
     array = as_array(flat)
-    return [partial(_store, loop, array[tile], partials, i) for i, tile in enumerate(tiles)], partials
+    return [partial(_store, loop, partials, i, array[tile]) for i, tile in enumerate(tiles)], partials
 
 
 def square_sums_on_device(grad: torch.Tensor) -> torch.Tensor:
@@ -84,8 +84,8 @@ def total(partials: Iterable[Array]) -> float:
     return math.fsum(numbers) if finite else max(numbers, key=lambda number: (math.isnan(number), number))
 
 
-def _store(loop: loops.Loop, values: object, partials: Array, index: int) -> None:
-    partials[index] = loop(values)
+def _store(loop: loops.Loop, results: Array, index: int, *flats: object) -> None:
+    results[index] = loop(*flats)
 
 
 @cache
@@ -107,3 +107,40 @@ def _square_sum_torch(values: torch.Tensor) -> float:
     """`loops.square_sum` of one tile by torch, with the same bits."""
     with one_torch_thread():
         return float(sums_of_tiles(reference.square_sums(values)).sum())  # of one number, or none
+
+
+def compare_tasks(values: torch.Tensor, copy: torch.Tensor) -> tuple[list[Task], Array]:
+    """Tasks that compare one tile each, and the array that they write to: not zero where a tile of `copy` is not
+    `values.to(copy.dtype)`. Both are flat and on the CPU; NaNs of different payloads may count as different.
+
+    The tasks may run in any order on any thread, and hold the memory. Compiles on first use.
+    """
+    check_flat(values, copy)
+    tiles = tiles_of(values.numel())
+    found = np.zeros(len(tiles), np.uint32)
+    loop = _compare_loop(values.dtype, copy.dtype)
+    compare = _compare_by_torch if isinstance(loop, str) else loop
+    one, other = (values.detach(), copy.detach()) if isinstance(loop, str) else (as_array(values), as_array(copy))
+    return [partial(_store, compare, found, i, one[tile], other[tile]) for i, tile in enumerate(tiles)], found
+
+
+def _compare_by_torch(values: torch.Tensor, copy: torch.Tensor) -> int:
+    with one_torch_thread():
+        return int(not torch.equal(values.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)))
+
+
+@cache
+def _compare_loop(values: torch.dtype, copy: torch.dtype) -> loops.Loop | str:
+    """The compiled loop for these dtypes once it has told what torch tells, or why torch must do it."""
+    if values is not torch.float32 or copy not in (torch.bfloat16, torch.float16):
+        return f"no loop for {values}, {copy}"
+    try:
+        with loops.compiling():
+            loop = loops.compile_loop(loops.compare)
+            sines = torch.linspace(0, 700, 1000, dtype=torch.float64, device="cpu").sin().float()
+            same, other = sines.to(copy), sines.to(copy)
+            other[517] = -other[517]
+            right = loop(as_array(sines), as_array(same)) == 0 and loop(as_array(sines), as_array(other)) != 0
+            return loop if right else "the compiled loop rounds differently"
+    except Exception as error:  # whatever Numba raises, torch tells the same
+        return f"{type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ import torch
 from hetmem import torch_private
 from hetmem.base.units import round_down
 from hetmem.cpu import loops
-from hetmem.cpu.tiles import Task, as_array, check_flat, cut, one_torch_thread, tiles_of
+from hetmem.cpu.workers import Task, as_array, check_flat, cut, one_torch_thread, tiles_of
 
 if TYPE_CHECKING:
     from hetmem.cpu.workers import WorkerPool

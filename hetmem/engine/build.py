@@ -26,7 +26,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.machine import free_host_bytes
+from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, survey

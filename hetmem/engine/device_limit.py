@@ -146,8 +146,13 @@ class Transit(Protocol):
         """Drop something that lies at home as well; False if there is nothing."""
         ...
 
-    def make_room(self) -> None:
-        """Let all leave that may."""
+    def make_room(self, nbytes: int) -> bool:
+        """Let so many bytes leave, as far as there are some that may; return whether any does."""
+        ...
+
+    def needs(self, own_bytes: int) -> None:
+        """Note that so much is needed beside chunks and what crosses the links."""
+        ...
 
     def shortage(self) -> str:
         """Return a sentence on what could not leave, and why."""
@@ -475,11 +480,8 @@ class DeviceRoom:
         with self.monitor.unwatched():
             self._let_homes_go(live_bytes)
             self._set_limit(live_bytes)
-            if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
-                self._let_activations_go()
-                live_bytes = min(live_bytes, self.monitor.live_bytes)
-            while self.chunk_bytes() + live_bytes > self._memory.device_bytes:
-                if not self._give_way():
+            while (missing := self.chunk_bytes() + live_bytes - self._memory.device_bytes) > 0:
+                if not (self._let_activations_go(missing) or self._give_way()):
                     if not self._anything_leaves():
                         break
                     self._traffic.wait_for_one()
@@ -490,16 +492,33 @@ class DeviceRoom:
         if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
             raise self.shortage.error(operator, live_bytes)
         self._statistics.device_in_use(self.chunk_bytes(), live_bytes)
+        if (moves := self._activations) is not None:
+            moves.needs(live_bytes - self.leaving_bytes)
+
+    def own_bytes(self) -> int:
+        """What is needed now beside chunks, and beside what crosses the links where that is known."""
+        return self.look_at_allocator() - (self.leaving_bytes if self._memory.device.watched else 0)
+
+    def saved_bytes(self) -> int:
+        """What the device has for all but homes that must be there and as many copies as let some come before their
+        use."""
+        memory, slots = self._memory, 0
+        if memory.streams:
+            blocks = self._traffic.residency.blocks
+            used = {moment.blocks for trace in self._tracer.book.traces() for moment in trace.moments}
+            most = max((sum(blocks[block].span for block in at_once) for at_once in used), default=0)
+            slots = max(most, min(self._many_slots, self._all_slots))
+        copies = min(slots * memory.device_pool.slot_bytes, memory.device_chunk_bytes)
+        return memory.usable_bytes - (memory.device_home_bytes - memory.moved_bytes) - copies
 
     def _anything_leaves(self) -> bool:
         """Whether something is under way at whose end less of the device is taken."""
         leaving = self._traffic.gradients.under_way or bool(self.leaving or self.ahead)
         return leaving or bool(self._traffic.residency.in_flight())
 
-    def _let_activations_go(self) -> None:
+    def _let_activations_go(self, nbytes: int) -> bool:
         moves = self._activations
-        if moves is not None:
-            moves.make_room()
+        return moves is not None and moves.make_room(nbytes)
 
     def widen(self) -> bool:
         """Chunks in use at once need more than they may have, and nothing is under way any more: let them have what was
@@ -507,7 +526,7 @@ class DeviceRoom:
         False if there is no such room."""
         watched = self._memory.device.watched
         before = self.leaving_bytes, self.monitor.live_bytes
-        self._let_activations_go()
+        self._let_activations_go(self._memory.device_pool.slot_bytes)
         if self._give_way() or before != (self.leaving_bytes, self.monitor.live_bytes):
             if watched and self._tracer.measured:
                 self._set_limit(self.monitor.live_bytes)
@@ -525,7 +544,7 @@ class DeviceRoom:
     def out_of_memory(self) -> None:
         """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
         self.look_at_allocator()
-        self._let_activations_go()
+        self._let_activations_go(self._memory.device_bytes)
         while self._give_way():
             pass
         self._leave_device(self._room_seen)

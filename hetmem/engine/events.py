@@ -1,21 +1,32 @@
 """What happened when, for reports: a bounded log that only observes. Appending is safe from any thread.
 
-Times are seconds of `time.perf_counter`. An entry costs about a microsecond; the oldest are forgotten first.
+Times are seconds of the device's clock (`time.perf_counter`, where time is not simulated). An entry costs about a
+microsecond; the oldest are forgotten first.
+
+Note "compute behind the host": a GPU computes later than it is asked to. When it has come where is told by timed marks
+in the stream of compute: where a segment begins and ends, before compute waits for a copy, and where the host begins to
+wait. They are read once they are passed, and waited for only by a report. Between two marks lies a stretch. At its end
+compute may have caught up with the thread that asks for it: then that thread, not the device, made the stretch as long
+as it is. Where compute is over when it is asked for, a mark is a time, and all of this is what the thread did.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.update_split import Way
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""
+_UNREAD = 256
+"""Marks that are not looked at before the next segment begins."""
+CAUGHT_UP = 0.1
+"""Compute has caught up where it ends a stretch later than it was asked to by less than this share of the stretch."""
 
 
 class Transfer(NamedTuple):
@@ -30,11 +41,19 @@ class Transfer(NamedTuple):
 
 
 class Span(NamedTuple):
-    """`what` took from `start` to `end`: a segment ("forward", "backward", "step"), a stall, an update of a chunk."""
+    """`what` took from `start` to `end`: a segment ("forward", "backward", "step"), a wait, an update of a chunk."""
 
     what: str
     start: float
     end: float
+
+
+class Stall(NamedTuple):
+    """Compute waited from `start` to `end` for a copy of `block` (-1: for something else)."""
+
+    start: float
+    end: float
+    block: int
 
 
 class MomentSeen(NamedTuple):
@@ -58,39 +77,76 @@ class CopyChange(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A use of `block` found no valid copy on the device and waited for `seconds`."""
+    """A use of `block` found no copy on the device, nor one on its way there."""
 
     at: float
     block: int
-    seconds: float
+
+
+class _Mark(NamedTuple):
+    """A timed mark in the stream of compute, what of, and the time at which it was asked for. `other`: the mark, or the
+    time, that compute waits for there, or the mark where the update began that ends there; `since`: when the segment
+    that ends there began on the host."""
+
+    kind: str
+    asked: float
+    mark: Any
+    what: str = ""
+    other: Any = None
+    block: int = -1
+    since: float = 0.0
 
 
 class EventLog:
-    """The last entries of each kind, oldest first."""
+    """The last entries of each kind, oldest first.
 
-    def __init__(self, entries: int = ENTRIES) -> None:
-        self.began = time.perf_counter()
+    `clock` tells when compute has come where; `behind` says that it runs behind the host: see note "compute behind the
+    host".
+    """
+
+    def __init__(self, entries: int = ENTRIES, clock: ComputeClock = HOST_CLOCK, *, behind: bool = False) -> None:
+        self._clock, self.behind = clock, behind
+        self.now = clock.now
+        self.began = clock.now()
         self.transfers: deque[Transfer] = deque(maxlen=entries)
         self.moments: deque[MomentSeen] = deque(maxlen=entries)
         self.copies: deque[CopyChange] = deque(maxlen=entries)
         self.faults: deque[Fault] = deque(maxlen=entries)
-        self.stalls: deque[Span] = deque(maxlen=entries)
+        self.stalls: deque[Stall] = deque(maxlen=entries)
         self.updates: deque[Span] = deque(maxlen=entries)
         self.segments: deque[Span] = deque(maxlen=entries)
+        """As the device ran them."""
+        self.launched: deque[Span] = deque(maxlen=entries)
+        """The same as the host asked for them, where compute is behind it."""
+        self.host_waits: deque[Span] = deque(maxlen=entries)
+        """When the host waited, where compute is behind it; else these are the stalls."""
+        self.caught_up: deque[Span] = deque(maxlen=entries)
+        """Stretches at whose end compute had caught up with the host."""
+        self.stall_seconds = self.host_wait_seconds = 0.0
+        self.awaited = -1
+        """The block that waits are for."""
         self.fed: deque[tuple[float, int]] = deque(maxlen=entries)
         """When each forward of the whole model began, and of how many tokens."""
         self.tokens = 0
         self._segment: tuple[str, float] | None = None
+        self._begin_marked = False
+        self._unread: deque[_Mark] = deque()
+        self._running = ("", 0.0)
+        self._resumed: float | None = None
+        """When the stretch began whose end is read next; None outside of segments."""
 
     def feed(self, tokens: int) -> None:
         """Note that a forward of the whole model begins, with `tokens`."""
-        self.fed.append((time.perf_counter(), tokens))
+        self.fed.append((self.now(), tokens))
         self.tokens += tokens
 
     def begin_segment(self, what: str) -> None:
         """`what` begins, and what ran before is over."""
         self.end_segment()
-        self._segment = (what, time.perf_counter())
+        self._segment = (what, self.now())
+        if self.behind:
+            self._begin_marked = self._marked(_Mark("begin", self._segment[1], self._clock.timed_mark(), what))
+            self.read_marks()
 
     def newest(self) -> Hashable:
         """What is another thing whenever something else has happened."""
@@ -99,23 +155,102 @@ class EventLog:
 
     def end_segment(self) -> None:
         """No segment runs."""
-        if self._segment is not None:
-            self.segments.append(Span(*self._segment, time.perf_counter()))
-            self._segment = None
+        if self._segment is None:
+            return
+        (what, since), self._segment = self._segment, None
+        if self._begin_marked:
+            self._marked(_Mark("end", self.now(), self._clock.timed_mark(), what, since=since))
+        elif not self.behind:
+            self.segments.append(Span(what, since, self.now()))
 
     def running(self) -> tuple[str, float] | None:
-        """The segment that runs now and when it began."""
+        """The segment that runs now and when it began, on the host."""
         return self._segment
+
+    # ---- waits and updates -------------------------------------------------------------------------------------
+
+    def here(self) -> tuple[float, Any]:
+        """The time, and a mark behind compute so far where that is behind the host."""
+        return self.now(), self._clock.timed_mark() if self.behind else None
+
+    def updated(self, what: str, since: tuple[float, Any]) -> None:
+        """The device was asked to update `what`, where it lives there, since `here`."""
+        if not self.behind:
+            self.updates.append(Span(what, since[0], self.now()))
+        elif since[1] is not None:
+            self._marked(_Mark("update", self.now(), self._clock.timed_mark(), what, since[1]))
+
+    def waited(self, since: tuple[float, Any]) -> None:
+        """The host has waited since `here`."""
+        (start, mark), end = since, self.now()
+        self.host_wait_seconds += end - start
+        if not self.behind:
+            self._stalled(Stall(start, end, self.awaited))
+            return
+        self.host_waits.append(Span("wait", start, end))
+        self._marked(_Mark("wait", start, mark, other=end, block=self.awaited))
+
+    def waits_for(self, block: int, end: Any) -> None:
+        """Compute, which is behind the host, waits here for the copy of `block` that is over at the mark `end`."""
+        self._marked(_Mark("copy", self.now(), self._clock.timed_mark(), other=end, block=block))
+
+    def _stalled(self, stall: Stall) -> None:
+        self.stall_seconds += stall.end - stall.start
+        self.stalls.append(stall)
+
+    # ---- marks -------------------------------------------------------------------------------------------------
+
+    def _marked(self, mark: _Mark) -> bool:
+        if mark.mark is None:
+            return False
+        self._unread.append(mark)
+        if len(self._unread) > _UNREAD:
+            self.read_marks()
+        return True
+
+    def read_marks(self, *, wait: bool = False) -> None:
+        """Take note of the marks that are passed; with `wait`, of all of them. Those of a device that has failed, which
+        answers with errors, are forgotten."""
+        unread, clock = self._unread, self._clock
+        try:
+            while unread:
+                for mark in (unread[0].mark, *([unread[0].other] if unread[0].kind == "copy" else ())):
+                    if wait:
+                        clock.wait(mark)
+                    elif not clock.passed(mark):
+                        return
+                self._read(unread.popleft())
+        except Exception:  # whoever computes is told
+            unread.clear()
+            self._resumed = None
+
+    def _read(self, mark: _Mark) -> None:
+        clock, ready = self._clock, self._clock.when(mark.mark)
+        resumed = ready
+        if self._resumed is not None and ready - mark.asked <= CAUGHT_UP * (ready - self._resumed):
+            self.caught_up.append(Span("caught up", self._resumed, ready))
+        if mark.kind == "begin":
+            self._running = (mark.what, ready)
+        elif mark.kind == "end":
+            self.segments.append(Span(mark.what, self._running[1], ready))
+            self.launched.append(Span(mark.what, mark.since, mark.asked))
+        elif mark.kind == "update":
+            self.updates.append(Span(mark.what, clock.when(mark.other), ready))
+        else:
+            resumed = max(ready, clock.when(mark.other) if mark.kind == "copy" else mark.other)
+            if resumed > ready:
+                self._stalled(Stall(ready, resumed, mark.block))
+        inside = mark.kind == "begin" or (self._resumed is not None and mark.kind != "end")
+        self._resumed = resumed if inside else None
 
 
 @dataclass(slots=True)
 class Statistics:
-    """Peaks in bytes, waiting in seconds. Only grows."""
+    """Peaks in bytes. Only grows."""
 
     device_peak_bytes: int = 0
     chunk_peak_bytes: int = 0
     non_model_peak_bytes: int = 0
-    stall_seconds: float = 0.0
     steps: int = 0
     updated_bytes: Counter[Way] = field(default_factory=Counter)
     """Of parameters, by where they were updated."""

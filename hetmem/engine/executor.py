@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import time
 import traceback
 import weakref
 from collections import deque
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.base.weak import WeakOnes, weakly
-from hetmem.engine.events import CopyChange, EventLog, Span, Statistics, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Transfer
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.sampling import Fingerprints, TornReads
@@ -79,7 +78,6 @@ class Executor:
         residency: Residency,
         engine: TransferEngine,
         bindings: Bindings,
-        statistics: Statistics,
         events: EventLog,
         *,
         sanitize: bool,
@@ -94,7 +92,6 @@ class Executor:
         self._residency = residency
         self._engine = engine
         self._bindings = bindings
-        self._statistics = statistics
         self._events = events
         self._sanitize = sanitize
         self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -105,6 +102,8 @@ class Executor:
         self._jobs: dict[int, Callable[[BaseException | None], None]] = {}
         self._tags = itertools.count()
         self._fetching: dict[int, Fetch] = {}
+        self._met: set[int] = set()
+        """Blocks among those that compute is behind already."""
         self._compute_marks: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
         """By slot, marks behind the compute that made the copy: a program may go on on another stream."""
@@ -200,9 +199,9 @@ class Executor:
     @HELD_BACK
     def wait_for_one(self) -> None:
         """Wait until one transfer, or job, has ended. Its error is raised here, with the residency told."""
-        start = time.perf_counter()
+        before = self._events.here()
         finished = self._engine.take(wait=True)
-        self._stalled(start)
+        self._events.waited(before)
         assert finished is not None
         self._note(finished)
 
@@ -268,6 +267,9 @@ class Executor:
         fetch = self._fetching.get(block)
         if fetch is None or not self._engine.ordered:
             return False
+        if block not in self._met and (end := self._engine.end_of(fetch)) is not None:
+            self._met.add(block)
+            self._events.waits_for(block, end)
         return self._engine.order_compute_after(fetch)
 
     # ---- commands ----------------------------------------------------------------------------------------------
@@ -308,7 +310,7 @@ class Executor:
             self._jobs.pop(command)(finished.error)
             return
         if kind is Fetch and command.target is DEVICE:
-            self._fetching.pop(command.block, None)
+            self._fetched(command.block)
         if finished.error is None:
             self.execute(self._residency.done(command))
             return
@@ -318,18 +320,17 @@ class Executor:
         if not ahead:  # else its use asks again, and has idle chunks give memory up
             raise finished.error
 
-    def _stalled(self, start: float) -> None:
-        end = time.perf_counter()
-        self._statistics.stall_seconds += end - start
-        self._events.stalls.append(Span("stall", start, end))
+    def _fetched(self, block: int) -> None:
+        self._fetching.pop(block, None)
+        self._met.discard(block)
 
     def _carry_out(self, command: Command, now: bool) -> None:
         if type(command) is Drop:
-            self._events.copies.append(CopyChange(time.perf_counter(), command.block, command.tier, False))
+            self._events.copies.append(CopyChange(self._events.now(), command.block, command.tier, False))
             self._drop(command)
             return
         if type(command) is Fetch:
-            self._events.copies.append(CopyChange(time.perf_counter(), command.block, command.target, True))
+            self._events.copies.append(CopyChange(self._events.now(), command.block, command.target, True))
             if command.target is DEVICE:
                 self._fetch_to_device(command, now=now)
                 return
@@ -348,7 +349,7 @@ class Executor:
         try:
             self._begin_fetch(command, now=now)
         except BaseException:
-            self._fetching.pop(command.block, None)
+            self._fetched(command.block)
             self.execute(self._residency.failed(command))
             raise
 
@@ -370,10 +371,10 @@ class Executor:
             self.mark_making(command.slot)
             self.execute(self._residency.done(command))
         elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
-            start = time.perf_counter()
+            before = self._events.here()
             work = partial(self._memory.device.copy_in, target, source)
             self._engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
-            self._stalled(start)
+            self._events.waited(before)
             self.execute(self._residency.done(command))
         else:
             self._fetching[command.block] = command

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -68,13 +67,11 @@ class Runtime:
         self.sanitize = sanitize
         self.tracer = StepTracer()
         self.statistics = Statistics()
-        self.events = EventLog()
+        self.events = EventLog(clock=engine.clock, behind=engine.ordered)
         self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
         self.bindings = Bindings(self.parameters)
         self._engine = engine
-        self.traffic = Traffic(
-            memory, residency, engine, self.bindings, self.tracer, self.statistics, self.events, sanitize=sanitize
-        )
+        self.traffic = Traffic(memory, residency, engine, self.bindings, self.tracer, self.events, sanitize=sanitize)
         self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.memory.store)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
@@ -158,7 +155,7 @@ class Runtime:
         ):
             peaks.device_in_use(chunk_bytes, expected)
         staging = staged.used * memory.host_pool.slot_bytes
-        seen = perf_counter(), operator, blocks, chunk_bytes, expected, staging
+        seen = self.events.now(), operator, blocks, chunk_bytes, expected, staging
         self.events.moments.append(_tuple(MomentSeen, seen))
 
     # ---- parameters on the device ------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -14,7 +13,7 @@ import torch
 
 from hetmem.base.weak import weakly
 from hetmem.engine.build import recast_all
-from hetmem.engine.events import CopyChange, EventLog, Fault, Statistics
+from hetmem.engine.events import CopyChange, EventLog, Fault
 from hetmem.engine.executor import Executor, GradientCopies
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
@@ -39,14 +38,13 @@ class Traffic:
         engine: TransferEngine,
         bindings: Bindings,
         tracer: StepTracer,
-        statistics: Statistics,
         events: EventLog,
         *,
         sanitize: bool,
     ) -> None:
         self.residency, self.engine = residency, engine
         self._memory, self._tracer, self._events = memory, tracer, events
-        self.executor = Executor(memory, residency, engine, bindings, statistics, events, sanitize=sanitize)
+        self.executor = Executor(memory, residency, engine, bindings, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
         self.gradients.end_lease = weakly(self.close_role)
@@ -89,20 +87,24 @@ class Traffic:
         """Begin a lease of `block` on `tier` and return its slot, once the copy is there. None is begun if this
         raises."""
         residency = self.residency
-        missing = tier is Tier.DEVICE and residency.state(block, tier) is not CopyState.VALID
-        start = time.perf_counter() if missing else 0.0
+        events, state = self._events, residency.state(block, tier)
+        missing = tier is Tier.DEVICE and state is not CopyState.VALID
         if missing:
             self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
-        self.ask(block, tier, load=load, urgent=True)
-        refused = self._wait_for(block, tier, hastens=missing)
+            if state is not CopyState.LOADING:
+                events.faults.append(Fault(events.now(), block))
+        awaited, events.awaited = events.awaited, block if missing else events.awaited
+        try:
+            self.ask(block, tier, load=load, urgent=True)
+            refused = self._wait_for(block, tier, hastens=missing)
+        finally:
+            events.awaited = awaited
         try:
             if refused is not None:  # other leases of the copy stay
                 raise refused
         finally:
             del refused  # the error would hold itself, and with the variables of its callers copies
         self._log_unfetched(block, tier)
-        if missing:
-            self._events.faults.append(Fault(start, block, time.perf_counter() - start))
         slot = residency.place(block, tier)
         if tier is Tier.DEVICE:
             self.executor.order_behind_making(slot)
@@ -188,7 +190,7 @@ class Traffic:
         """Log a copy that is to be overwritten, which no fetch has logged."""
         if (block, tier) in self._unfetched:
             self._unfetched.discard((block, tier))
-            self._events.copies.append(CopyChange(time.perf_counter(), block, tier, True))
+            self._events.copies.append(CopyChange(self._events.now(), block, tier, True))
 
     def _mark_use(self, block: int) -> None:
         """Mark the use of a copy, also of one that was superseded while in use: the next in its slot comes behind."""

@@ -18,6 +18,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.activations.offload import Activations
+from hetmem.base.config import ActivationsName
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
@@ -70,9 +71,11 @@ class Interception:
     the user, which run between nodes, find parameters at home.
     """
 
-    def __init__(self, module: torch.nn.Module, runtime: Runtime, *, moves_activations: bool = False) -> None:
+    def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: ActivationsName = "keep") -> None:
         self.runtime = runtime
-        self.activations = Activations(runtime) if moves_activations else None
+        self.activations: Activations | None = None
+        if activations != "keep":
+            self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = Segments(runtime)
         self.gradients = GradientSink(runtime, self.segments)
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
@@ -228,6 +231,8 @@ class Interception:
             for managed in runtime.parameters if runtime.memory.streams else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
+            if self.activations is not None and torch.is_grad_enabled():
+                self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()

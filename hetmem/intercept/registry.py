@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -109,7 +108,7 @@ def _count_step(runtime: Runtime) -> None:
     """Count a step of an optimizer that is not hetmem's in reports: the host has updated for as long as it took."""
     segment = runtime.events.running()
     if segment is not None and segment[0] == "step":
-        runtime.events.updates.append(Span("all", segment[1], time.perf_counter()))
+        runtime.events.updates.append(Span("all", segment[1], runtime.events.now()))
         runtime.events.end_segment()
         runtime.statistics.steps += 1
 

@@ -22,11 +22,10 @@ from hetmem import torch_private
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
-from hetmem.memory import machine
 from hetmem.memory.cuda_copies import Moves, Ways, load_ways
 from hetmem.memory.device import DevicePool
 from hetmem.memory.host_pool import PageLocks
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.mapping import Mapping, cores_of, node_of
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
@@ -73,12 +72,12 @@ class CudaDevice:
     def node(self) -> int | None:
         """The NUMA node it hangs on; None where there is one node only, or it is unknown."""
         address = pci_address(self.torch_device)
-        return None if address is None else machine.node_of(address)
+        return None if address is None else node_of(address)
 
     @cached_property
     def cores(self) -> tuple[int, ...]:
         """Of its NUMA node."""
-        return () if self.node is None else machine.cores_of(self.node)
+        return () if self.node is None else cores_of(self.node)
 
     @cached_property
     def _compute(self) -> ComputeStreams:
@@ -324,7 +323,18 @@ class CudaStreams:
 
     def mark(self) -> torch.cuda.Event:
         """An event on the current stream, or behind all streams where there are several."""
-        event, stream = torch.cuda.Event(), self._compute.current()
+        return self._behind_compute(torch.cuda.Event())
+
+    def timed_mark(self) -> torch.cuda.Event | None:
+        """An event as `mark`, with the time at which it was asked for."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.hetmem_asked = time.perf_counter()
+        return self._behind_compute(event)
+
+    def _behind_compute(self, event: torch.cuda.Event) -> torch.cuda.Event:
+        stream = self._compute.current()
         if len(self._compute.seen) > 1:
             stream = self._joined = self._joined or torch.cuda.Stream(self._device)
             for one in self._compute.seen:
@@ -358,6 +368,10 @@ class CudaStreams:
     def order_compute(self, event: torch.cuda.Event) -> None:
         """The current stream waits; the host does not."""
         self._compute.current().wait_event(event)
+
+    def now(self) -> float:
+        """The host's clock."""
+        return time.perf_counter()
 
     def passed(self, event: torch.cuda.Event) -> bool:
         """Ask the driver."""

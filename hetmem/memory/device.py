@@ -13,8 +13,7 @@ import torch
 
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
-from hetmem.memory.machine import free_host_bytes
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.mapping import Mapping, free_host_bytes
 from hetmem.memory.tensor_views import Memory, address_of, elements, without_graph
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetmem.memory.transfer import Finished, Job, Seen
+from hetmem.memory.transfer import ComputeClock, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
 
 
-class Streams(Protocol):
-    """One stream for each direction, beside the caller's stream of compute. Events are opaque."""
+class Streams(ComputeClock, Protocol):
+    """One stream for each direction, beside the caller's stream of compute. Events are opaque; those of `enqueue` and
+    `timed_mark` tell when they passed."""
 
     def mark(self) -> Any:
         """An event behind all compute that was asked for so far, on whatever streams."""
@@ -31,17 +32,6 @@ class Streams(Protocol):
 
     def order_compute(self, event: Any) -> None:
         """Compute asked for from now on runs after `event`."""
-
-    def passed(self, event: Any) -> bool:
-        """Whether `event` has passed; never waits."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Wait until `event` has passed."""
-
-    def when(self, event: Any) -> float:
-        """The time at which a passed event passed, in seconds of `time.perf_counter`."""
-        ...
 
 
 class _InFlight(NamedTuple):
@@ -58,6 +48,7 @@ class StreamCopier:
 
     def __init__(self, streams: Streams, seen: Seen, finished: Callable[[Finished], None]) -> None:
         self._streams, self._seen, self._finished = streams, seen, finished
+        self.clock: ComputeClock = streams
         self._queues: dict[Link, deque[_InFlight]] = {
             Link.HOST_TO_DEVICE: deque(),
             Link.DEVICE_TO_HOST: deque(),
@@ -92,6 +83,10 @@ class StreamCopier:
     def mark(self) -> Any:
         """An event on the compute stream."""
         return self._streams.mark()
+
+    def end_of(self, tag: Any) -> Any:
+        """Until its end has been reported."""
+        return self._ends.get(tag)
 
     def order_compute_after(self, tag: Any) -> bool:
         """Nothing is left to do for a job that is over."""

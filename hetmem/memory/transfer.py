@@ -54,6 +54,53 @@ Seen = Callable[[Job, float, float], None]
 """Told of a job that was carried out, with its start and end in seconds of `time.perf_counter`."""
 
 
+class ComputeClock(Protocol):
+    """Tells when compute has come where: marks in its stream whose times can be read once they are passed.
+
+    Times are seconds of `now`, which is `time.perf_counter` wherever time is not simulated. A clock keeps no copier
+    alive, and nothing of a model.
+    """
+
+    def now(self) -> float:
+        """The time."""
+        ...
+
+    def timed_mark(self) -> Any:
+        """A mark behind all compute so far; None while a CUDA graph is captured."""
+        ...
+
+    def passed(self, mark: Any) -> bool:
+        """Whether compute, or a copy, has passed `mark`; never waits."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Wait until `mark` is passed."""
+
+    def when(self, mark: Any) -> float:
+        """The time at which `mark`, which is passed, was passed."""
+        ...
+
+
+class HostClock:
+    """The `ComputeClock` of a device whose compute is over when it is asked for: marks are times."""
+
+    now = timed_mark = staticmethod(time.perf_counter)
+
+    def passed(self, mark: float) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, mark: float) -> None:
+        """Return at once."""
+
+    def when(self, mark: float) -> float:
+        """Return `mark`."""
+        return mark
+
+
+HOST_CLOCK = HostClock()
+
+
 class Copier(Protocol):
     """Carries jobs between host and device out, in order per link.
 
@@ -62,6 +109,11 @@ class Copier(Protocol):
     """
 
     ordered: bool
+
+    @property
+    def clock(self) -> ComputeClock:
+        """Tells when compute has come where."""
+        ...
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
         """Begin `job` once the marks in `after` are passed. It is reported when it is over, also if it cannot begin."""
@@ -74,6 +126,10 @@ class Copier(Protocol):
 
     def mark(self) -> Any:
         """A mark behind all compute that was asked for so far."""
+
+    def end_of(self, tag: Any) -> Any:
+        """The mark at the end of the copy with `tag`, for `clock`; None where it is over, or none was asked for."""
+        ...
 
     def order_compute_after(self, tag: Any) -> bool:
         """Compute asked for from now on runs only after the job with `tag`, if that is not over yet; False if the job
@@ -105,6 +161,7 @@ class ThreadCopier:
     """One thread for each direction. `rates` are bytes per second per link, None = as fast as memory is."""
 
     ordered = False
+    clock: ComputeClock = HOST_CLOCK
 
     def __init__(self, rates: dict[Link, int | None], seen: Seen, finished: Callable[[Finished], None]) -> None:
         self._rates, self._seen, self._finished = rates, seen, finished
@@ -139,6 +196,9 @@ class ThreadCopier:
 
     def mark(self) -> None:
         """Compute is over when it returns."""
+
+    def end_of(self, tag: Any) -> None:
+        """The caller waits instead."""
 
     def order_compute_after(self, tag: Any) -> bool:
         """The caller waits instead."""
@@ -198,6 +258,7 @@ class TransferEngine:
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         self._by_caller = {link for link in self._copied if not self.ordered and self._copier.unlimited(link)}
         """Links over which the caller copies as the copier would."""
+        self.clock = self._copier.clock
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int, after: Sequence[Any] = ()) -> None:
@@ -220,6 +281,10 @@ class TransferEngine:
     def mark(self) -> Any:
         """A mark behind all compute so far, for `copy`."""
         return self._copier.mark()
+
+    def end_of(self, tag: Any) -> Any:
+        """The mark at the end of the copy with `tag`, of a device that is `ordered`; None where it is over."""
+        return self._copier.end_of(tag)
 
     def order_compute_after(self, tag: Any) -> bool:
         """Compute from now on runs after the copy with `tag`; False if that could not be asked for."""

@@ -23,8 +23,7 @@ from hetmem.cpu.on_device import adamw_as_on_host, equals_host
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
-from hetmem.optim.options import LossScale, is_number
-from hetmem.optim.rule import ParameterUpdate, Rule, There
+from hetmem.optim.options import LossScale, ParameterUpdate, Rule, There, is_number
 
 Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

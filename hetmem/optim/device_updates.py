@@ -12,7 +12,6 @@ update. A slot is free again when what it held is home, for whatever comes behin
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -27,8 +26,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.device import Device
 from hetmem.memory.tensor_views import Memory
 from hetmem.optim.chunk_update import ChunkUpdate, DeviceWork, Opened, Slot
-from hetmem.optim.options import Gradients
-from hetmem.optim.rule import HalfComputedError, Rule, Streamable
+from hetmem.optim.options import Gradients, HalfComputedError, Rule, Streamable
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import SLOTS, Facts, Fitting, StreamedShare, Way
@@ -183,7 +181,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
 
     def _begin(self, update: ChunkUpdate, slot: Slot) -> None:
         chunk = update.chunk
-        update.began, update.slot = time.perf_counter(), slot
+        update.slot = slot
         update.opened = {role: chunk.flat(role) for role in update.needs}
         update.there = slot.views(chunk, [role for role in update.needs if role != Role.GRAD])
         update.borrowed = borrowed = None if self.kept.holds(chunk) else self.kept.borrow()

@@ -16,12 +16,11 @@ from torch.optim.optimizer import Optimizer
 
 from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import Task
-from hetmem.cpu.tiles import one_torch_thread, tiles_of
+from hetmem.cpu.workers import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
-from hetmem.optim.options import LossScale
-from hetmem.optim.rule import HalfComputedError, ParameterUpdate
+from hetmem.optim.options import HalfComputedError, LossScale, ParameterUpdate
 
 _TRIAL = (4, 32)
 _SAMPLE = (4, 1024)

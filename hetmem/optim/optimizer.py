@@ -28,6 +28,7 @@ from hetmem.optim.options import (
     Gradients,
     LossScale,
     Overlap,
+    Rule,
     check_gradients,
     choice,
     clip_factor,
@@ -35,7 +36,6 @@ from hetmem.optim.options import (
     loss_scale,
 )
 from hetmem.optim.reserving import reserve_homes
-from hetmem.optim.rule import Rule
 from hetmem.optim.states import Places, States, checked, managed_again, no_longer_managed, saved_homes
 from hetmem.optim.step import Stepper, Work
 from hetmem.optim.whole_step import Whole, WholeGroup, WholeUpdate

@@ -15,8 +15,7 @@ from hetmem.engine.homes import Memory
 from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Role
-from hetmem.optim.options import Gradients, Overlap
-from hetmem.optim.rule import Rule
+from hetmem.optim.options import Gradients, Overlap, Rule
 from hetmem.schedule.placement import slots_for_staging
 
 

@@ -22,8 +22,7 @@ from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.tensor_views import address_of
-from hetmem.optim.options import Gradients, Overlap
-from hetmem.optim.rule import Rule
+from hetmem.optim.options import Gradients, Overlap, Rule
 
 Places = dict[str, tuple[Role, torch.Tensor]]
 """The homes of a parameter's states, by the names that states have."""

@@ -27,8 +27,7 @@ from hetmem.optim.chunk_update import (
     refuse_sparse,
 )
 from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
-from hetmem.optim.options import Gradients, Overlap
-from hetmem.optim.rule import ParameterUpdate, Streamable
+from hetmem.optim.options import Gradients, Overlap, ParameterUpdate, Streamable
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way

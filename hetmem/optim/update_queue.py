@@ -6,7 +6,6 @@ Everything but the tiles happens on the thread that trains, in `pump`; what a ti
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,7 @@ from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.tensor_views import without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.device_updates import KeptGradients, StreamedUpdates
-from hetmem.optim.rule import HalfComputedError
+from hetmem.optim.options import HalfComputedError
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
 
@@ -153,7 +152,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             raise
         self._running.append(update)
         ended = self._traffic.executor.expect_job(partial(weakly(self._ended), weakref.ref(update)))
-        update.began = time.perf_counter()
+        update.began = self._runtime.events.now()
         update.batch = self._workers.begin(tasks, after=ended)
 
     def _ended(self, ended: weakref.ref[ChunkUpdate]) -> None:

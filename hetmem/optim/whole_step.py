@@ -5,7 +5,6 @@ Chunks, jobs and workers have no part in it: nothing moves, and an update that b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -16,7 +15,6 @@ import torch
 
 from hetmem.cpu import square_sum_tasks, square_sums_on_device
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.events import Span
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import ManagedParameter, Role
 from hetmem.memory.tensor_views import address_of
@@ -76,7 +74,7 @@ class WholeUpdate:
 
     def carry_out(self, rule: Whole, scale: float) -> None:
         """Update all, or raise with nothing changed."""
-        runtime, began = self.of.runtime, time.perf_counter()
+        runtime, began = self.of.runtime, self.of.runtime.events.here()
         chunks = dict.fromkeys(managed.chunk for managed in self.managed) if runtime.memory.streams else {}
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):
             rule.whole(self.group, self.params, self.grads, self.states, self.steps, scale)
@@ -84,7 +82,7 @@ class WholeUpdate:
             for managed, parameter in zip(self.managed, self.params, strict=True):
                 managed.version = parameter._version
         runtime.statistics.updated_bytes[Way.RESIDENT] += sum(map(_NBYTES, self.params))
-        runtime.events.updates.append(Span("all chunks", began, time.perf_counter()))
+        runtime.events.updated("all chunks", began)
 
 
 class WholeGroup:

@@ -33,7 +33,7 @@ from hetmem.schedule.blocks import (
     Write,
     in_flight_bytes,
 )
-from hetmem.schedule.eviction import EvictionPolicy
+from hetmem.schedule.cache import EvictionPolicy
 from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.residency import Residency

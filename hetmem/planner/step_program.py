@@ -12,8 +12,15 @@ from operator import sub
 
 from hetmem.errors import CapacityError
 from hetmem.planner.reservation import ROLES, Arrangement, crossing, facts_of, fits, moved, to_the_device
-from hetmem.planner.simulated_trace import BACKWARD, FORWARD, Notes
-from hetmem.planner.simulated_updates import SimulatedGradients, SimulatedUpdates, Staged, Update
+from hetmem.planner.simulated_updates import (
+    BACKWARD,
+    FORWARD,
+    Notes,
+    SimulatedGradients,
+    SimulatedUpdates,
+    Staged,
+    Update,
+)
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block

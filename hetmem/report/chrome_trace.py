@@ -1,7 +1,8 @@
 """A report's timeline as Chrome trace events, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One track for the thread that trains; for the host optimizer's updates, and for each link, as many as were under way at
-once; a counter for the bytes of each tier. Knows the dict of a report only.
+One track for the thread that trains, and one for compute where that runs behind it; for the host optimizer's updates,
+and for each link, as many as were under way at once; a counter for the bytes of each tier. Knows the dict of a report
+only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hetmem.report.step import TERM_NAMES
 
 _LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
 _PROCESS = 1
-_TRAINING, _OPTIMIZER, _FIRST_LINK = 1, 2, 1000
+_TRAINING, _OPTIMIZER, _COMPUTE, _FIRST_LINK = 1, 2, 999, 1000
 _LANES_PER_LINK = 100
 Event = dict[str, Any]
 
@@ -29,12 +30,18 @@ def trace_text(data: dict[str, Any]) -> str:
 
 def _events(timeline: dict[str, Any]) -> Iterator[Event]:
     yield _named("thread_name", _TRAINING, "Training thread")
-    for what, start, end in timeline["segments"]:
+    launched = timeline["launched"]
+    for what, start, end in launched or timeline["segments"]:
         yield _complete(what, _TRAINING, start, end)
     yield from _moments(timeline)
+    compute = _COMPUTE if launched else _TRAINING
+    if launched:
+        yield _named("thread_name", _COMPUTE, "Compute")
+        for what, start, end in timeline["segments"]:
+            yield _complete(what, _COMPUTE, start, end)
     stalls = timeline["stalls"]
     for start, end in zip(stalls["from_us"], stalls["until_us"], strict=True):
-        yield _complete("stall", _TRAINING, start, end)
+        yield _complete("stall", compute, start, end)
     faults = timeline["faults"]
     for block, at in zip(faults["block"], faults["at_us"], strict=True):
         name = f"fault: {_label(timeline, block)}"
@@ -49,7 +56,7 @@ def _events(timeline: dict[str, Any]) -> Iterator[Event]:
 
 def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
     """An operator lasts until the next one, and no longer than its segment."""
-    moments, ends = timeline["moments"], [end for _, _, end in timeline["segments"]]
+    moments, ends = timeline["moments"], [end for _, _, end in timeline["launched"] or timeline["segments"]]
     at = moments["at_us"]
     for index, operator in enumerate(moments["operator"]):
         following = [end for end in ends if end >= at[index]]

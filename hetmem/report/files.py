@@ -15,13 +15,13 @@ from typing import Any
 from hetmem.base.whole_files import write_whole
 
 SCHEMA = "hetmem.report"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _HOW = "save one with hetmem.report(model).save('run.json')"
 _KEYS = (
     *("created_at", "model", "parameters", "steps", "tiers", "links", "fetches", "evictions", "faults"),
-    *("staging_faults", "stall_seconds", "chunks", "chunk_bytes", "chunk_waste", "bytes_per_parameter", "missing"),
-    *("step", "timeline"),
+    *("staging_faults", "stall_seconds", "host_wait_seconds", "chunks", "chunk_bytes", "chunk_waste"),
+    *("bytes_per_parameter", "missing", "step", "timeline"),
 )
 """What every report has; `updates` and `planned` came later."""
 

@@ -67,6 +67,8 @@ class Watch:
         runtime = self._runtime()
         assert runtime is not None
         now, statistics, tokens = time.perf_counter(), runtime.statistics, runtime.events.tokens
+        runtime.events.read_marks()
+        stalls = runtime.events.stall_seconds
         elapsed = max(now - (self._at or runtime.events.began), 1e-9)
         links = {link.value: use.bytes for link, use in runtime.traffic.engine.links().items()}
         steps = statistics.steps - self._steps
@@ -78,13 +80,13 @@ class Watch:
             "steps": statistics.steps,
             "step_seconds": elapsed / steps if steps else None,
             "tokens_per_second": (tokens - self._tokens) / elapsed,
-            "stall_share": (statistics.stall_seconds - self._stalls) / elapsed,
+            "stall_share": (stalls - self._stalls) / elapsed,
             "tiers": _tiers(runtime),
             "links": {link: (nbytes - self._links.get(link, 0)) / elapsed for link, nbytes in links.items()},
             "history": [float(f"{seconds:.3g}") for seconds in self._history],
         }
         self._at, self._steps, self._links, self._tokens = now, statistics.steps, links, tokens
-        self._stalls = statistics.stall_seconds
+        self._stalls = stalls
         if now - self._published >= PUBLISH_SECONDS:
             self._published = now
             _publish(status, f"{os.getpid()}-{id(runtime):x}.json")

@@ -38,7 +38,7 @@ function fillHead() {
 }
 
 const TERMS = {
-  compute: "Compute", host_to_device: "Host to device", device_to_host: "Device to host",
+  compute: "Compute", launching: "Launching", host_to_device: "Host to device", device_to_host: "Device to host",
   host_optimizer: "Host optimizer", nvme_read: "NVMe read", nvme_write: "NVMe write",
 };
 
@@ -72,7 +72,8 @@ function fillNumbers() {
     ["Step time", "step.seconds", "seconds", `${step.moments.toLocaleString("en-US")} moments`],
     ["Overlap", "step.overlap", "share", "longest term / step time"],
     ["Stalled in the step", "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
-    ["Faults in the step", "step.faults", "count", "uses that had to wait"],
+    ["Host waits in the step", "step.host_wait_seconds", "seconds", "the training thread"],
+    ["Faults in the step", "step.faults", "count", "uses that found no copy on its way"],
   ];
   const numbers = [
     ...stepNumbers,
@@ -103,7 +104,7 @@ function fillPlanned() {
     ["Step time", "planned.step_seconds", "step.seconds", "seconds"],
     ...Object.keys(TERMS).map((term) => [TERMS[term], `planned.terms.${term}`, `step.terms.${term}`, "seconds"]),
     ...Object.keys(TIER_PEAKS).map((tier) => [TIER_PEAKS[tier], `planned.peak_bytes.${tier}`, `tiers.${tier}.peak_bytes`, "bytes"]),
-  ].filter(([, expected, seen]) => at(expected) || at(seen));
+  ].filter(([, expected, seen]) => !expected.endsWith(".launching") && (at(expected) || at(seen)));
   fillTable(byId("plan"), ["", "Planned", "This run", "Plan is off by"], pairs.map(([name, expected, seen, format]) => [
     element("td", "", name), at(expected) === undefined ? element("td", "", "–") : shows(element("td"), expected, format),
     at(seen) === undefined ? element("td", "", "–") : shows(element("td"), seen, format),

@@ -154,18 +154,19 @@ class ChunkMap {
     const indices = copies.block.map((_, index) => index).filter((index) => copies.tier[index] === tier);
     this.copies = indices;
     const shown = new Set(indices.map((index) => copies.block[index]));
-    if (!tier) timeline.faults.block.forEach((block) => shown.add(block));
+    this.stalls = timeline.stalls.block.map((_, index) => index).filter((index) => !tier && timeline.stalls.block[index] >= 0);
+    this.stalls.forEach((index) => shown.add(timeline.stalls.block[index]));
     const facts = timeline.blocks;
     this.rows = [...shown].sort((a, b) =>
       roles.indexOf(facts[a].role) - roles.indexOf(facts[b].role) || facts[a].chunk - facts[b].chunk);
     this.rowOf = new Map(this.rows.map((block, row) => [block, row]));
     const used = [...new Set(this.rows.map((block) => facts[block].role))];
     this.legend = [...used.map((role) => [roleColour(role), tier ? roleName(role) : "Copy on the device"]), ["--muted", "On its way"]];
-    if (!tier) this.legend.push(["--ink", "Used"], ["--bad", "Fault: the step waited"]);
+    if (!tier) this.legend.push(["--ink", "Used"], ["--bad", "Compute waited"]);
   }
 
   summary() {
-    return `${this.rows.length} rows` + (this.tier ? "" : `, ${this.timeline.faults.block.length} faults`);
+    return `${this.rows.length} rows` + (this.tier ? "" : `, ${this.stalls.length} ${this.stalls.length === 1 ? "stall" : "stalls"}`);
   }
 
   height() {
@@ -180,7 +181,7 @@ class ChunkMap {
     this.drawCopies(pen, top, row - gap);
     if (!this.tier) {
       this.drawUses(pen, top, row - gap);
-      this.drawFaults(pen, top, row - gap);
+      this.drawStalls(pen, top, row - gap);
     }
     this.drawLabels(pen, row);
   }
@@ -228,22 +229,22 @@ class ChunkMap {
     }
   }
 
-  drawFaults(pen, top, height) {
-    const { block, at_us: at, until_us: until } = this.timeline.faults;
+  drawStalls(pen, top, height) {
+    const { block, from_us: from, until_us: until } = this.timeline.stalls;
     pen.context.fillStyle = pen.colour("--bad");
-    block.forEach((number, index) => pen.span(at[index], until[index], top(number), height, 3));
+    for (const index of this.stalls) pen.span(from[index], until[index], top(block[index]), height, 3);
   }
 
   describe(us, y) {
     const block = this.rows[Math.floor((y - 2) / this.rowHeight())];
     if (block === undefined) return [];
-    const facts = this.timeline.blocks[block], copies = this.timeline.copies, faults = this.timeline.faults;
+    const facts = this.timeline.blocks[block], copies = this.timeline.copies, stalls = this.timeline.stalls;
     const there = this.copies.find((index) => copies.block[index] === block && copies.from_us[index] <= us && us < copies.until_us[index]);
-    const fault = this.tier ? -1 : faults.block.findIndex((number, index) => number === block && faults.at_us[index] <= us && us <= Math.max(faults.until_us[index], faults.at_us[index] + 1));
+    const stall = this.stalls.find((index) => stalls.block[index] === block && stalls.from_us[index] <= us && us <= Math.max(stalls.until_us[index], stalls.from_us[index] + 1));
     let state = "not here";
     if (there !== undefined) state = us < copies.valid_us[there] ? "on its way" : "here";
     const lines = [[roleColour(facts.role), `Chunk ${facts.chunk}, ${roleName(facts.role).toLowerCase()}`, state]];
-    if (fault >= 0) lines.push(["--bad", "Fault", formatSeconds((faults.until_us[fault] - faults.at_us[fault]) / 1e6)]);
+    if (stall !== undefined) lines.push(["--bad", "Compute waited", formatSeconds((stalls.until_us[stall] - stalls.from_us[stall]) / 1e6)]);
     lines.push([null, `home: ${facts.home}`, formatBytes(facts.bytes)], [null, shortened(facts.parameters.join(", "), 160), ""]);
     return lines;
   }
@@ -257,10 +258,12 @@ class Lanes {
     this.legend = [["--accent", "Busy"], ["--bad", "The step waited"]];
     this.timeline = timeline;
     const model = timeline.segments.filter(([what]) => what !== "step");
+    const launched = timeline.launched.filter(([what]) => what !== "step");
     const moved = timeline.transfers;
     const ofLink = (link) => moved.link.map((_, index) => index).filter((index) => moved.link[index] === link);
     this.lanes = [
       { name: "Forward and backward", busy: union(model.map((s) => s[1]), model.map((s) => s[2])) },
+      ...(launched.length ? [{ name: "Launching", busy: union(launched.map((s) => s[1]), launched.map((s) => s[2])) }] : []),
       { name: "Host optimizer", busy: union(timeline.updates.from_us, timeline.updates.until_us) },
       ...LINK_NAMES.map((name, link) => {
         const indices = ofLink(link);

@@ -72,6 +72,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
     """
     runtime = registry.of_module(model).runtime
     runtime.traffic.executor.drain()
+    runtime.events.read_marks(wait=True)
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     layout, tiers = runtime.memory.layout, _tiers(runtime)
     window = last_window(runtime.events)
@@ -94,7 +95,8 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "evictions": sum(counts.evictions.values()),
         "faults": counts.faults[Tier.DEVICE],
         "staging_faults": counts.faults[Tier.HOST],
-        "stall_seconds": statistics.stall_seconds,
+        "stall_seconds": runtime.events.stall_seconds,
+        "host_wait_seconds": runtime.events.host_wait_seconds,
         "chunks": len(runtime.chunks),
         "chunk_bytes": layout.chunk_elements * _widest(runtime),
         "chunk_waste": layout.waste,

@@ -1,9 +1,12 @@
 """Which resource binds a step: the terms of its time, how well they overlap, and what to change. Pure.
 
-Note "terms": a step takes at least the longest of {compute, host to device, device to host, host optimizer, NVMe read,
-NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward without the stalls in it;
-the host optimizer is the time in which tiles of updates ran or waited for a worker; a link's term is the union of the
-intervals in which a transfer was in flight on it, clipped to the step (for NVMe one begins when it is asked for).
+Note "terms": a step takes at least the longest of {compute, launching, host to device, device to host, host optimizer,
+NVMe read, NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward on the device
+without the stalls in it. Launching, of a device whose compute runs behind the host, is the time that the training
+thread takes to ask for them, without its waits. Compute that has caught up with the thread lasts as long as launching
+makes it last: where that is so for half of it, launching binds. The host optimizer is the time in which tiles of
+updates ran or waited for a worker; a link's term is the union of the intervals in which a transfer was in flight on it,
+clipped to the step (for NVMe one begins when it is asked for).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from hetmem.schedule.blocks import Link
 
 TERM_NAMES = {
     "compute": "Compute",
+    "launching": "Launching",
     "host_to_device": "Host to device",
     "device_to_host": "Device to host",
     "host_optimizer": "Host optimizer",
@@ -26,6 +30,8 @@ TERM_NAMES = {
     "nvme_write": "NVMe write",
 }
 GOOD_OVERLAP = 0.9
+LAUNCH_BOUND = 0.5
+"""Compute that has caught up for more than this share of its time waits for the thread that launches it."""
 SECONDS_PER_DAY = 86400
 
 
@@ -35,6 +41,10 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]]) -> dict[str, 
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
     binding = max(terms, key=lambda term: terms[term])
+    late = union((span.start, span.end) for span in window.caught_up)
+    caught_up = terms["compute"] - length(without(busy["compute"], late))
+    if binding == "compute" and caught_up > LAUNCH_BOUND * terms["compute"]:
+        binding = "launching"
     stalled = union(clip(((s.start, s.end) for s in window.stalls), window.start, window.end))
     moved = {link.value: 0 for link in Link}
     for transfer in window.transfers:
@@ -48,6 +58,8 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]]) -> dict[str, 
         "exposed_seconds": {term: length(without(intervals, busy[binding])) for term, intervals in busy.items()},
         "bytes": moved,
         "stall_seconds": length(stalled),
+        "host_wait_seconds": length(_waits(window)),
+        "caught_up_seconds": caught_up,
         "faults": len(window.faults),
         "moments": len(window.moments),
         "nvme_written_bytes_per_day": round(moved["nvme_write"] / seconds * SECONDS_PER_DAY) if seconds else 0,
@@ -67,8 +79,10 @@ def busy_intervals(window: Window) -> dict[str, list[Interval]]:
         moved = ((t.start, t.end) for t in window.transfers if t.link is link)
         return union(clip(moved, window.start, window.end))
 
+    launched = spent(span for span in window.launched if span.what in TRAINING)
     return {
         "compute": without(spent(span for span in window.segments if span.what in TRAINING), stalled),
+        **({"launching": without(launched, _waits(window))} if window.launched else {}),
         "host_to_device": crossing(Link.HOST_TO_DEVICE),
         "device_to_host": crossing(Link.DEVICE_TO_HOST),
         "host_optimizer": spent(window.updates),
@@ -77,11 +91,20 @@ def busy_intervals(window: Window) -> dict[str, list[Interval]]:
     }
 
 
+def _waits(window: Window) -> list[Interval]:
+    """When the training thread waited: of compute that is over when it is asked for, these are its stalls."""
+    waits = window.host_waits if window.launched else window.stalls
+    return union(clip(((wait.start, wait.end) for wait in waits), window.start, window.end))
+
+
 def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
     """What binds this step, how far it is from the bound, and what to change."""
     binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
     term = step["terms"][binding]
     text = f"{TERM_NAMES[binding]} binds: {format_seconds(term)} of a step of {format_seconds(seconds)}."
+    if binding == "launching":
+        caught_up = format_seconds(step["caught_up_seconds"])
+        return f"{text} For {caught_up} the device waited for the thread that launches. {_advice(binding, tiers)}"
     if step["overlap"] >= GOOD_OVERLAP:
         return f"{text} {_advice(binding, tiers)}"
     longest = max(exposed, key=lambda name: exposed[name])
@@ -115,6 +138,11 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
         return (
             f"Budget(host=…) raised by {format_size(on_nvme)} would leave nothing on NVMe; a second directory in "
             f"nvme_dir adds its bandwidth; more micro-batches per step move the same bytes less often."
+        )
+    if binding == "launching":
+        return (
+            "Compile the blocks (block.compile(), one graph each) and there is less to launch; a larger batch gives "
+            "each launch more to do."
         )
     if binding == "host_optimizer":
         return "More CPU cores would shorten it; more micro-batches per step run it less often."

@@ -58,7 +58,7 @@ def _verdict(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> 
     ratio = b["seconds"] / a["seconds"]
     if abs(ratio - 1) < _ALIKE:
         return f"Verdict: both take as long, within {_share(_ALIKE)}."
-    changes = {TERM_NAMES[term]: b["terms"][term] - a["terms"][term] for term in a["terms"]}
+    changes = {name: b["terms"].get(term, 0.0) - a["terms"].get(term, 0.0) for term, name in TERM_NAMES.items()}
     changes["Stalls"] = b["stall_seconds"] - a["stall_seconds"]
     alike = {name: change for name, change in changes.items() if (change > 0) is (ratio > 1)}
     most = max(alike, key=lambda name: abs(alike[name]), default="")
@@ -80,6 +80,7 @@ _COMPARED: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     *((name, ("step", "terms", term), format_seconds) for term, name in TERM_NAMES.items()),
     ("Overlap", ("step", "overlap"), _share),
     ("Stalls in the step", ("step", "stall_seconds"), format_seconds),
+    ("Host waits in the step", ("step", "host_wait_seconds"), format_seconds),
     ("Faults in the step", ("step", "faults"), _count),
     *((f"{name}, bytes a step", ("step", "bytes", link), format_size) for link, name in _LINK_NAMES.items()),
     ("Device peak", ("tiers", "device", "peak_bytes"), format_size),
@@ -154,7 +155,9 @@ def _planned_rows(data: dict[str, Any]) -> list[tuple[str, float, float | None, 
     rows: list[tuple[str, float, float | None, Any]]
     rows = [("Step time", planned["step_seconds"], step and step["seconds"], format_seconds)]
     for term, name in TERM_NAMES.items():
-        expected, seen = planned["terms"].get(term, 0.0), step and step["terms"][term]
+        expected, seen = planned["terms"].get(term, 0.0), step and step["terms"].get(term, 0.0)
+        if term == "launching":
+            continue  # a plan has it within compute
         if expected or seen:
             rows.append((name, expected, seen, format_seconds))
     for tier, name in (("device", "Device peak"), ("host", "Host peak"), ("nvme", "NVMe peak")):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from hetmem.engine.events import Span
+from hetmem.engine.events import Span, Stall
 from hetmem.report.intervals import overlap, union
 from hetmem.report.window import Window
 from hetmem.schedule.blocks import Link
@@ -46,23 +46,24 @@ def timeline_section(window: Window, blocks: Sequence[BlockFacts], present: Pres
     clock, thin = Clock(window.start, window.end), Thinning()
     copies = _copies(window, present)
     stalls = thin("stalls", window.stalls, _duration)
-    faults = thin("faults", window.faults, lambda fault: fault.seconds)
+    faults = thin("faults", window.faults, lambda fault: fault.at)
     updates = thin("updates", window.updates, _duration)
     return {
         "covers": window.covers,
         "seconds": window.end - window.start,
         "segments": [[span.what, clock(span.start), clock(span.end)] for span in window.segments],
+        "launched": [[span.what, clock(span.start), clock(span.end)] for span in window.launched],
         **_moment_columns(window, clock, thin),
         "memory": _memory(window, blocks, copies, clock, thin),
         "blocks": _blocks(window, blocks),
         "copies": _copy_columns(thin("copies", copies, lambda copy: copy.until - copy.since), window, clock),
         "transfers": _transfer_columns(window, clock, thin),
-        "stalls": {"from_us": [clock(s.start) for s in stalls], "until_us": [clock(s.end) for s in stalls]},
-        "faults": {
-            "block": [fault.block for fault in faults],
-            "at_us": [clock(fault.at) for fault in faults],
-            "until_us": [clock(fault.at + fault.seconds) for fault in faults],
+        "stalls": {
+            "block": [stall.block for stall in stalls],
+            "from_us": [clock(stall.start) for stall in stalls],
+            "until_us": [clock(stall.end) for stall in stalls],
         },
+        "faults": {"block": [fault.block for fault in faults], "at_us": [clock(fault.at) for fault in faults]},
         "updates": {
             "what": [span.what for span in updates],
             "from_us": [clock(span.start) for span in updates],
@@ -72,7 +73,7 @@ def timeline_section(window: Window, blocks: Sequence[BlockFacts], present: Pres
     }
 
 
-def _duration(span: Span) -> float:
+def _duration(span: Span | Stall) -> float:
     return span.end - span.start
 
 
@@ -231,11 +232,12 @@ def _steps(
 def _blocks(window: Window, blocks: Sequence[BlockFacts]) -> list[dict[str, Any]]:
     """Each block's facts with what it cost in the window: bytes that came, and seconds that were waited for it.
 
-    The stalls within a chunk's update are those of its weights."""
-    stalled = union((span.start, span.end) for span in window.stalls)
+    The stalls within a chunk's update, if they are of no block, are those of its weights."""
+    stalled = union((stall.start, stall.end) for stall in window.stalls if stall.block < 0)
     waited: dict[int, float] = defaultdict(float)
-    for fault in window.faults:
-        waited[fault.block] += fault.seconds
+    for stall in window.stalls:
+        if stall.block >= 0:
+            waited[stall.block] += _duration(stall)
     weights = {f"chunk {facts.chunk}": index for index, facts in enumerate(blocks) if facts.role == "param"}
     for update in window.updates:
         if update.what in weights:

@@ -5,14 +5,14 @@ It selects entries by time and copies them; it knows nothing of chunks, tiers or
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
 
 Entry = TypeVar("Entry")
+Timed = TypeVar("Timed", Span, Stall)
 
 TRAINING = ("forward", "backward")
 """The segments in which the model computes."""
@@ -22,8 +22,9 @@ TRAINING = ("forward", "backward")
 class Window:
     """Log entries that touch [start, end] (seconds of the log's clock), oldest first.
 
-    `covers` is "step" or "forward". `copies` reaches beyond `end`, so that what is present now tells what was present
-    then. `forgotten` names the kinds of entries whose beginning the log has lost.
+    `covers` is "step" or "forward". Segments and stalls are the device's; `launched` and `host_waits` the host's: see
+    note "compute behind the host" in `engine.events`. `copies` reaches beyond `end`, so that what is present now tells
+    what was present then. `forgotten` names the kinds of entries whose beginning the log has lost.
     """
 
     covers: str
@@ -34,9 +35,12 @@ class Window:
     transfers: list[Transfer]
     copies: list[CopyChange]
     faults: list[Fault]
-    stalls: list[Span]
+    stalls: list[Stall]
     updates: list[Span]
     forgotten: tuple[str, ...] = ()
+    launched: list[Span] = field(default_factory=list)
+    host_waits: list[Span] = field(default_factory=list)
+    caught_up: list[Span] = field(default_factory=list)
 
 
 def last_window(events: EventLog) -> Window | None:
@@ -48,7 +52,7 @@ def last_window(events: EventLog) -> Window | None:
     forwards = [span.start for span in segments if span.what == "forward"]
     running = events.running()
     if running is not None:
-        segments.append(Span(*running, time.perf_counter()))
+        segments.append(Span(*running, events.now()))
         if running[0] == "forward":
             forwards.append(running[1])
     if not forwards:
@@ -58,12 +62,12 @@ def last_window(events: EventLog) -> Window | None:
 
 def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span]) -> Window:
     forgotten = []
-    for kind in ("transfers", "moments", "copies", "faults", "stalls", "updates"):
+    for kind in ("transfers", "moments", "copies", "faults", "stalls", "updates", "host_waits", "caught_up"):
         entries = getattr(events, kind)
         if len(entries) == entries.maxlen and _time_of(entries[0]) > start:
             forgotten.append(kind)
 
-    def spans(entries: deque[Span]) -> list[Span]:
+    def spans(entries: deque[Timed]) -> list[Timed]:
         return [span for span in _copied(entries) if span.end > start and span.start < end]
 
     return Window(
@@ -78,11 +82,14 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
         spans(events.stalls),
         spans(events.updates),
         tuple(forgotten),
+        spans(events.launched),
+        spans(events.host_waits),
+        spans(events.caught_up),
     )
 
 
-def _time_of(entry: Span | MomentSeen | Transfer | CopyChange | Fault) -> float:
-    return entry.start if isinstance(entry, (Span, Transfer)) else entry.at
+def _time_of(entry: Span | Stall | MomentSeen | Transfer | CopyChange | Fault) -> float:
+    return entry.start if isinstance(entry, (Span, Stall, Transfer)) else entry.at
 
 
 def _copied(entries: deque[Entry]) -> list[Entry]:

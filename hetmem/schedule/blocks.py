@@ -1,12 +1,22 @@
-"""Names blocks, their copies on the tiers, the commands about them, their links, and how far ahead of uses they come.
+"""Names blocks, their copies and slots on the tiers, the commands about them, links, and how far ahead of uses they
+come.
 
 `Residency` owns the transitions between the states of a copy. The names of links are the same where transfers are made
 and where they are simulated. Commands are named tuples: many are made, and a frozen dataclass takes three times as long
 to make.
+
+Note "slots": slots of a pool are equal, so nothing fragments for blocks of one slot. A block with a larger span needs
+its slots in a row. Where all slots are one piece of memory (`SlotMap`), it lies at a multiple of its span, so that
+blocks of one span never leave a gap between them that none fits into (the roles of a chunk fit into as many times its
+span whatever came before). Large spans are looked for from the high end and single slots from the low end, which keeps
+the two kinds apart. Where each place takes memory of its own when it is used (`PlaceMap`), each span has places of its
+own, enough for a whole pool, and only the number of slots is limited: nothing fragments, whatever is in use for however
+long.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -145,3 +155,150 @@ class Prefetch:
         and how many reads from NVMe."""
         small = in_flight_bytes(device_bytes) // max(1, slot_bytes)
         return {Tier.DEVICE: max(self.in_flight, small), Tier.HOST: self.in_flight}
+
+
+class SlotMap:
+    """Occupancy of `count` slots in a row; `used` of them are taken. The free ones are `free_bits` of one number, which
+    makes looking for a place a few operations on words."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.used = 0
+        self._owner: list[int | None] = [None] * count
+        self.free_bits = (1 << count) - 1
+        self._starts_of: dict[int, int] = {}
+
+    def find(self, span: int) -> int | None:
+        """The first slot of `span` free ones in a row, at a multiple of `span`, or None."""
+        free = self.free_bits
+        if span == 1:
+            return (free & -free).bit_length() - 1 if free else None
+        starts = self.starts_in(free, span)
+        return starts.bit_length() - 1 if starts else None
+
+    def starts_in(self, bits: int, span: int) -> int:
+        """Of the multiples of `span` those, as bits, where so many of `bits` in a row begin."""
+        starts = self._starts_of.get(span)
+        if starts is None:
+            starts = self._starts_of[span] = sum(1 << slot for slot in range(0, self.count - span + 1, span))
+        row = 1
+        while 2 * row <= span:
+            bits &= bits >> row
+            row *= 2
+        return starts & bits & bits >> span - row
+
+    def inside(self, place: int, span: int) -> list[int]:
+        """The distinct blocks in that place."""
+        owners = self._owner[place * span : (place + 1) * span]
+        return list(dict.fromkeys(block for block in owners if block is not None))
+
+    def emptied_first(self, taken: Sequence[tuple[tuple[int, ...], int, int]], span: int) -> list[int]:
+        """The blocks in that place for `span` slots which is free first if what is `taken` goes in order: each with its
+        rank, its first slot, and how many. Of places that become free with equal ranks it is the last one."""
+        free = self.free_bits
+        for _, start, slots in taken:
+            free |= ((1 << slots) - 1) << start
+        starts = self.starts_in(free, span)
+        if not starts:
+            return []
+        free, place_bits = self.free_bits, (1 << span) - 1
+        best, found = -1, None
+        for rank, start, slots in taken:
+            if found is not None and rank != found:
+                break
+            free |= ((1 << slots) - 1) << start
+            for first in range(start - start % span, start + slots, span):
+                if starts >> first & 1 and not ~(free >> first) & place_bits:
+                    best, found = max(best, first), rank
+        return self.inside(best // span, span)
+
+    def take(self, slot: int, span: int, block: int) -> None:
+        """`block` takes `span` free slots from `slot` on."""
+        bits = ((1 << span) - 1) << slot
+        assert self.free_bits & bits == bits, f"slot {slot} is taken"
+        if span == 1:
+            self._owner[slot] = block
+        else:
+            self._owner[slot : slot + span] = [block] * span
+        self.free_bits ^= bits
+        self.used += span
+
+    def give(self, slot: int, span: int) -> None:
+        """`span` taken slots from `slot` on become free."""
+        self._owner[slot : slot + span] = [None] * span
+        self.free_bits |= ((1 << span) - 1) << slot
+        self.used -= span
+
+    def has(self, block: int, slot: int, span: int) -> bool:
+        """Whether `block` has taken `span` slots from `slot` on."""
+        return self._owner[slot : slot + span] == [block] * span
+
+    def free(self) -> list[int]:
+        """The free slots, by number."""
+        return [slot for slot, owner in enumerate(self._owner) if owner is None]
+
+
+@dataclass(slots=True)
+class _SpanPlaces:
+    """Those of one span: numbers from `first` on, `span` apart; the free ones are bits."""
+
+    first: int
+    span: int
+    free: int
+
+
+class PlaceMap:
+    """Occupancy of places for `count` slots; places that take `used` slots are taken. A place is named by a number that
+    no place of another span has."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.used = 0
+        self._owner: dict[int, int] = {}
+        self._numbers = 0
+        self._places: dict[int, _SpanPlaces] = {}
+        self._of(1)  # has the numbers of slots
+
+    def find(self, span: int) -> int | None:
+        """A free place for `span` slots, or None: only where so many slots are not free."""
+        places = self._of(span)
+        free = places.free
+        return places.first + ((free & -free).bit_length() - 1) * span if free else None
+
+    def take(self, place: int, span: int, block: int) -> None:
+        """`block` takes `place`, of `span` slots."""
+        places = self._of(span)
+        bit = 1 << (place - places.first) // span
+        assert places.free & bit, f"place {place} is taken"
+        places.free ^= bit
+        self._owner[place] = block
+        self.used += span
+
+    def give(self, place: int, span: int) -> None:
+        """`place`, of `span` slots, becomes free."""
+        places = self._of(span)
+        places.free |= 1 << (place - places.first) // span
+        del self._owner[place]
+        self.used -= span
+
+    def has(self, block: int, place: int, span: int) -> bool:
+        """Whether `block` has taken `place`, of `span` slots."""
+        places = self._of(span)
+        return self._owner.get(place) == block and not places.free >> (place - places.first) // span & 1
+
+    def free(self) -> list[int]:
+        """The free places of spans that were asked for."""
+        return [
+            places.first + index * places.span
+            for places in self._places.values()
+            for index in range(places.free.bit_length())
+            if places.free >> index & 1
+        ]
+
+    def _of(self, span: int) -> _SpanPlaces:
+        places = self._places.get(span)
+        if places is None:
+            count = self.count // span
+            places = self._places[span] = _SpanPlaces(self._numbers, span, (1 << count) - 1)
+            self._numbers += count * span
+        return places

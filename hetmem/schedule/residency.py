@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Block, Command, Copy, CopyState, Fetch, Write
-from hetmem.schedule.eviction import EvictionPolicy, NextUse
+from hetmem.schedule.cache import EvictionPolicy, NextUse
 from hetmem.schedule.ledger import Ledger
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
@@ -150,7 +150,7 @@ class Residency:
             copy.last_use = ledger.tick
             self._supply.prefetch(cache, commands)
             return commands
-        self.counts.faults[tier] += load
+        self.counts.faults[tier] += load and (copy is None or copy.state is not LOADING)
         if copy is None:
             copy = cache.add(block, Copy(WAITING, load=load))
         elif copy.state is STALE:

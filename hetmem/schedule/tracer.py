@@ -36,6 +36,10 @@ class StepTracer:
 
     def __init__(self) -> None:
         self.book = TraceBook()
+        self.grows = _GROWS
+        """So many times as large as what was measured inputs may be, and are not measured."""
+        self._again: set[Hashable] = set()
+        """Keys of which the next segment is measured, whatever is known."""
         self.key: Hashable | None = None
         self.measured = False
         self.position = 0
@@ -69,9 +73,13 @@ class StepTracer:
     def must_measure(self, key: Hashable, size: int = 0) -> bool:
         """Whether a segment with `key`, and inputs of `size` bytes, has to be watched."""
         departures = self._departures.get(key, 0)
-        if self.book.get(key) is None or size > _GROWS * self._measured_sizes.get(key, size):
+        if self.book.get(key) is None or key in self._again or size > self.grows * self._measured_sizes.get(key, size):
             return True
         return departures > 0 and departures & (departures - 1) == 0
+
+    def measure_again(self) -> None:
+        """Have every segment that is known measured once more, as memory is used otherwise from now on."""
+        self._again.update(trace.key for trace in self.book.traces())
 
     def has_seen(self, key: Hashable, size: int) -> bool:
         """Whether a segment like that of `key`, with inputs as large, has run before: also in another mode."""
@@ -86,6 +94,8 @@ class StepTracer:
         """End the segment that ran and begin one with `key`, and inputs of `size` bytes."""
         self.end()
         self.key, self.measured, self._size = key, measured, size
+        if measured:
+            self._again.discard(key)
         self.known = self.book.get(key)
         self.growth = 1.0 if measured else _growth(size, self._measured_sizes.get(key, 0))
         self.unseen_growth = _growth(size, self._sizes.get(key, 0))

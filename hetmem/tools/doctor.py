@@ -21,7 +21,7 @@ from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
 from hetmem.memory.cuda_copies import load_ways
 from hetmem.memory.cuda_device import driver_version
-from hetmem.memory.machine import free_host_bytes
+from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
 _SIGNS = {True: "ok  ", False: "FAIL", None: "--  "}

@@ -375,7 +375,7 @@ def test_families_train_with_the_bits_of_torch(name: str, tmp_path: Path, monkey
 
 def test_what_says_nothing_of_activations_is_refused() -> None:
     for asked in ("foo", None, True, ["offload"]):
-        with pytest.raises(ManageError, match="activations must be 'keep' or 'offload'"):
+        with pytest.raises(ManageError, match="activations must be 'keep', 'offload' or 'auto'"):
             hetmem.manage(nn.Linear(4, 4), activations=asked)
     with pytest.raises(ManageError, match="activations must be"):
         hetmem.managed(hetmem.Budget(), activations="foo")(type("Line", (nn.Linear,), {}))(4, 4)

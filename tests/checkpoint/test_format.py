@@ -22,8 +22,8 @@ from torch import nn
 
 import hetmem
 from hetmem.checkpoint import layout
+from hetmem.checkpoint.contents import Encoder, decode
 from hetmem.checkpoint.layout import Stored
-from hetmem.checkpoint.values import Encoder, decode
 from hetmem.errors import CheckpointError
 from tests.checkpoint.models import Awkward, start
 from tests.engine.harness import PLACEMENTS, assert_same, same_bits

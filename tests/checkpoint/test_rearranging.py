@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetmem.checkpoint.rearranging import NotFollowedError, Rearranging
+from hetmem.checkpoint.conversions import NotFollowedError, Rearranging
 
 SHAPE = (4, 6, 10)
 

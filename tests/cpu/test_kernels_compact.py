@@ -23,7 +23,6 @@ from tests.cpu.tested import (
     adamw_compact_tasks,
     adamw_tasks,
     compact,
-    compact_torch,
     loops,
     reference,
     update,
@@ -356,7 +355,7 @@ def test_a_loop_that_differs_never_runs(monkeypatch: pytest.MonkeyPatch) -> None
     clear()
     wrong = lambda step, keys, first, param, grad, exp_avg, exp_avg_sq, copy: None  # noqa: E731
     monkeypatch.setattr(loops, "compile_loop", lambda loop: wrong)
-    assert compact._compact_kernel((F32, F32, BF16, BF16, None)) is compact_torch.adamw_compact_torch
+    assert compact._compact_kernel((F32, F32, BF16, BF16, None)) is compact.adamw_compact_torch
     clear()
 
 
@@ -368,10 +367,10 @@ def test_where_torch_has_no_memory_left_nothing_is_written(
     """The moments were, and a repetition counted the gradient twice."""
     tensors: list[Any] = [torch.rand(1000), torch.rand(1000)]
     if moments == "16 bits":
-        run: Any = compact_torch.adamw_compact_torch
+        run: Any = compact.adamw_compact_torch
         tensors += [torch.rand(1000).bfloat16() for _ in range(2)]
     else:
-        run = compact_torch.adamw_8_bit_torch
+        run = compact.adamw_8_bit_torch
         codes = torch.arange(1000).to(torch.int8), torch.arange(1000).to(torch.uint8)
         tensors += [codes[0], torch.rand(4), codes[1], torch.rand(4)]
     before, calls = [tensor.clone() for tensor in tensors], iter(range(9))
@@ -385,7 +384,7 @@ def test_where_torch_has_no_memory_left_nothing_is_written(
         return fails
 
     for name in ("_dither", "_encode"):
-        monkeypatch.setattr(compact_torch, name, failing(getattr(compact_torch, name)))
+        monkeypatch.setattr(compact, name, failing(getattr(compact, name)))
     with pytest.raises(MemoryError):
         run(STEP, compact._keys(1, 2, 3), 0, *tensors, None)
     assert all(map(torch.equal, before, tensors))

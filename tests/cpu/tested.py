@@ -12,7 +12,6 @@ from hetmem.cpu import (
     adamw_compact_tasks,
     adamw_tasks,
     compact,
-    compact_torch,
     kernel_name,
     llvm,
     loops,
@@ -28,9 +27,8 @@ from hetmem.cpu import (
 from hetmem.cpu.loops import BLOCK, RUN
 from hetmem.cpu.norm import square_sum_tasks
 from hetmem.cpu.on_device import adamw_as_on_host, equals_host
-from hetmem.cpu.tiles import one_torch_thread
 from hetmem.cpu.update import update_by_torch
-from hetmem.cpu.workers import WorkerPool
+from hetmem.cpu.workers import WorkerPool, one_torch_thread
 from hetmem.cuda import adam, reference
 
 __all__ = [
@@ -48,7 +46,6 @@ __all__ = [
     "adamw_compact_tasks",
     "adamw_tasks",
     "compact",
-    "compact_torch",
     "equals_host",
     "kernel_name",
     "llvm",

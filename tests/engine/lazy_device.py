@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +42,14 @@ class LazyStreams:
         self.enqueued = 0
 
     def mark(self) -> Event:
+        event = Event()
+        event.passes()
+        return event
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def timed_mark(self) -> Event:
         event = Event()
         event.passes()
         return event
@@ -154,3 +163,75 @@ class AllocatingDevice(UnwatchedDevice):
     def peak_bytes(self) -> int:
         homes = [home() for home in self.homes]
         return super().peak_bytes() + sum(home.nbytes for home in homes if home is not None)
+
+
+# ---- a clock of its own ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clocked:
+    """`Streams` whose events are times that are known as soon as they are asked for."""
+
+    rate: float
+    host: float = 0.0
+    compute: float = 0.0
+    copied_bytes: int = 0
+    free_at: dict[Link, float] = field(default_factory=lambda: dict.fromkeys(Link, 0.0))
+
+    def now(self) -> float:
+        return self.host
+
+    def mark(self) -> float:
+        self.compute = max(self.compute, self.host)  # an event is passed no sooner than it is recorded
+        return self.compute
+
+    timed_mark = mark
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[float, float]:
+        before = self.copied_bytes
+        work()
+        start = max(self.free_at[link], self.host, *after)
+        self.free_at[link] = start + (self.copied_bytes - before) / self.rate
+        return start, self.free_at[link]
+
+    def order_compute(self, event: float) -> None:
+        self.compute = max(self.compute, event)
+
+    def passed(self, event: float) -> bool:
+        return event <= self.host
+
+    def wait(self, event: float) -> None:
+        self.host = max(self.host, event)
+
+    def when(self, event: float) -> float:
+        return event
+
+
+class ClockedDevice(SimDevice):
+    """Has a clock of its own, on which compute runs behind the host and each thing takes as long as it is told to.
+
+    Values are computed when they are asked for; what runs behind is time. The host's clock goes on where a test
+    launches something, and where the host waits; compute's goes on by what was launched, behind the host and the copies
+    that it was ordered after; a copy takes its bytes by the `rate` of its link, one after the other. So a run takes the
+    same seconds each time, and they can be added up by hand. Updates on the host take none.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.clock = Clocked(rate)
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
+        return StreamCopier(self.clock, seen, finished)
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().copy_in(target, source)
+        self.clock.copied_bytes += source.nbytes
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        super().gradient_out(target, arrived, add=add)
+        self.clock.copied_bytes += target.nbytes
+
+    def runs(self, seconds: float, *, launch: float) -> None:
+        """The host takes `launch` to ask for something that takes compute `seconds`."""
+        self.clock.host += launch
+        self.clock.compute = max(self.clock.compute, self.clock.host) + seconds

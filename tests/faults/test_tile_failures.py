@@ -49,7 +49,7 @@ class BrokenTiles:
 
 @pytest.fixture
 def of_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenTiles]:
-    monkeypatch.setattr("hetmem.cpu.tiles.TILE_ELEMENTS", 512)
+    monkeypatch.setattr("hetmem.cpu.workers.TILE_ELEMENTS", 512)
     made = BrokenTiles()
     with testing.around("begin tasks", made.begun):
         yield made

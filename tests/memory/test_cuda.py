@@ -157,6 +157,39 @@ def test_the_report_says_how_much_of_the_device_lay_in_fragments(cuda: FakeCuda,
         assert "up to 3.00 MiB of the device lay in fragments of torch's allocator" in str(report)
 
 
+def test_the_report_reads_when_compute_was_over_from_few_events(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two a segment, and two around the update, whatever the number of operators."""
+    timed: list[Event] = []
+
+    class Counted(Event):
+        def __init__(self, enable_timing: bool = False) -> None:
+            super().__init__(enable_timing)
+            timed.extend([self] * enable_timing)
+
+    model = hetmem.manage(nn.Sequential(*(nn.Linear(8, 8) for _ in range(20))), device=CpuCuda())
+    optimizer = hetmem.AdamW(model.parameters())
+    for step in range(3):
+        if step == 2:
+            monkeypatch.setattr(torch.cuda, "Event", Counted)
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    assert len(timed) <= 8
+    data = hetmem.report(model).to_dict()
+    assert [name for name, _, _ in data["timeline"]["segments"]] == ["forward", "step"]
+    assert [name for name, _, _ in data["timeline"]["launched"]] == ["forward", "step"]
+    assert 0 < data["step"]["terms"]["launching"] <= data["step"]["seconds"]
+    assert 0 < data["step"]["terms"]["compute"] <= data["step"]["seconds"]
+
+
+def test_no_event_is_asked_for_while_a_graph_is_captured(cuda: FakeCuda) -> None:
+    """It could not be read, and would be a part of the graph."""
+    streams = streams_of_cpu()
+    cuda.captures = True
+    assert streams.timed_mark() is None
+
+
 def test_the_budget_is_nine_tenths_of_what_is_free_or_already_this_process_s(cuda: FakeCuda) -> None:
     cuda.free_bytes, cuda.reserved_bytes = 700, 300
     assert CpuCuda().available_bytes() == 900

@@ -34,6 +34,12 @@ class StreamsBehindCompute:
     def mark(self) -> int:
         return 0
 
+    def now(self) -> float:
+        return 0.0
+
+    def timed_mark(self) -> int:
+        return 0
+
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[int, int]:
         return 0, 1
 

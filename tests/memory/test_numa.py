@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
-from tests.memory.tested import Mapping, SimDevice, machine
+from tests.memory.tested import Mapping, SimDevice, mapping
 
 __all__ = ["cuda"]  # a fixture
 
@@ -35,15 +35,15 @@ def sysfs(root: Path, nodes: dict[int, str], device_node: str | None) -> Path:
 
 def test_a_device_lies_at_the_node_that_the_system_says(tmp_path: Path) -> None:
     root = sysfs(tmp_path, {0: "0-3", 1: "4-7"}, "1")
-    assert machine.node_of(GPU, root) == machine.node_of(GPU.upper(), root) == 1
-    assert machine.node_of("0000:1c:00.0", root) is None
+    assert mapping.node_of(GPU, root) == mapping.node_of(GPU.upper(), root) == 1
+    assert mapping.node_of("0000:1c:00.0", root) is None
 
 
 @pytest.mark.parametrize(
     ("nodes", "said"), [({0: "0-7"}, "0"), ({0: "0-3", 1: "4-7"}, "-1"), ({0: "0", 1: "1"}, "x"), ({}, "0")]
 )
 def test_with_one_node_or_an_unknown_one_there_is_none(nodes: dict[int, str], said: str, tmp_path: Path) -> None:
-    assert machine.node_of(GPU, sysfs(tmp_path, nodes, said)) is None
+    assert mapping.node_of(GPU, sysfs(tmp_path, nodes, said)) is None
 
 
 def test_the_cores_of_a_node_are_those_that_this_process_may_use(
@@ -51,22 +51,22 @@ def test_the_cores_of_a_node_are_those_that_this_process_may_use(
 ) -> None:
     root = sysfs(tmp_path, {0: "0-3,8,10-11", 1: "4-7,9", 2: ""}, None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 5, 8, 11, 40})
-    assert machine.cores_of(0, root) == (1, 2, 8, 11)
-    assert machine.cores_of(1, root) == (5,)
-    assert machine.cores_of(2, root) == machine.cores_of(3, root) == ()
+    assert mapping.cores_of(0, root) == (1, 2, 8, 11)
+    assert mapping.cores_of(1, root) == (5,)
+    assert mapping.cores_of(2, root) == mapping.cores_of(3, root) == ()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or platform.machine() != "x86_64", reason="x86-64 Linux")
 def test_the_system_is_told_which_node_a_mapping_prefers() -> None:
-    if not machine.SYSFS.joinpath("devices/system/node/node0").exists():
+    if not mapping.SYSFS.joinpath("devices/system/node/node0").exists():
         pytest.skip("a kernel without NUMA")
-    mapping = Mapping(3 * 4096 - 5)
-    if not mapping.prefer_node(0):
+    memory = Mapping(3 * 4096 - 5)
+    if not memory.prefer_node(0):
         pytest.skip("mbind is not allowed here")
-    assert policy_at(mapping.address) == policy_at(mapping.address + 2 * 4096) == (1, {0})
+    assert policy_at(memory.address) == policy_at(memory.address + 2 * 4096) == (1, {0})
     assert policy_at(Mapping(4096).address) == (0, set())
-    assert not mapping.prefer_node(1000)
-    assert not mapping.prefer_node(-1)
+    assert not memory.prefer_node(1000)
+    assert not memory.prefer_node(-1)
 
 
 def policy_at(address: int) -> tuple[int, set[int]]:
@@ -88,7 +88,7 @@ def policy_at(address: int) -> tuple[int, set[int]]:
 def test_host_memory_is_told_its_node_before_it_is_page_locked(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "SYSFS", sysfs(tmp_path, {0: "0-1", 1: "2-3"}, "1"))
+    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, {0: "0-1", 1: "2-3"}, "1"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: ALL)
     told: list[tuple[int, int]] = []
     monkeypatch.setattr(Mapping, "prefer_node", lambda self, node: told.append((node, len(cuda.pinned))))
@@ -99,7 +99,7 @@ def test_host_memory_is_told_its_node_before_it_is_page_locked(
 
 
 def test_with_one_node_nothing_is_told(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SYSFS", sysfs(tmp_path, {0: "0-3"}, "0"))
+    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, {0: "0-3"}, "0"))
     monkeypatch.setattr(Mapping, "prefer_node", lambda self, node: pytest.fail("there is no choice"))
     device = CpuCuda()
     device.pin(Mapping(4096))
@@ -110,7 +110,7 @@ def test_with_one_node_nothing_is_told(cuda: FakeCuda, tmp_path: Path, monkeypat
 def test_an_older_torch_has_nvml_say_where_the_gpu_is(
     cuda: FakeCuda, bus_id: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "SYSFS", sysfs(tmp_path, {0: "0-1", 1: "2-3"}, "1"))
+    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, {0: "0-1", 1: "2-3"}, "1"))
     cuda.properties = SimpleNamespace(uuid="12-34")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert CpuCuda().node is None

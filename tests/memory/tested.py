@@ -10,14 +10,13 @@ from hetmem.cuda.segments import Segments
 from hetmem.engine import live_bytes
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
-from hetmem.memory import cuda_copies, cuda_device, host_pool, machine, mapping, nvme_file, nvme_requests
+from hetmem.memory import cuda_copies, cuda_device, host_pool, mapping, nvme_file, nvme_requests
 from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.machine import free_host_bytes, left_by_groups
-from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of
+from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of, free_host_bytes, left_by_groups
 from hetmem.memory.nvme_requests import DEFAULT, DiskSettings, Requests, settings_for
 from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 from hetmem.memory.stream_copier import StreamCopier
@@ -75,7 +74,6 @@ __all__ = [
     "left_by_groups",
     "live_bytes",
     "load_ways",
-    "machine",
     "mapping",
     "nvme_file",
     "nvme_requests",

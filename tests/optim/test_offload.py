@@ -110,7 +110,7 @@ def test_momentum_in_groups_of_different_options_equals_torch(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_tensors_of_many_tiles_equal_torch(placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetmem.cpu.tiles.TILE_ELEMENTS", 1024)
+    monkeypatch.setattr("hetmem.cpu.workers.TILE_ELEMENTS", 1024)
     plain, managed = pair(mlp, placement, tmp_path)
     optimizers = (
         torch.optim.NAdam(plain.parameters(), lr=1e-2),

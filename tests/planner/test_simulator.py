@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetmem.errors import CapacityError
-from hetmem.schedule.eviction import EvictionPolicy
+from hetmem.schedule.cache import EvictionPolicy
 from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.tested import (
     FIFO,

@@ -20,8 +20,8 @@ from hetmem.planner.search import (
     judged,
     search,
 )
-from hetmem.planner.simulated_trace import Notes
 from hetmem.planner.simulated_updates import (
+    Notes,
     SimulatedDeviceUpdates,
     SimulatedUpdates,
     Staged,
@@ -31,7 +31,7 @@ from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
 from hetmem.schedule.blocks import Block, CopyState
-from hetmem.schedule.eviction import FIFO, LRU, NextUse
+from hetmem.schedule.cache import FIFO, LRU, NextUse
 from hetmem.schedule.gradients import Complete
 from hetmem.schedule.hardware import Rate, ThreadCosts
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout

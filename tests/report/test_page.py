@@ -21,6 +21,7 @@ from tests.report.tested import (
     Fault,
     MemoryReport,
     Span,
+    Stall,
     files,
     format_seconds,
     format_size,
@@ -90,8 +91,8 @@ def long_step(moments: int = 10_000, chunks: int = 200) -> dict[str, Any]:
         ],
         copies=[change for change in changes if change.at < 108],
         transfers=transfers,
-        faults=[Fault(102.0, 3, 0.5)],
-        stalls=[Span("stall", 102.0, 102.5)],
+        faults=[Fault(102.0, 3)],
+        stalls=[Stall(102.0, 102.5, 3)],
         updates=[Span("chunk 3", 107, 108)],
     )
     tiers = {name: {"used_bytes": 0, "homes": {}, **tier} for name, tier in SAMPLE["tiers"].items()}
@@ -224,7 +225,7 @@ def test_charts_say_in_words_what_they_show(browser: Any, long_page: Path) -> No
         assert said["What ran"] == "forward 4.00 s, backward 3.00 s, optimizer step 1.00 s"
         assert "peak " in said["Device memory"]
         assert said["Device memory"].endswith(", budget 8.00 MiB")
-        assert plot(page, "Chunks on the device").get_attribute("aria-description") == "200 rows, 1 faults"
+        assert plot(page, "Chunks on the device").get_attribute("aria-description") == "200 rows, 1 stall"
         lanes = plot(page, "Who was busy").get_attribute("aria-description")
         assert lanes.startswith("Forward and backward 87.5%, Host optimizer 12.5%")
 
@@ -271,7 +272,7 @@ def test_hovering_tells_what_is_under_the_pointer(browser: Any, long_page: Path)
         tip = page.locator("#tip")
         text = tip.inner_text()
         assert "Chunk 3, weights" in text
-        assert "Fault" in text
+        assert "Compute waited" in text
         assert "500.0 ms" in text
         assert NASTY in text
         page.mouse.move(5, 5)

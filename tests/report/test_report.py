@@ -163,6 +163,7 @@ def test_one_step_is_not_yet_a_whole_one(tmp_path: Path) -> None:
     assert data["step"] is None
     assert "one optimizer step was taken" in data["missing"][0]
     assert [name for name, _, _ in data["timeline"]["segments"]] == ["forward", "backward", "step"]
+    assert max(data["timeline"]["stalls"]["block"]) >= 0, "nothing is fetched ahead yet: each chunk is waited for"
     hetmem.release(model)
 
 
@@ -365,14 +366,15 @@ EMPTY_TIMELINE: dict[str, Any] = {
     "seconds": 2.0,
     "thinned": {},
     "segments": [],
+    "launched": [],
     "operators": [],
     "moments": {"at_us": [], "operator": [], "blocks": []},
     "memory": {},
     "blocks": [],
     "copies": {"block": [], "tier": [], "from_us": [], "valid_us": [], "until_us": []},
     "transfers": {"link": [], "block": [], "from_us": [], "until_us": [], "bytes": []},
-    "stalls": {"from_us": [], "until_us": []},
-    "faults": {"block": [], "at_us": [], "until_us": []},
+    "stalls": {"block": [], "from_us": [], "until_us": []},
+    "faults": {"block": [], "at_us": []},
     "updates": {"what": [], "from_us": [], "until_us": []},
 }
 _TIER = {"capacity_bytes": 100, "peak_bytes": 50, "used_bytes": 50, "homes": {}}
@@ -390,6 +392,7 @@ SAMPLE: dict[str, Any] = {
     "faults": 0,
     "staging_faults": 0,
     "stall_seconds": 0.0,
+    "host_wait_seconds": 0.0,
     "chunks": 1,
     "chunk_bytes": 4096,
     "chunk_waste": 0.0,
@@ -403,6 +406,8 @@ SAMPLE: dict[str, Any] = {
         "exposed_seconds": {},
         "bytes": dict.fromkeys(LINKS, 1),
         "stall_seconds": 0.0,
+        "host_wait_seconds": 0.0,
+        "caught_up_seconds": 0.0,
         "faults": 0,
         "moments": 0,
         "nvme_written_bytes_per_day": 0,

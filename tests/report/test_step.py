@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.report.logs import TIERS, backward, forward, read, to_device, window
-from tests.report.tested import Fault, Link, Span, Transfer, format_seconds, step_section
+from tests.report.tested import Fault, Link, Span, Stall, Transfer, format_seconds, step_section
 
 
 def test_compute_is_forward_and_backward_without_the_stalls_in_them() -> None:
     seen = window(
         segments=[forward(100, 102), backward(102, 105), Span("step", 106, 108)],
-        stalls=[Span("stall", 101, 101.5), Span("stall", 104.5, 106.5)],
+        stalls=[Stall(101, 101.5, -1), Stall(104.5, 106.5, -1)],
     )
     section = step_section(seen, TIERS)
     assert section["terms"]["compute"] == 4.0
@@ -23,7 +23,7 @@ def test_compute_is_forward_and_backward_without_the_stalls_in_them() -> None:
 
 def test_the_host_optimizer_is_all_updates_also_where_the_training_thread_waits_for_them() -> None:
     updates = [Span("chunk 0", 105, 106), Span("chunk 1", 105.5, 108)]
-    section = step_section(window(updates=updates, stalls=[Span("stall", 106.25, 107)]), TIERS)
+    section = step_section(window(updates=updates, stalls=[Stall(106.25, 107, -1)]), TIERS)
     assert section["terms"]["host_optimizer"] == 3
     assert section["terms"]["compute"] == 0
 
@@ -97,13 +97,13 @@ def test_overlap_is_not_advised_where_there_is_some_or_nothing_to_overlap() -> N
 
 
 def test_time_in_which_the_training_thread_waited_is_said_where_no_link_was_busy() -> None:
-    seen = window(segments=[forward(100, 108)], stalls=[Span("stall", 101, 103)])
+    seen = window(segments=[forward(100, 108)], stalls=[Stall(101, 103, -1)])
     assert step_section(seen, TIERS)["sentence"].endswith("nor updates; for 2.00 s the training thread waited.")
 
 
 @pytest.mark.parametrize("term", ["host_to_device", "device_to_host", "nvme_read", "nvme_write"])
 def test_every_link_can_bind_and_has_advice(term: str) -> None:
-    seen = window(transfers=[Transfer(Link(term), -1, 100, 108, 64)], faults=[Fault(101, 0, 1.0)])
+    seen = window(transfers=[Transfer(Link(term), -1, 100, 108, 64)], faults=[Fault(101, 0)])
     section = step_section(seen, TIERS)
     assert (section["binding"], section["overlap"], section["faults"]) == (term, 1.0, 1)
     assert section["sentence"].count(". ") >= 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.report.logs import blocks, came, forward, moment, read, to_device, went, window
-from tests.report.tested import BlockFacts, Fault, Span, Thinning, timeline_section
+from tests.report.tested import BlockFacts, Span, Stall, Thinning, timeline_section
 from tests.report.tested import timeline as module
 
 NOBODY: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
@@ -72,12 +72,11 @@ def test_what_is_not_chunks_ends_with_its_segment_and_never_falls_below_what_sta
     }
 
 
-def test_a_chunk_is_charged_its_faults_and_the_stalls_within_its_update() -> None:
+def test_a_chunk_is_charged_its_stalls_and_those_within_its_update() -> None:
     facts = [*blocks(2), BlockFacts(1, "exp_avg", "nvme", 10, (16, 32), ("weight",))]
     seen = window(
-        faults=[Fault(101, 0, 0.5), Fault(102, 0, 0.25)],
         updates=[Span("chunk 0", 104, 105), Span("chunk 1", 105, 107)],
-        stalls=[Span("stall", 104.5, 105.25)],
+        stalls=[Stall(101, 101.5, 0), Stall(102, 102.25, 0), Stall(104.5, 105.25, -1)],
         transfers=[to_device(101, 102, 7), read(101, 102, 9, block=2)],
     )
     charged = timeline_section(seen, facts, NOBODY)["blocks"]

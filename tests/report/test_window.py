@@ -35,6 +35,32 @@ def test_a_forward_that_still_runs_is_shown_up_to_now() -> None:
     assert seen.end >= seen.start
 
 
+class Broken:
+    """The clock of a device that has failed, and answers everything with that."""
+
+    def now(self) -> float:
+        return 1.0
+
+    def timed_mark(self) -> int:
+        return 0
+
+    def passed(self, mark: int) -> bool:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    wait = when = passed
+
+
+def test_a_device_that_has_failed_is_forgotten_and_nobody_hears_of_it_here() -> None:
+    events = EventLog(clock=Broken(), behind=True)
+    for what in ("forward", "backward"):
+        events.begin_segment(what)
+        events.waited(events.here())
+    events.end_segment()
+    events.read_marks(wait=True)
+    assert not events.segments
+    assert events.host_wait_seconds == 0
+
+
 def test_nothing_that_ran_gives_no_window() -> None:
     assert last_window(log()) is None
 

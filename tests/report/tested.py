@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetmem import planner
 from hetmem.base.units import format_size
-from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
 from hetmem.intercept import registry
 from hetmem.report import files, live, timeline
 from hetmem.report.chrome_trace import trace_text
@@ -27,6 +27,7 @@ __all__ = [
     "MemoryReport",
     "MomentSeen",
     "Span",
+    "Stall",
     "Thinning",
     "Transfer",
     "Window",

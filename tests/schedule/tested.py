@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, Write
-from hetmem.schedule.cache import Cache
-from hetmem.schedule.eviction import FIFO, LRU, NOTHING, NextUse, Order
+from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, PlaceMap, SlotMap, Write
+from hetmem.schedule.cache import FIFO, LRU, NOTHING, Cache, NextUse, Order
 from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
 from hetmem.schedule.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.schedule.layout import (
@@ -29,7 +28,7 @@ from hetmem.schedule.placement import (
     staging_slots,
 )
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.slots import PlaceMap, SlotMap
+from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
@@ -87,6 +86,8 @@ __all__ = [
     "Rate",
     "Residency",
     "Room",
+    "SavedInterval",
+    "SavedRound",
     "Schedule",
     "SegmentTrace",
     "Send",
@@ -113,5 +114,6 @@ __all__ = [
     "set_aside",
     "spread",
     "staging_slots",
+    "to_leave",
     "update_costs",
 ]

@@ -1,4 +1,4 @@
-"""A model and an optimizer from one file: all of it, or an error and nothing changed.
+"""Saves a model and an optimizer to one file, which is complete or is not there, and loads all of it, or nothing.
 
 Note "all or nothing": names, shapes, dtypes and sizes are compared first, then every byte is read and its checksum
 compared, and only then anything is written. What is written over is not kept, as that would cost a copy of the whole
@@ -9,6 +9,7 @@ model is partly loaded, and the error says so.
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 
 from hetmem.checkpoint.contents import (
+    Encoder,
     ModelState,
     Streaming,
     all_of,
     cannot_fill,
+    decode,
+    encode_optimizer,
     name_numbers,
     of_model,
     parameter_names,
@@ -30,11 +34,64 @@ from hetmem.checkpoint.contents import (
     refuse_half_stepped,
     strides_of,
 )
-from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Header, Stored, parse
-from hetmem.checkpoint.moving import check_tensors, read_tensors
-from hetmem.checkpoint.opening import OpenFile, named, opened
-from hetmem.checkpoint.values import decode
+from hetmem.checkpoint.disk import OpenFile, named, opened, replacing, write_at
+from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Header, Stored, arrange, data_nbytes, header, parse
+from hetmem.checkpoint.moving import check_tensors, read_tensors, write_tensors
 from hetmem.errors import CheckpointError, StoreError
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+) -> None:
+    """Save `model`, `optimizer` and `extra` to the file `path`, block by block, from whatever tier they are on.
+
+    The file is in the format of safetensors: weights under the keys of `model.state_dict()`, so that any reader of that
+    format finds them; see docs/checkpoints.md. Host memory beyond what they take already: a few blocks of 16 MiB at
+    most. Model and optimizer may be managed or plain, and of any placement: `hetmem.load` does not care which it was.
+    `extra`: None, bool, int, float, complex, str, bytes, tensors, arrays and numbers of numpy, dtypes, and lists,
+    tuples, sets and dicts of them, such as the `state_dict()` of a scheduler, of a second optimizer or of a scaler.
+
+    Crash-safe: the new file is written beside `path` (as `path` + ".partial"), reaches the disk, and then takes its
+    place in one step; until then the earlier checkpoint is whole, whatever happens. When this returns, the new one is
+    on the disk.
+
+    Raises `CheckpointError` (a ValueError) for what cannot be saved, during a forward, a backward or a half-done step,
+    and `StoreError` (an OSError, with path, offset, bytes and errno) when the disk is full or fails. The earlier file
+    is as it was then. Save between steps: another thread that trains waits meanwhile. Gradients are not saved.
+    """
+    with all_of(model, "a checkpoint"):
+        _save(path, model, optimizer, extra)
+
+
+def _save(
+    place: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
+) -> None:
+    state, encoder = of_model(model), Encoder()
+    refuse_half_stepped(
+        model,
+        "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
+    )
+    metadata: dict[str, Any] = {"tied": state.tied}
+    if optimizer is not None:
+        metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
+    tensors = dict(state.tensors)
+    tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
+    objects = {name: made for name, made in state.made.items() if name not in tensors}
+    metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
+    metadata["extra"] = encoder.encode(extra, "extra")
+    tensors |= encoder.tensors
+
+    texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
+    stored = arrange(tensors)
+    blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
+    path = os.fspath(place)
+    with replacing(path, len(blank) + data_nbytes(stored)) as fd:
+        checks = write_tensors(fd, path, len(blank), stored, tensors)
+        write_at(fd, path, memoryview(header(stored, texts, checks)), 0)
+
 
 Targets = list[tuple[Stored, torch.Tensor]]
 _SHOWN = 5
