@@ -164,9 +164,7 @@ class Extended(Kernels):
 @pytest.mark.nightly
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
 @streamed
-def test_an_extension_in_cpp_that_keeps_the_address_of_a_weight_finds_it_there(
-    placement: str, tmp_path: Path
-) -> None:
+def test_an_extension_in_cpp_that_keeps_the_address_of_a_weight_finds_it_there(placement: str, tmp_path: Path) -> None:
     torch.ops.load_library(extension())
     modules = pair(Extended, placement, tmp_path)
     train_both(*modules, vector_batches(3, 4, WIDTH), Recipe())
