@@ -203,7 +203,7 @@ class GradientSink:
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
-        parameter.grad = None
+        take_gradient(parameter)
         if previous is None or is_home(previous, managed):
             try:
                 self._send(managed, arrived, adds=previous is not None)
