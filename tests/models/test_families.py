@@ -6,9 +6,10 @@ import copy
 
 import pytest
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hetmem
 from tests.engine.harness import adamws, assert_same_weights
@@ -18,7 +19,7 @@ from tests.models.families import FAMILIES, VOCABULARY, build, loss_of
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_as_in_plain_torch(name: str) -> None:
-    if name not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
+    if name not in CONFIG_MAPPING:
         pytest.skip("this version of transformers has none")
     plain = build(name)
     managed = copy.deepcopy(plain)
