@@ -91,11 +91,6 @@ def arrange(
 ) -> Arrangement:
     """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
     Raises `NoRoom` where the run would raise `BudgetError`."""
-
-    def saved(sizes: Sequence[int], arriving: Sequence[int]) -> int:
-        gradients = sum(sizes) - sum(set_aside(arriving, capacities.host_bytes)) if streamed_gradients else 0
-        return gradients + int(sum(sizes) * _SAVED[moments])
-
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -104,7 +99,8 @@ def arrange(
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
         beside_bytes=workload.peak_live_bytes,
-        saved_bytes=saved,
+        roles=STAGED_ROLES - streamed_gradients - _SAVED[moments],
+        lends=streamed_gradients,
         third_state=False,
     )
     ground = replace(ground, moments=moments)
