@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmem.base.config import Limits
-from hetmem.base.units import parse_size
+from hetmem.base.units import format_size, parse_size
 from hetmem.errors import HetmemError
 
 _RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
@@ -70,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step; default: 1")
     parser.add_argument(
         "--checkpointing", action="store_true", help="activations of every repeated layer are computed again"
+    )
+    parser.add_argument(
+        "--activations", default="keep", help="as in hetmem.manage(activations=…): keep, offload or auto"
     )
     parser.add_argument("--overlap", default="off", help="as in hetmem.AdamW(overlap=…): off, backward or forward")
     parser.add_argument("--gradients", default="visible", help="as in hetmem.AdamW(gradients=…): visible or streamed")
@@ -142,9 +145,12 @@ def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
         None if text is None else parse_size(text, name)
         for text, name in ((options.device_memory, "--device-memory"), (options.host_memory, "--host-memory"))
     )
+    if device is not None and device > profile.device.memory_bytes:
+        has, asked = format_size(profile.device.memory_bytes), format_size(device)
+        print(f"hetmem plan: {profile.name} has {has} for programs: planned with that, not {asked}", file=sys.stderr)
     limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
-    same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference"
+    same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference activations"
     plan = planner.plan_within(
         _call(options),
         planner.capacities_of(limits, profile),
@@ -186,10 +192,13 @@ def _call(options: argparse.Namespace) -> Any:
         raise planner.PlanError("give all inputs a name, or none: --input NAME=4x2048")
     else:
         by_name = {name: tensor for name, tensor in inputs if name is not None}
-        call = planner.Call(_function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed)
+        call = planner.TracedCall(
+            _function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed
+        )
     if options.lora is not None:
         return planner.with_adapters(call, options.lora)
-    return planner.in_bfloat16(call) if options.stochastic_rounding else call
+    alone = options.inference and mixed is torch.bfloat16  # no update needs weights in float32
+    return planner.in_bfloat16(call) if options.stochastic_rounding or alone else call
 
 
 def _named_input(text: str) -> tuple[str | None, Any]:

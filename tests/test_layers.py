@@ -42,13 +42,6 @@ DECIDE_TOO = {
     f"hetmem.planner.{name}"
     for name in "decide reservation search simulator step_program simulated_updates workload".split()
 }
-# Upward still, each until what it needs is handed in from above.
-UPWARD = {
-    ("hetmem.engine.gradients", "hetmem.intercept.grad_hooks"),
-    ("hetmem.engine.gradients", "hetmem.intercept.phases"),
-    ("hetmem.engine.runtime", "hetmem.intercept.async_params"),
-}
-
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
 WRITERS = {
     "homes": "hetmem.engine.homes",
@@ -58,9 +51,8 @@ WRITERS = {
 WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
-        "hetmem.engine.build",  # buffers
+        "hetmem.engine.filling",  # buffers, and parameters that are not managed yet
         "hetmem.engine.runtime",  # one weight that is used again, as `Bindings.bind` does, without its calls
-        "hetmem.intercept.module_building",  # a parameter that is not managed yet
         "hetmem.intercept.saved_tensors",  # a view that was saved
         "hetmem.memory.chunk",  # a new view of a home
         "hetmem.optim.states",  # states that the program sees
@@ -165,7 +157,7 @@ def points_upward(module: Module, modules: Mapping[str, Module]) -> Iterator[str
         if not is_ours(taken.target) or target == module.part or {module.part, target} - LAYERS.keys():
             continue
         above, below = LAYERS[module.part], LAYERS[target]
-        if above <= below and (module.name, taken.target) not in UPWARD:
+        if above <= below:
             yield f"{module.name}:{taken.line} (layer {above}) imports {taken.target} (layer {below})"
 
 

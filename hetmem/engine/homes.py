@@ -51,8 +51,9 @@ class Memory:
     """What ends page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
     """Whether all homes are on the device and have no other place, until `leave_device`."""
-    pinned: bool = False
-    """Whether host memory is page-locked, for copies."""
+    copied: bool = True
+    """Whether copies use host memory, which is page-locked then."""
+    _pinned: bool = False
     device_home_bytes: int = 0
     bound_to_device: bool = False
     """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
@@ -87,12 +88,18 @@ class Memory:
         while self.pins:
             self.pins.pop()()
 
+    def page_lock(self) -> None:
+        """Page-lock host memory, if copies use it and it is not yet. Raises what `Device.pin` does."""
+        if self.copied and not self._pinned:
+            self._pinned = True
+            self.pins.append(self.device.pin(self.host_pool.mapping))
+
     def parameters(self) -> Iterator[ManagedParameter]:
         """Yield the parameters that have moved home by now."""
         return (managed for chunk in self.chunks for managed in chunk.parameters)
 
     @property
-    def streams(self) -> bool:
+    def uses_copies(self) -> bool:
         """Whether operators see copies, not the homes, which are all on the device in the dtype that computes then."""
         return not self.resident or self.mixed_precision is not None
 
@@ -241,9 +248,8 @@ class Memory:
                 else:
                     self._gradient_places[chunk] = away
         self.resident = False
-        if not self.pinned:
-            self.pinned = True
-            self.pins.append(self.device.pin(self.host_pool.mapping))
+        self.copied = True
+        self.page_lock()
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
         """Return the place that `leave_device` reserved for gradients of `chunk`, if it is unused."""
@@ -342,7 +348,7 @@ class Memory:
     def device_slots(self, non_model_bytes: int) -> int:
         """Return how many slots chunks may take while everything else takes `non_model_bytes`."""
         room = self.room_bytes(non_model_bytes)
-        return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
+        return max(0, room // self.device_pool.slot_bytes) if self.uses_copies else 0
 
     def room_bytes(self, non_model_bytes: int) -> int:
         """Return the bytes left for copies beside `non_model_bytes`; below zero if homes take more."""

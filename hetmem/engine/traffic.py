@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.engine.build import recast_all
 from hetmem.engine.events import CopyChange, EventLog, Fault
 from hetmem.engine.executor import Executor, GradientCopies
+from hetmem.engine.filling import recast_all
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
@@ -61,7 +61,7 @@ class Traffic:
 
     def register_home(self, chunk: Chunk, role: Role) -> None:
         """Let the residency know the home of `role`, unless operators see the home itself."""
-        if self._memory.streams:
+        if self._memory.uses_copies:
             block = self.residency.add(self._memory.block(chunk, role))
             self._memory.number(chunk, role, block)
             self.executor.chunk_of_block[block] = (chunk, role)

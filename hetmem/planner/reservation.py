@@ -91,6 +91,13 @@ def arrange(
 ) -> Arrangement:
     """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
     Raises `NoRoom` where the run would raise `BudgetError`."""
+    if workload.away_bytes > capacities.host_bytes:
+        raise NoRoom(
+            f"activations take {format_size(workload.away_bytes)} of host memory",
+            Tier.HOST,
+            workload.away_bytes - capacities.host_bytes,
+        )
+    capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -223,11 +230,9 @@ def _homes(
             where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
         staying_bytes = sum(STAGED_ROLES * sizes[chunk] for chunk in ground.staying)
         there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""
-        raise NoRoom(
-            f"the states take {format_size(ground.state_bytes - fewer)} beside staging{there_too}",
-            where,
-            max(1, missing),
-        )
+        states = ground.state_bytes - fewer
+        message = f"the states take {format_size(states)} beside staging{there_too}"
+        raise NoRoom(message, where, max(1, missing), states)
     return homes, room, places
 
 
