@@ -78,7 +78,7 @@ def test_without_a_home_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unmeasured_weights_come_by_the_copy_engine_and_gradients_leave_by_a_kernel() -> None:
-    assert (Ways().weights, Ways().gradients) == (Way.COPY_ENGINE, Way.KERNEL)
+    assert (Ways().weights, Ways().gradients, Ways().blocks) == (Way.COPY_ENGINE, Way.COPY_ENGINE, 8)
     assert "not measured" in Ways().source
 
 
