@@ -227,11 +227,9 @@ def _homes(
             where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
         staying_bytes = sum(STAGED_ROLES * sizes[chunk] for chunk in ground.staying)
         there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""
-        raise NoRoom(
-            f"the states take {format_size(ground.state_bytes - fewer)} beside staging{there_too}",
-            where,
-            max(1, missing),
-        )
+        states = ground.state_bytes - fewer
+        message = f"the states take {format_size(states)} beside staging{there_too}"
+        raise NoRoom(message, where, max(1, missing), states)
     return homes, room, places
 
 

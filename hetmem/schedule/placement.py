@@ -74,12 +74,13 @@ class Capacities:
 
 
 class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, and says which
-    """The budget is too small by `missing_bytes` on `tier`."""
+    """The budget is too small by `missing_bytes` on `tier`. `state_bytes`: of all homes, if the message names them."""
 
-    def __init__(self, message: str, tier: Tier, missing_bytes: int) -> None:
+    def __init__(self, message: str, tier: Tier, missing_bytes: int, state_bytes: int = 0) -> None:
         super().__init__(message)
         self.tier = tier
         self.missing_bytes = missing_bytes
+        self.state_bytes = state_bytes
 
 
 @dataclass(frozen=True, slots=True)
