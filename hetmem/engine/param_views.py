@@ -272,8 +272,10 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
         parameter.grad = gradient
         return
     home = parameter.data
-    alike = type(gradient) is not Widened  # which has no memory that a parameter could have
-    parameter.data = gradient if alike else stand_in(gradient, gradient.dtype, gradient.device)
+    if type(gradient) is Widened:  # it has no memory that a parameter could have
+        parameter.data = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+    else:
+        parameter.data = gradient
     try:
         parameter.grad = gradient
     finally:
