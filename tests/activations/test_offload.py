@@ -309,7 +309,7 @@ def test_a_copy_that_fails_ends_in_an_error_or_in_the_right_bits(
 ) -> None:
     plain, _ = deep(tmp_path, activations="keep", limits=budget(device="8MiB"))
     plain(*BATCHES[0]).backward()
-    for at in range(1, 40) if all_cases else (1, 20, 30, 32, 33, 34):
+    for at in range(1, 71) if all_cases else (1, 20, 69):
         device = Failing(at, out=out, host_to_device=speed, device_to_host=speed)
         _, managed = deep(tmp_path, device=device, limits=budget(device="1MiB"))
         try:
