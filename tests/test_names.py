@@ -41,7 +41,7 @@ PUBLIC = {
 }
 """By name: the public attributes of a class, the parameters of a function, in the order in which they come."""
 
-STILL_TWICE = {"Block", "Call", "Job", "Link", "Segments", "Way", "Write", "_Buffer", "_UnderWay"}
+STILL_TWICE = {"Segments", "Write"}
 """Each until one of the two has a name of its own."""
 
 

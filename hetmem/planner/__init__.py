@@ -34,7 +34,7 @@ from hetmem.planner.decide import RANK, Variant, approximations, combined, decid
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
-    Call,
+    TracedCall,
     checkpointed,
     divided,
     hugging_face_call,
@@ -51,10 +51,10 @@ from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
-    "Call",
     "Capacities",
     "Plan",
     "PlanError",
+    "TracedCall",
     "hugging_face_call",
     "in_bfloat16",
     "known_profiles",
@@ -118,7 +118,7 @@ def plan(
     profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
     named = None if isinstance(asked, HardwareProfile) else os.fspath(asked)
     limits = (budget or Budget()).limits()
-    call = Call(build_model, batch, loss, mixed_precision)
+    call = TracedCall(build_model, batch, loss, mixed_precision)
     return plan_within(
         call,
         capacities_of(limits, profile),
@@ -140,7 +140,7 @@ def plan(
 
 @torch.inference_mode(False)  # nor under no_grad: a plan is of a backward, too
 def plan_within(
-    call: Call,
+    call: TracedCall,
     capacities: Capacities,
     hardware: HardwareProfile,
     *,
@@ -283,7 +283,7 @@ _PARTS = (2, 4, 8, 16)
 
 
 def _variants(
-    call: Call,
+    call: TracedCall,
     light: Workload | None,
     workload: Workload,
     micro_batches: int,

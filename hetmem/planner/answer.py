@@ -17,7 +17,7 @@ from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.activations import scaled
 from hetmem.planner.decide import Decision
-from hetmem.planner.model import Call
+from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
 from hetmem.planner.reservation import arrange, check_device
@@ -30,7 +30,7 @@ from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
 
 def plan_of(
     decision: Decision,
-    call: Call,
+    call: TracedCall,
     capacities: Capacities,
     hardware: HardwareProfile,
     activation_bytes: dict[str, int],
