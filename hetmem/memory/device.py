@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hetmem.base.units import parse_size
+from hetmem.base.units import format_size, parse_size
 from hetmem.errors import BudgetError
 from hetmem.memory.mapping import Mapping, free_host_bytes
 from hetmem.memory.tensor_views import Memory, address_of, elements, without_graph
@@ -113,6 +113,10 @@ class Device(Protocol):
         """See above."""
         ...
 
+    def describe(self) -> str:
+        """What it is, for people."""
+        ...
+
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots for chunks."""
         ...
@@ -193,6 +197,12 @@ class SimDevice:
 
     def __repr__(self) -> str:
         return f"SimDevice(memory={self.memory_bytes})"
+
+    def describe(self) -> str:
+        """The speed of its links, if it has any."""
+        speeds = {"to it": self.host_to_device, "from it": self.device_to_host}
+        told = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
+        return ", ".join(["simulated device", *told])
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """A pool of `slots` slots of `slot_bytes` each; its memory is taken only as slots are used."""

@@ -264,13 +264,13 @@ class Lanes {
     this.lanes = [
       { name: "Forward and backward", busy: union(model.map((s) => s[1]), model.map((s) => s[2])) },
       ...(launched.length ? [{ name: "Launching", busy: union(launched.map((s) => s[1]), launched.map((s) => s[2])) }] : []),
-      { name: "Host optimizer", busy: union(timeline.updates.from_us, timeline.updates.until_us) },
+      { name: "Host optimizer", busy: union(timeline.updates.from_us, timeline.updates.until_us), ifBusy: timeline.covers === "forward" },
       ...LINK_NAMES.map((name, link) => {
         const indices = ofLink(link);
         return { name, link, indices, busy: union(indices.map((i) => moved.from_us[i]), indices.map((i) => moved.until_us[i])) };
       }),
       { name: "Stalls", colour: "--bad", busy: union(timeline.stalls.from_us, timeline.stalls.until_us) },
-    ].filter(({ name, busy }) => busy.length || !name.startsWith("NVMe")); // of a drive that is not used
+    ].filter(({ name, busy, ifBusy }) => busy.length || !(ifBusy || name.startsWith("NVMe"))); // of a drive that is not used
   }
 
   height() { return this.lanes.length * 34 + 2; }
