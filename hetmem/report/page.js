@@ -13,7 +13,7 @@ function element(tag, className, text) {
 }
 
 const FORMATS = {
-  bytes: formatBytes, seconds: formatSeconds, share: formatShare, count: (value) => value.toLocaleString("en-US"),
+  bytes: formatBytes, seconds: formatSeconds, share: formatShare, count: (value) => Math.round(value).toLocaleString("en-US"),
   plain: (value) => value.toFixed(2),
 };
 
@@ -75,9 +75,9 @@ function fillNumbers() {
     [step.of === "step" ? "Step time" : "Forward time", "step.seconds", "seconds", `${step.moments.toLocaleString("en-US")} moments`],
     ...(step.tokens ? [["Tokens a second", "step.tokens_per_second", "count", `${step.tokens.toLocaleString("en-US")} in the ${step.of}`]] : []),
     ["Overlap", "step.overlap", "share", `longest term / ${step.of} time`],
-    ["Stalled in the step", "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
-    ["Host waits in the step", "step.host_wait_seconds", "seconds", "the training thread"],
-    ["Faults in the step", "step.faults", "count", "uses that found no copy on its way"],
+    [`Stalled in the ${step.of}`, "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
+    [`Host waits in the ${step.of}`, "step.host_wait_seconds", "seconds", "the training thread"],
+    [`Faults in the ${step.of}`, "step.faults", "count", "uses that found no copy on its way"],
   ];
   const numbers = [
     ...stepNumbers,
