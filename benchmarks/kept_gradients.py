@@ -16,11 +16,11 @@ import torch
 from demo_bytes import load_demo
 
 import hetmem
+from hetmem.base.hardware import HardwareProfile
 from hetmem.intercept import registry
 from hetmem.optim.device_updates import UpdatePlaces
 from hetmem.planner import load_profile
 from hetmem.schedule.blocks import Link
-from hetmem.schedule.hardware import HardwareProfile
 
 LINKS = (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)
 

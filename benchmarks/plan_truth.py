@@ -27,13 +27,13 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import hetmem
 from hetmem import planner
+from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import MIB
 from hetmem.memory.transfer import Finished, Job, ThreadCopier
 from hetmem.planner.model import trace
 from hetmem.planner.workload import Workload
 from hetmem.schedule.blocks import Link
-from hetmem.schedule.hardware import HardwareProfile, Rate, ThreadCosts
-from hetmem.tools.overheads import Overheads
+from hetmem.tools.measuring import Overheads
 from hetmem.tools.probe import probe
 
 VOCABULARY, TOKENS, ROWS, HEADS = 4096, 128, 4, 8

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, build_memory, move_home, precision_of
 from hetmem.engine.param_views import to_host_memory
@@ -28,7 +29,6 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import Prefetch
 from hetmem.schedule.cache import EvictionPolicy
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -161,7 +161,7 @@ def manage(
         ahead = Prefetch()
         at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
         residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once)
-        engine = TransferEngine(accelerator, memory.store)
+        engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=sanitize)
         runtime.hardware = profile

@@ -95,30 +95,9 @@ def _probe(options: argparse.Namespace) -> int:
     else:
         print(text, end="")
     if torch.cuda.is_available():
-        from hetmem.tools.bench_device import keep_ways
+        from hetmem.tools.link_ways import keep_ways
 
         print(keep_ways(quick=options.quick), file=sys.stderr)
-    return 0
-
-
-# ---- bench -------------------------------------------------------------------------------------------------------
-
-
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "what", choices=("transfers",), help="transfers: every way to move and cast, against its ceiling"
-    )
-    parser.add_argument("--elements", type=int, help="of each tensor; default: 16 Mi")
-    parser.add_argument("-o", "--output", help="save the figures as JSON")
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from hetmem.tools import bench
-
-    found = bench.transfers(bench.ELEMENTS if options.elements is None else options.elements)
-    print(found)
-    if options.output:
-        found.save(options.output)
     return 0
 
 
@@ -189,7 +168,6 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
     ),
     Subcommand("report", "Show a saved report, turn it into a page, or compare two.", _report_arguments, _report),
     Subcommand("top", "Watch the training processes of this user that call hetmem.progress.", _top_arguments, _top),
-    Subcommand("bench", "Measure what moves bytes.", _bench_arguments, _bench),
     Subcommand(
         "doctor", "Say what of hetmem works on this machine, and how to mend the rest.", _doctor_arguments, _doctor
     ),

@@ -236,7 +236,7 @@ def _input(text: str) -> Any:
 
 def _figure(text: str) -> tuple[str, float]:
     """A dotted name and a number, or a size with a unit ("12GB", "12GB/s")."""
-    from hetmem.schedule.hardware import ProfileError
+    from hetmem.base.hardware import ProfileError
 
     name, equals, value = text.partition("=")
     if not equals:

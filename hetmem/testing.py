@@ -20,13 +20,13 @@ from weakref import ref
 import torch
 
 from hetmem.activations import offload
+from hetmem.base.hardware import HardwareProfile
 from hetmem.cpu import square_sum
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.tracer import segment_name
 

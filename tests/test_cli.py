@@ -13,9 +13,9 @@ import torch
 
 import hetmem
 from hetmem import planner
+from hetmem.base.hardware import HardwareProfile
 from hetmem.cli import SUBCOMMANDS, main
-from hetmem.schedule.hardware import HardwareProfile
-from hetmem.tools.overheads import measure
+from hetmem.tools.measuring import measure
 
 MODEL = "tests.test_planning:GPT"
 SMALL = ["plan", MODEL, "--input", "2x32", "--device-memory", "2MiB", "--host-memory", "16MiB"]
@@ -217,12 +217,6 @@ def test_a_saved_report_is_shown_rendered_and_compared(tmp_path: Path, capsys: p
     (tmp_path / "broken.json").write_text("{}")
     assert main(["report", str(tmp_path / "broken.json")]) == 2
     assert "broken.json" in capsys.readouterr().err
-
-
-def test_bench_prints_a_table_and_saves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "transfers", "--elements", "1024", "-o", str(tmp_path / "bench.json")]) == 0
-    assert "| host to host | float32 to bfloat16 | fused |" in capsys.readouterr().out
-    assert json.loads((tmp_path / "bench.json").read_text())["elements"] == 1024
 
 
 def test_the_doctor_says_what_works_and_how_to_mend_the_rest(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import astuple, replace
 
 import pytest
 
-from hetmem.schedule.hardware import ThreadCosts
-from hetmem.tools.overheads import Overheads, Seen, solved
+from hetmem.base.hardware import ThreadCosts
+from hetmem.tools import measuring
+from hetmem.tools.measuring import Overheads, Seen, solved
 
 COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
 
@@ -54,3 +56,9 @@ def test_the_models_are_trained_as_the_equations_say() -> None:
     assert many.forward_fetches > 4 * few.forward_fetches > 0
     for model in (many, few, called):
         assert 0 < model.queued < model.update
+
+
+def test_what_takes_long_is_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "_LONG_SECONDS", 0.01)
+    assert len(measuring.timed(lambda: time.sleep(0.005), 21, on_device=False)) == measuring.LEAST_ROUNDS
+    assert len(measuring.timed(lambda: None, 21, on_device=False)) == 21

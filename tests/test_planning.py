@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import planner, testing
+from hetmem.base.hardware import ProfileError
 from hetmem.base.units import KIB, MIB
 from hetmem.intercept import registry
 from hetmem.planner.model import checkpointed, divided, trace
 from hetmem.planner.reservation import ROLES, arrange
 from hetmem.planner.step_program import Rehearsal
 from hetmem.planner.workload import Kind
-from hetmem.schedule.hardware import ProfileError
 from hetmem.schedule.placement import Capacities
 
 WIDTH, VOCABULARY = 64, 512

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hetmem.tools.bench import transfers
 
 import hetmem.tools.probe
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import MIB
 from hetmem.errors import HetmemError
 from hetmem.memory.nvme_requests import settings_for
-from hetmem.schedule.hardware import HardwareProfile
-from hetmem.tools.bench import transfers
-from hetmem.tools.overheads import measure
+from hetmem.tools.measuring import measure
 from hetmem.tools.probe import probe
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetmem.planner.decide import Alternative
-from hetmem.planner.plan import PLAN_VERSION, Plan
-from hetmem.schedule.hardware import (
+from hetmem.base.hardware import (
     PROFILE_VERSION,
     DeviceProfile,
     DiskSample,
@@ -20,7 +18,8 @@ from hetmem.schedule.hardware import (
     Rate,
     ThreadCosts,
 )
-from hetmem.tools.bench import Row, Transfers
+from hetmem.planner.decide import Alternative
+from hetmem.planner.plan import PLAN_VERSION, Plan
 
 PAGE = (Path(__file__).parent.parent / "docs" / "schemas.md").read_text(encoding="utf-8")
 SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
@@ -39,8 +38,6 @@ EXAMPLE = re.findall(r"```json\n(.*?)```", PROFILE, re.DOTALL)[0]
         ("Hardware profiles", DiskSample, ""),
         ("Plans", Plan, ""),
         ("Plans", Alternative, ""),
-        ("Benchmarks", Transfers, ""),
-        ("Benchmarks", Row, ""),
     ],
 )
 def test_every_key_is_named(section: str, kind: Any, prefix: str) -> None:

@@ -17,7 +17,6 @@ from hetmem import cli, planner
 from hetmem.base import whole_files
 from hetmem.base.whole_files import write_whole
 from hetmem.planner import Plan
-from hetmem.tools import bench
 from tests.test_planning import BATCH, GPT
 
 
@@ -26,10 +25,8 @@ def plan() -> Plan:
     return planner.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
 
 
-MEASURED = bench.Transfers("a machine", 1, {}, (), ())
 SAVES: dict[str, Callable[[Path], object]] = {
     "plan": lambda path: plan().save(path),
-    "bench": MEASURED.save,
     "text": lambda path: write_whole(path, "new"),
 }
 

@@ -167,7 +167,7 @@ def ways(notes: Notes) -> None:
     from hetmem.cuda.backend import backend
     from hetmem.memory.cuda_copies import Way, save_ways
     from hetmem.memory.cuda_device import CudaDevice, driver_version
-    from hetmem.tools.bench_device import BLOCKS, LinkCrossing, fastest
+    from hetmem.tools.link_ways import BLOCKS, LinkCrossing, fastest
 
     elements, side = (4096, 32) if notes.small else (32 << 20, 8192)
     kernels = backend()

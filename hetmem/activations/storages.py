@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from hetmem import torch_private
+from hetmem.memory.chunk import elements
 from hetmem.memory.host_pool import Loan
-from hetmem.memory.tensor_views import elements
 
 
 class Mover(Protocol):

@@ -3,8 +3,7 @@
 There is no table here: transformers itself is asked, and only about a model of its own, so it is there already. Knows
 names and transformers' conversions.
 
-Tensors that a conversion makes of others are read block by block, straight to where they belong, if it only moves
-elements: which ones it puts where is found out without their values, as it runs on stand-ins.
+What a conversion makes of several tensors is made in host memory, one conversion at a time, by transformers itself.
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from hetmem.checkpoint.disk import OpenFile, Source
-from hetmem.checkpoint.layout import Stored
+from hetmem.checkpoint.disk import Source
 from hetmem.checkpoint.moving import read_tensors
 from hetmem.errors import CheckpointError
 
@@ -175,130 +172,6 @@ def _renamings_of_4(model: Any) -> list[Callable[[str], str]]:
     return [fixed, mapped]
 
 
-Place = Callable[[torch.Tensor], torch.Tensor]
-"""The view of a whole that one part of it has."""
-
-
-_TENSOR: Any = torch.Tensor
-_GET_DATA = _TENSOR.data.__get__
-_BY_STRIDES = {torch.as_strided, torch.Tensor.as_strided}
-
-
-class NotFollowedError(ValueError):
-    """The operation does more than to move elements, or moves them in another way than those known here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Elements of the stand-in `number` from element `first` on, in their order, which belong `into` that view."""
-
-    number: int
-    first: int
-    into: torch.Tensor
-
-
-@dataclass(slots=True, eq=False)
-class _StandIn:
-    """A contiguous tensor without memory, whose views torch itself keeps account of; `parts`: what it was joined of."""
-
-    tensor: torch.Tensor
-    parts: list[tuple[Place, torch.Tensor]] = field(default_factory=list)
-
-
-class Rearranging(TorchFunctionMode):
-    """Within this mode what runs on `stand_ins` is followed: `torch.stack`, `torch.cat` and whatever makes views.
-
-    Copies to other strides (`contiguous`) are left out, as they move nothing that matters here.
-    """
-
-    def __init__(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        super().__init__()
-        with torch.inference_mode(False):  # where tensors count versions
-            self.stand_ins = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
-        self._numbers = {_storage(each): number for number, each in enumerate(self.stand_ins)}
-        self._known = {_storage(each): _StandIn(each) for each in self.stand_ins}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.contiguous:
-            return args[0]
-        if func in _BY_STRIDES:
-            raise NotFollowedError("it goes by strides, which are others here")
-        with torch.inference_mode(False):
-            if func is torch.cat or func is torch.stack:
-                return self._joined(func, *args, **(kwargs or {}))
-            if func == _GET_DATA:  # writes to which would count no version
-                return args[0].detach()
-            return func(*args, **(kwargs or {}))
-
-    def _joined(self, func: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        made: torch.Tensor = func(tensors, dim)
-        joined, first = _StandIn(made), 0
-        for number, part in enumerate(tensors):
-            if func is torch.stack:
-                place: Place = partial(torch.select, dim=dim, index=number)
-            else:
-                place = partial(torch.narrow, dim=dim, start=first, length=part.shape[dim])
-                first += part.shape[dim]
-            joined.parts.append((place, part))
-        self._known[_storage(made)] = joined
-        return made
-
-    def runs(self, made: torch.Tensor, into: torch.Tensor) -> Iterator[Run]:
-        """Where the elements of `made`, which came out of the operations, come from, for all of `into`, of that shape.
-
-        Raises `NotFollowedError` where that is not known.
-        """
-        known = self._known.get(_storage(made))
-        if known is None or known.tensor._version or made.is_conj() or made.is_neg():
-            raise NotFollowedError("its values are not those of the tensors that it is made of")
-        if made.dtype != known.tensor.dtype or made.shape != into.shape:
-            raise NotFollowedError("its elements are others than those of the tensors that it is made of")
-        order = _order(made)
-        made, into = made.permute(order), into.permute(order)
-        if not known.parts:
-            yield from _runs(self._numbers[_storage(made)], made, into)
-            return
-        if not made.is_contiguous():
-            raise NotFollowedError("parts of what was joined are used")
-        order = _order(known.tensor)  # torch joins tensors with channels last to one with channels last
-        into = _viewed(into, known.tensor.permute(order).shape).permute(
-            sorted(range(len(order)), key=order.__getitem__)
-        )
-        for place, part in known.parts:
-            yield from self.runs(part, place(into))
-
-
-def _order(tensor: torch.Tensor) -> list[int]:
-    """The dimensions of `tensor` as they lie in memory."""
-    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-
-
-def _runs(number: int, made: torch.Tensor, into: torch.Tensor) -> Iterator[Run]:
-    if made.is_contiguous():
-        yield Run(number, int(made.storage_offset()), into)
-        return
-    if made.dim() < 2:
-        raise NotFollowedError("single elements are picked")
-    for index in range(made.shape[0]):
-        yield from _runs(number, made[index], into[index])
-
-
-def _viewed(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    try:
-        return tensor.view(shape)
-    except RuntimeError as error:
-        raise NotFollowedError("dimensions are merged that do not lie together") from error
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Tells storages apart, as long as they live."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-Reads = list[tuple[OpenFile, Stored, torch.Tensor]]
-"""What is to be read from which file into which tensor."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
     """`made`: by the names of the model, what `conversion` makes of `sources`, without memory."""
@@ -306,23 +179,9 @@ class Merge:
     conversion: Conversion
     sources: list[Source]
     made: dict[str, torch.Tensor]
-    _followed: Rearranging | None
-
-    def reads(self, name: str, into: torch.Tensor) -> Reads | None:
-        """What fills `into`, which is to be `name`, of the shape that is made. None if only `fill` can."""
-        if self._followed is None:
-            return None
-        try:
-            runs = list(self._followed.runs(self.made[name], into))
-        except NotFollowedError:
-            return None
-        stored = [source.stored for source in self.sources]
-        return [
-            (self.sources[run.number].file, _part(stored[run.number], run.first, run.into), run.into) for run in runs
-        ]
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """The same by the conversion itself, in host memory: as much as `sources` and what is made of them."""
+        """Make `targets`, by name, in host memory: as much of it as `sources` and what is made of them."""
         tensors = [torch.empty(source.stored.shape, dtype=source.stored.dtype, device="cpu") for source in self.sources]
         for source, tensor in zip(self.sources, tensors, strict=True):
             read_tensors(source.file, [(source.stored, tensor)])
@@ -333,29 +192,18 @@ class Merge:
 
 
 def merge(conversion: Conversion, sources: Sequence[Source]) -> Merge:
-    """What `conversion` would make of `sources`, one for each of its names; nothing is read.
+    """Return what `conversion` would make of `sources`, one for each of its names; nothing is read.
 
     Raises `CheckpointError` if it cannot make anything of them.
     """
-    shapes = [(source.stored.shape, source.stored.dtype) for source in sources]
-    followed = Rearranging(shapes)
     try:
-        with followed:
-            return Merge(conversion, list(sources), conversion.convert(followed.stand_ins), followed)
-    except Exception:  # whatever it is, an operation that is not understood here may be right
-        pass
-    try:
-        made = conversion.convert([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes])
+        with torch.device("meta"):
+            made = conversion.convert([torch.empty(each.stored.shape, dtype=each.stored.dtype) for each in sources])
     except Exception as error:
         raise CheckpointError(f"{conversion.name} cannot be made of {shown(conversion.names)}: {error}") from error
-    return Merge(conversion, list(sources), made, None)
+    return Merge(conversion, list(sources), made)
 
 
 def shown(names: Sequence[str]) -> str:
     """`names`, or their number and two of them."""
     return names[0] if len(names) == 1 else f"{len(names)} tensors ({names[0]} … {names[-1]})"
-
-
-def _part(stored: Stored, first: int, into: torch.Tensor) -> Stored:
-    """The elements of `stored` from `first` on that fill `into`."""
-    return replace(stored, shape=tuple(into.shape), start=stored.start + first * stored.dtype.itemsize)

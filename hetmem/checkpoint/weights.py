@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, refuse_half_stepped
-from hetmem.checkpoint.conversions import Declared, Merge, Reads, merge, shown
+from hetmem.checkpoint.conversions import Declared, Merge, merge, shown
 from hetmem.checkpoint.disk import OpenFile, Source, read_names
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.moving import checksums, read_tensors
@@ -52,8 +52,8 @@ def load_weights(
     for one with a head and the other way round. `rename` gets each name in the files first, and returns the model's,
     or None for a tensor to leave out. `strict=False` loads what matches by name and returns the rest.
 
-    Values go block by block to their homes: the model is never in host memory as a whole. What transformers makes in
-    another way than by joining, cutting and transposing is held in host memory, one parameter at a time. Wider dtypes
+    Values go block by block to their homes: the model is never in host memory as a whole. What transformers makes of
+    several saved tensors (experts of a layer) is held in host memory beside them, one parameter at a time. Wider dtypes
     take narrower ones exactly (bfloat16 files into float32 masters); a cast that rounds is refused unless
     `rounding=True`. The optimizer keeps what states it has.
 
@@ -86,12 +86,6 @@ class _Made:
     sources: list[Source]
     merge: Merge | None
 
-    def reads(self, into: torch.Tensor) -> Reads | None:
-        """What fills `into`; None if only the whole merge can."""
-        if self.merge is not None:
-            return self.merge.reads(self.name, into)
-        return [(self.sources[0].file, self.sources[0].stored, into)]
-
 
 def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
     """By the names that the model should have for them. Raises `CheckpointError` for what nothing can be made of."""
@@ -112,17 +106,15 @@ def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
 def _read(targets: list[tuple[_Made, torch.Tensor]]) -> None:
     """Fill the tensors, in the order of the files."""
     files: dict[OpenFile, list[tuple[Stored, torch.Tensor]]] = {}
-    whole: dict[Merge, dict[str, torch.Tensor]] = {}
+    merges: dict[Merge, dict[str, torch.Tensor]] = {}
     for made, tensor in targets:
-        reads = made.reads(tensor)
-        if reads is None:
-            assert made.merge is not None
-            whole.setdefault(made.merge, {})[made.name] = tensor
-        for file, stored, into in reads or ():
-            files.setdefault(file, []).append((stored, into))
+        if made.merge is not None:
+            merges.setdefault(made.merge, {})[made.name] = tensor
+        else:
+            files.setdefault(made.sources[0].file, []).append((made.sources[0].stored, tensor))
     for file, mine in files.items():
         read_tensors(file, sorted(mine, key=lambda target: target[0].start))
-    for merged, tensors in whole.items():
+    for merged, tensors in merges.items():
         merged.fill(tensors)
 
 

@@ -21,9 +21,9 @@ from hetmem.base.units import MIB, format_size, round_down, round_up
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
-from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.memory.live_bytes import DeviceMonitor
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Moment, Tier

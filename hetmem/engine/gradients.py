@@ -27,8 +27,7 @@ from hetmem.engine.param_views import (
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.tensor_views import Memory
+from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 

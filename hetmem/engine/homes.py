@@ -13,8 +13,8 @@ import torch
 
 from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
-from hetmem.memory import tensor_views
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, address_of
+from hetmem.memory.chunk import Memory as RawMemory
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.nvme_store import NvmeStore
@@ -171,7 +171,7 @@ class Memory:
             if tier is Tier.HOST:
                 chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(size))
 
-    def _settle(self, chunk: Chunk, role: Role, memory: tensor_views.Memory) -> Home:
+    def _settle(self, chunk: Chunk, role: Role, memory: RawMemory) -> Home:
         """Make `memory`, which is the device's, the home of `role`."""
         home = chunk.homes[role] = Home(Tier.DEVICE, memory)
         nbytes = chunk.home_nbytes(role)
@@ -190,7 +190,7 @@ class Memory:
 
     # ---- homes that move to the device and back ----------------------------------------------------------------
 
-    def move_in(self, chunk: Chunk, memories: Mapping[Role, tensor_views.Memory]) -> None:
+    def move_in(self, chunk: Chunk, memories: Mapping[Role, RawMemory]) -> None:
         """Make `memories` of the device the homes of `chunk`, which keeps the places that it had."""
         for role, memory in memories.items():
             before = chunk.homes.get(role)
@@ -265,14 +265,14 @@ class Memory:
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
 
-    def take_device(self, nbytes: int) -> tensor_views.Memory:
+    def take_device(self, nbytes: int) -> RawMemory:
         """Return memory of the device for states or gradients; it may be asked back, as homes that moved are."""
         memory = self.device.allocate(nbytes)
         self._device_ranges.append(_range(memory, nbytes))
         self.device_home_bytes += nbytes
         return memory
 
-    def give_device(self, memory: tensor_views.Memory, nbytes: int) -> None:
+    def give_device(self, memory: RawMemory, nbytes: int) -> None:
         """End `take_device`."""
         self._device_ranges.remove(_range(memory, nbytes))
         self.device_home_bytes -= nbytes
@@ -307,7 +307,7 @@ class Memory:
         chunk.homes[role] = Home(Tier.HOST, place[:nbytes])
         return True
 
-    def keep(self, chunk: Chunk, role: Role, memory: tensor_views.Memory) -> None:
+    def keep(self, chunk: Chunk, role: Role, memory: RawMemory) -> None:
         """Make `memory` of the device, which the caller has taken, the home of `role` until `take_back`."""
         chunk.homes[role] = Home(Tier.DEVICE, memory)
 
@@ -356,6 +356,6 @@ def _roles_away(chunk: Chunk) -> dict[Role, None]:
     return dict.fromkeys((*chunk.homes, *((Role.GRAD,) if trained else ())))
 
 
-def _range(memory: tensor_views.Memory, nbytes: int) -> tuple[int, int]:
-    start = tensor_views.address_of(memory)
+def _range(memory: RawMemory, nbytes: int) -> tuple[int, int]:
+    start = address_of(memory)
     return start, start + nbytes

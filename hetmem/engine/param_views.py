@@ -19,9 +19,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
 from hetmem.memory.device import DevicePool
-from hetmem.memory.tensor_views import give_away
 
 
 class Bindings:

@@ -16,8 +16,7 @@ from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import UsedUp, is_home_gradient, is_shared, move_gradient, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.tensor_views import Memory
+from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Candidate, choose

@@ -15,21 +15,20 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.hardware import HardwareProfile
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, MomentSeen, Statistics
 from hetmem.engine.homes import Memory
-from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.intercept.async_params import Trailing
-from hetmem.memory.chunk import ManagedParameter, Role
+from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.memory.host_pool import later
-from hetmem.memory.tensor_views import without_graph
+from hetmem.memory.live_bytes import nobody_sees
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, STEP, Moment
 from hetmem.schedule.tracer import StepTracer, segment_name

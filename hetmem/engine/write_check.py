@@ -30,9 +30,8 @@ from hetmem.engine.param_views import Bindings, is_home_gradient, storage_refere
 from hetmem.engine.sampling import as_sampled, same_bits, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
 from hetmem.memory.nvme_store import NvmeStore
-from hetmem.memory.tensor_views import give_away
 from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.trace import Tier
 

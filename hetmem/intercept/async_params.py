@@ -23,15 +23,14 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.engine.param_views import references, storage_references
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.turns import Turn
 from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import uncompiled
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.tensor_views import without_graph
+from hetmem.memory.live_bytes import DeviceMonitor
 from hetmem.torch_private import tree_leaves
 
 _TENSOR: Any = torch.Tensor

@@ -13,11 +13,11 @@ from threading import get_ident
 
 import torch
 
-from hetmem.engine.live_bytes import nodes_behind
 from hetmem.engine.param_views import show_cast
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.live_bytes import nodes_behind
 
 Left = tuple[bool, int]
 """Whether the cache was on, and the thread, for `Casts.enter_cache_again`."""

@@ -230,20 +230,22 @@ class Faults:
             self._gradients.rest_again()
 
     def _at_home(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
-        """A hook of the user within a backward, say: it finds parameters at home, as the last step made them."""
+        """A hook of the user within a backward, say: it finds parameters at home, as the last step made them. Another
+        thread than the one that computes waits for its turn."""
         bindings = self._runtime.bindings
-        with HELD_BACK:
-            self._gradients.use_again(used)
-            for managed in used:
-                self._runtime.read_at_home(managed)
-        there = [managed for managed in used if bindings.send_home(managed)]
-        try:
-            result = func(*args, **kwargs)
-            self._runtime.writes.kept.update(managed for managed in used if hands_out(managed, func, result))
-            return result
-        finally:
+        with self._runtime.turn.held("reading a weight"):
             with HELD_BACK:
-                self._runtime.rest_again(there)
+                self._gradients.use_again(used)
+                for managed in used:
+                    self._runtime.read_at_home(managed)
+            there = [managed for managed in used if bindings.send_home(managed)]
+            try:
+                result = func(*args, **kwargs)
+                self._runtime.writes.kept.update(managed for managed in used if hands_out(managed, func, result))
+                return result
+            finally:
+                with HELD_BACK:
+                    self._runtime.rest_again(there)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""

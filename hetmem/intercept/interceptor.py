@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -499,13 +499,14 @@ class Interception:
             "assign=True out, which copies the values, or call hetmem.release(model) first"
         )
 
-    def not_converted(self, convert: Convert) -> list[torch.Tensor]:
-        """`Module.to` and the like: managed parameters, and their gradients, stay where they are, as they come to the
-        device for operators. Raises `ManageError` where they would get another dtype, or strides."""
+    def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
+        """`Module.to` and the like of `parameters`: managed ones, and their gradients, stay where they are, as they
+        come to the device for operators. Raises `ManageError` where they would get another dtype, or strides."""
         with self.runtime.turn.held("a conversion"):
             self._forget_interrupted()
-        computes = bool(self._here())
-        chunks = {managed.chunk for managed in self.runtime.parameters}
+        computes, by_id = bool(self._here()), self.runtime.bindings.by_id
+        converted = [by_id[id(parameter)] for parameter in parameters if id(parameter) in by_id]
+        chunks = {managed.chunk for managed in converted}
         for dtype in {chunk.compute_dtype if computes else chunk.dtype for chunk in chunks}:
             with self.runtime.unwatched(), torch.no_grad():
                 asked = convert(torch.empty(0, dtype=dtype, device=self.runtime.memory.device.torch_device)).dtype
@@ -521,18 +522,18 @@ class Interception:
                     f"convert it, and manage it again. To compute in 16 bits with such masters there is "
                     f"mixed_precision=…"
                 )
-        for dimensions in {len(managed.shape) for managed in self.runtime.parameters} & {4, 5}:
+        for dimensions in {len(managed.shape) for managed in converted} & {4, 5}:
             with self.runtime.unwatched(), torch.no_grad():
                 layout = asked_format(convert, dimensions, self.runtime.memory.device.torch_device)
             if layout is None:
                 continue
-            for managed in self.runtime.parameters:
+            for managed in converted:
                 if len(managed.shape) == dimensions and not managed.home.is_contiguous(memory_format=layout):
                     raise ManageError(
                         f"{managed.name} is managed and cannot become {layout}: call .to(memory_format=…) before "
                         f"hetmem.manage, or call hetmem.release(model) first, convert it, and manage it again"
                     )
-        kept = [each for managed in self.runtime.parameters for each in (managed.parameter, managed.parameter.grad)]
+        kept = [each for managed in converted for each in (managed.parameter, managed.parameter.grad)]
         return [each for each in kept if each is not None]
 
     def at_rest(self) -> bool:

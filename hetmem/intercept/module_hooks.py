@@ -42,8 +42,8 @@ class Hooked(Protocol):
     def before_assignment(self) -> None:
         """Other parameters are to take the place of the module's."""
 
-    def not_converted(self, convert: Convert) -> list[torch.Tensor]:
-        """What stays as it is where a module is asked to `convert` its parameters, their gradients and its buffers."""
+    def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
+        """What stays as it is where a module is asked to `convert` its `parameters`, their gradients and buffers."""
 
 
 class _OfThisModule:
@@ -138,7 +138,7 @@ class Conversions:
         module, hooked = self._module(), self._hooked()
         assert module is not None, "a copy of a managed module was made without its class's knowing"
         if hooked is not None and not (isinstance(convert, _AllBut) and convert.hooked is hooked):
-            convert = _AllBut(convert, hooked)  # also for the modules in this one
+            convert = _AllBut(convert, hooked, module.parameters(recurse))  # also for the modules in this one
         apply: Any = type(module)._apply
         converted: torch.nn.Module = apply(module, convert) if recurse else apply(module, convert, recurse=False)
         return converted
@@ -161,11 +161,11 @@ class Conversions:
 
 
 class _AllBut:
-    """`convert`, but of what `hooked` keeps."""
+    """`convert`, but of what `hooked` keeps of a module's `parameters`."""
 
-    def __init__(self, convert: Convert, hooked: Hooked) -> None:
+    def __init__(self, convert: Convert, hooked: Hooked, parameters: Iterable[torch.Tensor]) -> None:
         self.hooked, self._convert = hooked, convert
-        self._kept = {id(tensor): tensor for tensor in hooked.not_converted(convert)}
+        self._kept = {id(tensor): tensor for tensor in hooked.not_converted(parameters, convert)}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if id(tensor) in self._kept else self._convert(tensor)

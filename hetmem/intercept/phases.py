@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.runtime import Runtime, TrainingPhase
 from hetmem.engine.turns import RUNNING, Section, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.live_bytes import nobody_sees
 from hetmem.schedule.trace import STEP
 from hetmem.torch_private import tree_leaves
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from hetmem.engine.live_bytes import nodes_behind
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import uncompiled
+from hetmem.memory.live_bytes import nodes_behind
 
 
 def differentiate(

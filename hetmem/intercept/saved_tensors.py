@@ -13,7 +13,6 @@ import torch
 from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.activations.storages import SavedView, modified
-from hetmem.engine.live_bytes import nobody_sees
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import in_backward
 from hetmem.intercept.autocast_casts import Casts
@@ -22,6 +21,7 @@ from hetmem.intercept.forward_scope import Compute, Hook
 from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.live_bytes import nobody_sees
 
 _AUTOGRAD: Any = torch_private.autograd
 _STRIDED = torch.strided

@@ -14,7 +14,6 @@ device waits for it.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,15 +23,13 @@ from typing import Any
 
 import torch
 
-from hetmem.base.config import cache_directory
 from hetmem.base.units import MIB
-from hetmem.base.whole_files import write_whole
+from hetmem.base.whole_files import keep, kept
 from hetmem.cuda.backend import Backend
 from hetmem.cuda.cast import CASTS, cast
 from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
 from hetmem.cuda.segments import Segments
 
-VERSION = 1
 UNMEASURED = "not measured on this GPU: run `hetmem probe`"
 
 
@@ -60,42 +57,26 @@ class Ways:
     source: str = UNMEASURED
 
 
-def ways_file() -> Path:
-    """Where measurements are kept. Raises FileNotFoundError where this user has no home."""
-    return cache_directory() / "ways.json"
+WAYS_FILE = "ways.json"
 
 
-def load_ways(device_name: str, driver: str, path: Path | None = None) -> Ways:
-    """What was measured for a GPU called `device_name` under `driver`, else the defaults. Never raises for a file that
-    is not there or not one of ours: it is a cache."""
-    found = _read(path).get(_key(device_name, driver))
+def load_ways(device_name: str, driver: str) -> Ways:
+    """Return what was measured for a GPU called `device_name` under `driver`, else the defaults. Never raises: the file
+    is a cache."""
     try:
-        known: Mapping[str, Any] = dict(found or {})
+        known: Mapping[str, Any] = dict(kept(WAYS_FILE).get(_key(device_name, driver)) or {})
         return Ways(Way(known["weights"]), Way(known["gradients"]), max(1, int(known["blocks"])), str(known["source"]))
     except (KeyError, TypeError, ValueError, OverflowError):
         return Ways()
 
 
-def save_ways(ways: Ways, device_name: str, driver: str, path: Path | None = None) -> Path:
-    """Keep `ways` for that GPU and driver; other entries stay. The file is whole or as it was. Raises OSError."""
-    path = path or ways_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entries = {**_read(path), _key(device_name, driver): asdict(ways)}
-    write_whole(path, json.dumps({"version": VERSION, "entries": entries}, indent=2))
-    return path
+def save_ways(ways: Ways, device_name: str, driver: str) -> Path:
+    """Keep `ways` for that GPU and driver, in the file that is returned. Raises OSError."""
+    return keep(WAYS_FILE, _key(device_name, driver), asdict(ways))
 
 
 def _key(device_name: str, driver: str) -> str:
     return f"{device_name}, driver {driver}"
-
-
-def _read(path: Path | None) -> dict[str, Any]:
-    """The entries of the file; none if it cannot be read or is of another version."""
-    try:
-        data = json.loads((path or ways_file()).read_text(encoding="utf-8"))
-        return dict(data["entries"]) if data["version"] == VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
 
 
 PIECE_BYTES = 8 * MIB  # some 150 µs of a link of 53 GB/s, many times what asking for a piece costs the host

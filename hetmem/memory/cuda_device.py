@@ -22,12 +22,12 @@ from hetmem import torch_private
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
+from hetmem.memory.chunk import Memory
 from hetmem.memory.cuda_copies import Moves, Ways, load_ways
-from hetmem.memory.device import DevicePool
+from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping, cores_of, node_of
 from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import PIECE_BYTES
@@ -36,7 +36,7 @@ _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's. `ways`: how bytes
     cross to and from it; None = as `hetmem probe` measured it here, else as is best on most GPUs.
 
@@ -45,7 +45,6 @@ class CudaDevice:
 
     watched = False
     SHARE = 0.9
-    """Without a budget: this share of the memory that is free now."""
 
     def __init__(self, index: int | None = None, memory: int | str | None = None, ways: Ways | None = None) -> None:
         if not torch.cuda.is_available():
@@ -57,7 +56,7 @@ class CudaDevice:
         if not 0 <= index < torch.cuda.device_count():
             raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
         self.torch_device = torch.device("cuda", index)
-        self.memory_bytes = None if memory is None else parse_size(memory, "CudaDevice(memory)")
+        super().__init__(None if memory is None else parse_size(memory, "CudaDevice(memory)"))
         self._ways = ways
         self._page_locks: list[PageLocks] = []
         self._refused = ""
@@ -81,7 +80,6 @@ class CudaDevice:
 
     @cached_property
     def cores(self) -> tuple[int, ...]:
-        """Of its NUMA node."""
         return () if self.node is None else cores_of(self.node)
 
     @cached_property
@@ -89,11 +87,9 @@ class CudaDevice:
         return ComputeStreams(self.torch_device)
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        """Slots that take memory when they are first used."""
-        return DevicePool(slot_bytes, slots, self.torch_device, self._compute)
+        return DevicePool(slot_bytes, slots, self.torch_device, self._compute.empty, self._compute.last_use)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Zeroed memory of the GPU, to be used on the current stream."""
         return self._compute.zeros(nbytes)
 
     def available_bytes(self) -> int:
@@ -134,7 +130,6 @@ class CudaDevice:
         return unpin
 
     def captures(self) -> bool:
-        """Whether the current stream is in `torch.cuda.graph`."""
         with torch.cuda.device(self.torch_device):
             return torch.cuda.is_current_stream_capturing()
 
@@ -152,7 +147,6 @@ class CudaDevice:
         return peak
 
     def fragment_bytes(self) -> int:
-        """As torch's allocator says; 0 of another allocator, which says nothing."""
         return self._fragment_bytes
 
     @cached_property
@@ -162,22 +156,18 @@ class CudaDevice:
         return Moves(self.torch_device, self._kernels(), ways, self._is_mapped)
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """On the current stream; host memory goes through `cuda_copies`."""
+        if not self._crosses(source, target):
+            super().copy_in(target, source)
+            return
         with torch.no_grad():
-            if self._crosses(source, target):
-                self.moves.copy_in(target, source)
-            else:
-                target.copy_(source)
+            self.moves.copy_in(target, source)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """On the current stream; what goes to host memory goes through `cuda_copies`."""
+        if not self._crosses(arrived, target):
+            super().gradient_out(target, arrived, add=add)
+            return
         with torch.no_grad():
-            if self._crosses(arrived, target):
-                self.moves.gradient_out(target, arrived, add=add)
-            elif add:
-                target.add_(arrived)
-            else:
-                target.copy_(arrived)
+            self.moves.gradient_out(target, arrived, add=add)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
         """By an observer of torch's allocator, which can do no more than look: the allocation fails all the same."""
@@ -193,7 +183,6 @@ class CudaDevice:
                 told(asked_bytes, allocated)
 
     def remarks(self) -> list[str]:
-        """Of page-locking that was refused, and of kernels that are not here."""
         found = [f"Host memory is not page-locked: {self._refused}."] if self._refused else []
         if "moves" in self.__dict__ and not self.moves.kernels.native:
             found.append(
@@ -212,7 +201,6 @@ class CudaDevice:
         return any(tensor.data_ptr() in piece for locks in self._page_locks for piece in locks.pieces)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        """A stream for each direction."""
         return StreamCopier(CudaStreams(self.torch_device, self._compute), seen, finished)
 
 
@@ -352,7 +340,6 @@ class CudaStreams:
     def enqueue(
         self, link: Link, after: Sequence[Any], work: Callable[[], None]
     ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """`work` must ask for nothing that waits for the host."""
         stream = self._streams[link]
         start: Any = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -371,7 +358,6 @@ class CudaStreams:
         return start, end
 
     def order_compute(self, event: torch.cuda.Event) -> None:
-        """The current stream waits; the host does not."""
         self._compute.current().wait_event(event)
 
     def now(self) -> float:
@@ -379,11 +365,9 @@ class CudaStreams:
         return time.perf_counter()
 
     def passed(self, event: torch.cuda.Event) -> bool:
-        """Ask the driver."""
         return bool(event.query())
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Block the host."""
         event.synchronize()
 
     def when(self, event: torch.cuda.Event) -> float:

@@ -7,30 +7,19 @@ It holds memory and knows link speeds; it does not know chunks, traces or which 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hetmem.base.units import format_size, parse_size
 from hetmem.errors import BudgetError
+from hetmem.memory.chunk import Memory, address_of, elements, without_graph
 from hetmem.memory.mapping import Mapping, free_host_bytes
-from hetmem.memory.tensor_views import Memory, address_of, elements, without_graph
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
 
 POISON = 0xFF
 """The byte a freed slot is filled with under `sanitize`: NaN in every floating-point format, -1 in integers."""
-
-
-class SlotMemory(Protocol):
-    """Where memory of slots comes from and goes to."""
-
-    def empty(self, nbytes: int) -> Memory:
-        """Bytes of the device."""
-        ...
-
-    def last_use(self, memory: Any) -> None:
-        """`memory`, which `empty` gave, is dropped next."""
 
 
 class DevicePool:
@@ -39,15 +28,23 @@ class DevicePool:
     A place takes memory when a chunk first comes to lie there, and keeps it until that is given back. `slots` is how
     many may hold memory: before a place is prepared, others are given back.
 
-    Memory that was given back is safe for its next user, and memory that was just taken may still be read by compute
-    that was asked for earlier; see `ComputeStreams`.
+    `empty` gives bytes of the device, and `last_use` is told of memory that is dropped next. Memory that was given back
+    is safe for its next user, and memory that was just taken may still be read by compute that was asked for earlier;
+    see `ComputeStreams`.
     """
 
-    def __init__(self, slot_bytes: int, slots: int, device: torch.device, source: SlotMemory) -> None:
+    def __init__(
+        self,
+        slot_bytes: int,
+        slots: int,
+        device: torch.device,
+        empty: Callable[[int], Memory],
+        last_use: Callable[[Any], None] = lambda memory: None,
+    ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._device = device
-        self._source = source
+        self._empty, self._last_use = empty, last_use
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
         self.held_slots = 0
@@ -63,7 +60,7 @@ class DevicePool:
 
     def prepare(self, place: int, span: int) -> None:
         """Have memory for `span` slots at `place`, where there is none. Other compute may still be using it."""
-        self._memory[place] = self._source.empty(span * self.slot_bytes)
+        self._memory[place] = self._empty(span * self.slot_bytes)
         self._spans[place] = span
         self.held_slots += span
 
@@ -86,7 +83,7 @@ class DevicePool:
                 return
             if place in self._memory:
                 self.held_slots -= self._spans.pop(place)
-                self._source.last_use(self._memory.pop(place))
+                self._last_use(self._memory.pop(place))
 
     def holds(self, address: int) -> bool:
         """Whether `address` lies in a slot."""
@@ -96,150 +93,69 @@ class DevicePool:
         )
 
 
-class Device(Protocol):
-    """An accelerator, as the runtime sees it.
+class Device:
+    """An accelerator, as the runtime sees it; what is here holds of one that lives in host memory.
 
     `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what
     memory it needs; otherwise the allocator of the device says it (`peak_bytes`). `cores`: the CPU numbers nearest to
     it, for threads that work on what it reads; empty where all are alike.
     """
 
-    torch_device: torch.device
-    memory_bytes: int | None
-    watched: bool
+    torch_device = torch.device("cpu")
+    watched = True
+    SHARE = 0.25
+    """Without a budget: this share of the memory that is free now."""
+
+    def __init__(self, memory_bytes: int | None) -> None:
+        self.memory_bytes = memory_bytes
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """See above."""
-        ...
+        return ()
 
     def describe(self) -> str:
-        """What it is, for people."""
-        ...
+        """Say what it is, for people."""
+        return type(self).__name__
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        """Slots for chunks."""
-        ...
+        """Return a pool of `slots` slots of `slot_bytes` each; its memory is taken only as slots are used."""
+        return DevicePool(slot_bytes, slots, self.torch_device, self.allocate)
 
     def allocate(self, nbytes: int) -> Memory:
-        """Zeroed memory for good."""
-        ...
+        """Return zeroed memory."""
+        return Mapping(nbytes).buffer(0, nbytes)
 
     def available_bytes(self) -> int:
-        """The bytes that a program may use without a budget."""
-        ...
+        """Return the bytes that a program may use without a budget."""
+        return int(free_host_bytes() * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
-        """Make copies from and to `host` as fast as the link is; returns what undoes it."""
-        ...
+        """Make copies from and to `host` as fast as the link is; return what undoes it."""
+        return lambda: None
 
     def captures(self) -> bool:
-        """Whether what is asked for now is recorded, in a CUDA graph, to run again later without the program."""
-        ...
+        """Say whether what is asked for now is recorded, in a CUDA graph, to run again later without the program."""
+        return False
 
     def peak_bytes(self) -> int:
-        """Unless `watched`: the most that was allocated on it, by anyone in this process, since the last call."""
-        ...
+        """Return, unless `watched`, the most that was allocated on it, by anyone in this process, since the last
+        call."""
+        return 0
 
     def fragment_bytes(self) -> int:
-        """The most that its allocator had at one time between tensors: free, and of no use to anybody else."""
-        ...
+        """Return the most that its allocator had at one time between tensors: free, and of no use to anybody else."""
+        return 0
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Ask for `source`, a home, to be copied to `target`, a slot, on the current stream: both 1-D, contiguous and
         as long. It is cast to the slot's dtype as `Tensor.copy_` does it; a NaN stays one, with any payload."""
-        ...
-
-    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the
-        current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
-        ...
-
-    def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
-        """Call `refused`, a method that is held weakly, with the bytes that the device's allocator has just refused to
-        anyone in this process and with those that it has handed out; on any thread, before the error is raised."""
-        ...
-
-    def remarks(self) -> list[str]:
-        """Sentences for the report: what is slower here than it could be, why, and the way out."""
-        ...
-
-    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        """What moves bytes between host memory and this device."""
-        ...
-
-
-class SimDevice:
-    """A simulated accelerator: a bounded pool in host memory, with link speeds if they are given.
-
-    `memory`: capacity in bytes or as a string; None = the budget's. `host_to_device`, `device_to_host`: bytes per
-    second (ints or strings such as "12GB"); None = as fast as this machine copies. Operators compute on the CPU;
-    `hetmem` sees to it that they meet only memory of this device, as on a GPU (with `manage(sanitize=True)` it raises
-    where they do not). Raises `BudgetError` for a size or a speed that is none.
-    """
-
-    torch_device = torch.device("cpu")
-    watched = True
-    cores: tuple[int, ...] = ()
-    SHARE = 0.25
-    """Without a budget: this share of the memory that is free now."""
-
-    def __init__(
-        self,
-        memory: int | str | None = None,
-        *,
-        host_to_device: int | str | None = None,
-        device_to_host: int | str | None = None,
-    ) -> None:
-        self.memory_bytes = None if memory is None else parse_size(memory, "SimDevice(memory)")
-        self.host_to_device = _speed(host_to_device, "SimDevice(host_to_device=…)")
-        self.device_to_host = _speed(device_to_host, "SimDevice(device_to_host=…)")
-
-    def __repr__(self) -> str:
-        return f"SimDevice(memory={self.memory_bytes})"
-
-    def describe(self) -> str:
-        """The speed of its links, if it has any."""
-        speeds = {"to it": self.host_to_device, "from it": self.device_to_host}
-        told = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
-        return ", ".join(["simulated device", *told])
-
-    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        """A pool of `slots` slots of `slot_bytes` each; its memory is taken only as slots are used."""
-        return DevicePool(slot_bytes, slots, self.torch_device, _Mappings())
-
-    def allocate(self, nbytes: int) -> Memory:
-        """Host memory that counts as the device's."""
-        return Mapping(nbytes).buffer(0, nbytes)
-
-    def available_bytes(self) -> int:
-        """A quarter of the free host memory."""
-        return int(free_host_bytes() * self.SHARE)
-
-    def pin(self, host: Mapping) -> Callable[[], None]:
-        """All memory is alike here."""
-        return lambda: None
-
-    def captures(self) -> bool:
-        """Never."""
-        return False
-
-    def peak_bytes(self) -> int:
-        """The program is watched instead."""
-        return 0
-
-    def fragment_bytes(self) -> int:
-        """Nothing is between tensors here: bytes are counted."""
-        return 0
-
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One pass of the host's."""
         with without_graph():
             target.copy_(source)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """One pass of the host's."""
-        if torch.is_grad_enabled():
+        """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the
+        current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
+        if torch.is_grad_enabled():  # a context for each gradient would cost more than to ask
             with torch.no_grad():
                 self.gradient_out(target, arrived, add=add)
         elif add:
@@ -248,14 +164,48 @@ class SimDevice:
             target.copy_(arrived)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
-        """Nothing is refused here: the program is watched instead."""
+        """Call `refused`, a method that is held weakly, with the bytes that the device's allocator has just refused to
+        anyone in this process and with those that it has handed out; on any thread, before the error is raised."""
 
     def remarks(self) -> list[str]:
-        """It is as fast as it was told to be."""
+        """Return sentences for the report: what is slower here than it could be, why, and the way out."""
         return []
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        """A thread for each direction."""
+        """Return what moves bytes between host memory and this device."""
+        raise NotImplementedError
+
+
+class SimDevice(Device):
+    """A simulated accelerator: a bounded pool in host memory, with link speeds if they are given.
+
+    `memory`: capacity in bytes or as a string; None = the budget's. `host_to_device`, `device_to_host`: bytes per
+    second (ints or strings such as "12GB"); None = as fast as this machine copies. Operators compute on the CPU;
+    `hetmem` sees to it that they meet only memory of this device, as on a GPU (with `manage(sanitize=True)` it raises
+    where they do not). Raises `BudgetError` for a size or a speed that is none.
+    """
+
+    def __init__(
+        self,
+        memory: int | str | None = None,
+        *,
+        host_to_device: int | str | None = None,
+        device_to_host: int | str | None = None,
+    ) -> None:
+        super().__init__(None if memory is None else parse_size(memory, "SimDevice(memory)"))
+        self.host_to_device = _speed(host_to_device, "SimDevice(host_to_device=…)")
+        self.device_to_host = _speed(device_to_host, "SimDevice(device_to_host=…)")
+
+    def describe(self) -> str:
+        """Say what it is, and the speed of its links if they have one."""
+        speeds = {"to it": self.host_to_device, "from it": self.device_to_host}
+        told = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
+        return ", ".join(["simulated device", *told])
+
+    def __repr__(self) -> str:
+        return f"SimDevice(memory={self.memory_bytes})"
+
+    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         rates = {Link.HOST_TO_DEVICE: self.host_to_device, Link.DEVICE_TO_HOST: self.device_to_host}
         return ThreadCopier(rates, seen, finished)
 
@@ -266,13 +216,3 @@ def _speed(wanted: int | str | None, what: str) -> int | None:
     if speed == 0:
         raise BudgetError(f"{what} must be above 0 bytes per second; None is as fast as this machine copies")
     return speed
-
-
-class _Mappings:
-    """Memory of slots from the system, taken as it is touched and returned when no tensor holds it."""
-
-    def empty(self, nbytes: int) -> Memory:
-        return Mapping(nbytes).buffer(0, nbytes)
-
-    def last_use(self, memory: Memory) -> None:
-        """Do nothing: copies of this device end in order."""

@@ -13,7 +13,6 @@ broken or of another machine is as good as none: nothing here fails because of o
 from __future__ import annotations
 
 import errno
-import json
 import os
 import queue
 import threading
@@ -27,12 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hetmem.base.config import cache_directory
+from hetmem.base.hardware import DiskSample
 from hetmem.base.units import MIB, format_size, round_up
-from hetmem.base.whole_files import write_whole
+from hetmem.base.whole_files import keep, kept
 from hetmem.errors import StoreError
 from hetmem.memory.nvme_file import BLOCK_BYTES, Move, StoreFile
-from hetmem.schedule.hardware import DiskSample
 
 _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
 
@@ -267,7 +265,7 @@ class _Transfer:
         return told
 
 
-_VERSION = 1
+_FILE = "disks.json"
 _GOOD_ENOUGH = 0.95  # of the best rate: then larger requests, which cost less of the cores, and more of them: when the
 # cores are busy a thread comes late to ask for the next one, and the disk shall have something to do meanwhile
 _MOST_BYTES, _MOST_THREADS = 64 * MIB, 32
@@ -303,7 +301,7 @@ DEFAULT = DiskSettings(Requests(16 * MIB, 4), Requests(16 * MIB, 4), "default")
 def settings_for(directory: str) -> DiskSettings:
     """What was measured for the disk of `directory`, or the default."""
     try:
-        disk = _load()[_disk_of(directory)]
+        disk = kept(_FILE)[_disk_of(directory)]
         return DiskSettings(_requests(disk["read"]), _requests(disk["write"]), "measured")
     except (OSError, ValueError, KeyError, TypeError, RuntimeError):
         return DEFAULT
@@ -317,12 +315,8 @@ def remember(directory: str, samples: Sequence[DiskSample]) -> tuple[DiskSetting
         "measured",
     )
     try:
-        try:
-            disks = _load()
-        except (OSError, ValueError, KeyError, TypeError):
-            disks = {}
-        disks[_disk_of(directory)] = {"read": asdict(found.read), "write": asdict(found.write)}
-        return found, _save(disks)
+        settings = {"read": asdict(found.read), "write": asdict(found.write)}
+        return found, keep(_FILE, _disk_of(directory), settings)
     except (OSError, RuntimeError):  # a read-only home: the measurement is still worth showing
         return found, None
 
@@ -339,25 +333,6 @@ def _disk_of(directory: str) -> str:
     number = f"{os.major(device)}:{os.minor(device)}"
     name = Path(f"/sys/dev/block/{number}").resolve().name  # the number itself where there is no block device
     return f"{name} {number} {os.statvfs(directory).f_fsid:x}"
-
-
-def _path() -> Path:
-    return cache_directory() / "disks.json"
-
-
-def _load() -> dict[str, Any]:
-    """All that was measured, by disk; raises whatever a broken file makes it raise."""
-    content = json.loads(_path().read_text())
-    if content["version"] != _VERSION:
-        raise ValueError("another version")
-    return dict(content["disks"])
-
-
-def _save(disks: dict[str, Any]) -> Path:
-    path = _path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"version": _VERSION, "disks": disks}, indent=2))
-    return path
 
 
 def _requests(data: Any) -> Requests:

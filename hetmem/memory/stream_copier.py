@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from hetmem.memory.transfer import ComputeClock, Finished, Job, Seen
+from hetmem.memory.transfer import ComputeClock, Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
 
 
@@ -41,7 +41,7 @@ class _InFlight(NamedTuple):
     end: Any
 
 
-class StreamCopier:
+class StreamCopier(Copier):
     """A `Copier` over `streams`. Jobs of one link are over in the order in which they were started."""
 
     ordered = True
@@ -71,17 +71,11 @@ class StreamCopier:
         self._ends[job.tag] = end
 
     def now(self, job: Job) -> None:
-        """On the link's stream, behind all compute so far."""
         start, end = self._streams.enqueue(job.link, [self._streams.mark()], job.work)
         self._streams.wait(end)
         self._seen(job, self._streams.when(start), self._streams.when(end))
 
-    def unlimited(self, link: Link) -> bool:
-        """A copy is never done by the caller."""
-        return False
-
     def mark(self) -> Any:
-        """An event on the compute stream."""
         return self._streams.mark()
 
     def end_of(self, tag: Any) -> Any:
@@ -89,31 +83,26 @@ class StreamCopier:
         return self._ends.get(tag)
 
     def order_compute_after(self, tag: Any) -> bool:
-        """Nothing is left to do for a job that is over."""
         end = self._ends.get(tag)
         if end is not None:
             self._streams.order_compute(end)
         return tag not in self._not_asked
 
     def order_compute_behind(self, mark: Any) -> bool:
-        """By the event, unless it has passed."""
         if self._streams.passed(mark):
             return False
         self._streams.order_compute(mark)
         return True
 
     def poll(self) -> None:
-        """Report the jobs whose end has passed."""
         for jobs in self._queues.values():
             while jobs and self._is_over(jobs[0]):
                 self._report(jobs.popleft())
 
     def busy(self) -> bool:
-        """Whether any is under way."""
         return any(self._queues.values())
 
     def wait(self) -> bool:
-        """Wait for the job that was started first."""
         heads = [jobs[0] for jobs in self._queues.values() if jobs]
         if not heads:
             return False
@@ -122,7 +111,6 @@ class StreamCopier:
         return True
 
     def close(self) -> None:
-        """Wait for everything that was started."""
         for jobs in self._queues.values():
             while jobs:
                 with contextlib.suppress(Exception):

@@ -101,54 +101,56 @@ class HostClock:
 HOST_CLOCK = HostClock()
 
 
-class Copier(Protocol):
-    """Carries jobs between host and device out, in order per link.
+class Copier:
+    """Carries jobs between host and device out, in order per link. What is here holds of one with threads of its own,
+    which report what they have done.
 
     `ordered`: compute may go on before a copy has arrived, by being ordered behind it (`order_compute_after`), and a
     place is free for a copy only after a `mark` of the compute that used it. Otherwise the caller itself waits.
     """
 
-    ordered: bool
-
-    @property
-    def clock(self) -> ComputeClock:
-        """Tells when compute has come where."""
-        ...
+    ordered = False
+    clock: ComputeClock = HOST_CLOCK
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
         """Begin `job` once the marks in `after` are passed. It is reported when it is over, also if it cannot begin."""
+        raise NotImplementedError
 
     def now(self, job: Job) -> None:
         """Carry `job` out, behind all compute so far, and wait for it."""
+        raise NotImplementedError
 
     def unlimited(self, link: Link) -> bool:
-        """Whether the caller can do a copy over `link` as fast as the copier can."""
+        """Say whether the caller can do a copy over `link` as fast as the copier can."""
+        return False
 
     def mark(self) -> Any:
-        """A mark behind all compute that was asked for so far."""
+        """Return a mark behind all compute that was asked for so far."""
 
     def end_of(self, tag: Any) -> Any:
-        """The mark at the end of the copy with `tag`, for `clock`; None where it is over, or none was asked for."""
-        ...
+        """Return the mark at the end of the copy with `tag`, for `clock`; None where it is over, or none was asked
+        for."""
 
     def order_compute_after(self, tag: Any) -> bool:
-        """Compute asked for from now on runs only after the job with `tag`, if that is not over yet; False if the job
-        could not be asked for, which is reported."""
-        ...
+        """Have compute asked for from now on run only after the job with `tag`, if that is not over yet; False if the
+        job could not be asked for, which is reported."""
+        raise AssertionError("compute on this device is not ordered behind copies")
 
     def order_compute_behind(self, mark: Any) -> bool:
-        """Compute asked for from now on runs only after `mark`, on whatever stream; False if that is over anyway."""
-        ...
+        """Have compute asked for from now on, on whatever stream, run only after `mark`; False if that is over
+        anyway."""
+        return False
 
     def poll(self) -> None:
         """Report finished jobs, where no thread of the copier does."""
 
     def busy(self) -> bool:
-        """Whether there is a job that only `poll` will report."""
-        ...
+        """Say whether there is a job that only `poll` will report."""
+        return False
 
     def wait(self) -> bool:
         """Wait for the oldest of those; False if there is none."""
+        return False
 
     def close(self) -> None:
         """Wait for everything and stop. Idempotent."""
@@ -157,18 +159,15 @@ class Copier(Protocol):
         """Stop taking requests. Called by the garbage collector: takes no lock and joins no thread."""
 
 
-class ThreadCopier:
+class ThreadCopier(Copier):
     """One thread for each direction. `rates` are bytes per second per link, None = as fast as memory is."""
-
-    ordered = False
-    clock: ComputeClock = HOST_CLOCK
 
     def __init__(self, rates: dict[Link, int | None], seen: Seen, finished: Callable[[Finished], None]) -> None:
         self._rates, self._seen, self._finished = rates, seen, finished
         self._threads = {link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in rates}
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
-        """On the link's thread; all compute is over when it is asked for here, so there is nothing to come after."""
+        # All compute is over when a copy is asked for here, so there is nothing to come after.
         finished, tag = self._finished, job.tag
         try:
             future = self._threads[job.link].submit(self._last_use, [job])
@@ -182,7 +181,6 @@ class ThreadCopier:
         self.now(jobs.pop())
 
     def now(self, job: Job) -> None:
-        """Here, at the link's speed."""
         start = time.perf_counter()
         job.work()
         rate = self._rates[job.link]
@@ -191,69 +189,33 @@ class ThreadCopier:
         self._seen(job, start, time.perf_counter())
 
     def unlimited(self, link: Link) -> bool:
-        """Where no speed is set."""
         return not self._rates[link]
 
-    def mark(self) -> None:
-        """Compute is over when it returns."""
-
-    def end_of(self, tag: Any) -> None:
-        """The caller waits instead."""
-
-    def order_compute_after(self, tag: Any) -> bool:
-        """The caller waits instead."""
-        raise AssertionError("compute on this device is not ordered behind copies")
-
-    def order_compute_behind(self, mark: Any) -> bool:
-        """Compute is over when it is asked for."""
-        return False
-
-    def poll(self) -> None:
-        """The threads report."""
-
-    def busy(self) -> bool:
-        """The threads report."""
-        return False
-
-    def wait(self) -> bool:
-        """The threads report."""
-        return False
-
     def close(self) -> None:
-        """Wait for the threads."""
         for executor in self._threads.values():
             executor.shutdown(wait=True)
 
     def abandon(self) -> None:
-        """The threads end with their executors."""
         self._threads = {}
-
-
-class Accelerator(Protocol):
-    """What the engine needs of a device."""
-
-    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        """What moves bytes between host memory and this device."""
-        ...
 
 
 class TransferEngine:
     """All links of one managed module: the device's copier, and the store's own threads for NVMe.
 
-    `observe` is told of every transfer, on any thread: link, tag, start and end in seconds, bytes. One to or from NVMe
-    starts when it is submitted.
+    `copier` makes what moves bytes between host memory and the device. `observe` is told of every transfer, on any
+    thread: link, tag, start and end in seconds, bytes. One to or from NVMe starts when it is submitted.
 
     Jobs are submitted and `take`n by one thread (the one that trains). A job's buffers belong to it from submission
     to its `Finished`.
     """
 
-    def __init__(self, device: Accelerator, store: NvmeStore | None) -> None:
+    def __init__(self, copier: Callable[[Seen, Callable[[Finished], None]], Copier], store: NvmeStore | None) -> None:
         self._store = store
         self._copied = {link: LinkUse() for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._beside = 0  # jobs under way that are none of the copier's
         self._counting = threading.Lock()
-        self._copier = device.copier(weakly(self._copied_over), self._finished.put)
+        self._copier = copier(weakly(self._copied_over), self._finished.put)
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         self.clock = self._copier.clock

@@ -22,9 +22,8 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink, has_hooks_of_the_user
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.memory.device import Device
-from hetmem.memory.tensor_views import Memory
 from hetmem.optim.chunk_update import ChunkUpdate, DeviceWork, Opened, Slot
 from hetmem.optim.options import Gradients, HalfComputedError, Rule, Streamable
 from hetmem.schedule.blocks import Link

@@ -171,6 +171,9 @@ class OffloadedOptimizer(Optimizer):
             interception.share.grow()
         whole = self._whole_work()
         work = self._work({id(update.group) for _, update in whole})
+        if any(work[stepper] for stepper, _ in whole):  # groups of both kinds, which may share a chunk
+            whole = [(stepper, update) for stepper, update in whole if not work[stepper]]
+            work = self._work({id(update.group) for _, update in whole})
         grad_scale = self._grad_scale(work, [update for _, update in whole])
         try:
             for stepper, chunks in work.items():

@@ -20,8 +20,7 @@ from hetmem.engine.param_views import is_shared, updated_by_another
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.tensor_views import address_of
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
 from hetmem.optim.options import Gradients, Overlap, Rule
 
 Places = dict[str, tuple[Role, torch.Tensor]]

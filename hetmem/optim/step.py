@@ -18,8 +18,7 @@ import torch
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.memory.tensor_views import Memory
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
 from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
 from hetmem.optim.mutation_check import (

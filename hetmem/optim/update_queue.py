@@ -18,8 +18,7 @@ from hetmem.engine.build import recast_all
 from hetmem.engine.events import Span
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
-from hetmem.memory.chunk import Chunk, Role
-from hetmem.memory.tensor_views import without_graph
+from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.device_updates import KeptGradients, StreamedUpdates
 from hetmem.optim.options import HalfComputedError

@@ -16,8 +16,7 @@ import torch
 from hetmem.cpu import square_sum_tasks, square_sums_on_device
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import ManagedParameter, Role
-from hetmem.memory.tensor_views import address_of
+from hetmem.memory.chunk import ManagedParameter, Role, address_of
 from hetmem.optim.chunk_update import Sums
 from hetmem.schedule.update_split import Way
 

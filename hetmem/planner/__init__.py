@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refuse_budget
+from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, precision_of
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
@@ -37,7 +38,6 @@ from hetmem.planner.model import (
 )
 from hetmem.planner.plan import OPTIONS, Plan, PlanError
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.hardware import HardwareProfile, ProfileError
 from hetmem.schedule.placement import Capacities
 
 __all__ = [

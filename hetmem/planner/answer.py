@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.decide import Decision
 from hetmem.planner.model import Call
@@ -21,7 +22,6 @@ from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
 from hetmem.planner.reservation import arrange, state_bytes
 from hetmem.planner.search import Judged, Setting, arranged, judged
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import (
@@ -25,7 +26,6 @@ from hetmem.planner.search import (
     with_streaming,
 )
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.hardware import HardwareProfile
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import WORTH

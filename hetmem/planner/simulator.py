@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
+from hetmem.base.hardware import HardwareProfile, Rate
 from hetmem.schedule.blocks import (
     LOADING,
     STALE,
@@ -35,7 +36,6 @@ from hetmem.schedule.blocks import (
 )
 from hetmem.schedule.cache import EvictionPolicy
 from hetmem.schedule.gradients import GradientSends, Send
-from hetmem.schedule.hardware import HardwareProfile, Rate
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from itertools import product
 from operator import sub
 
+from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.errors import CapacityError
 from hetmem.planner.reservation import ROLES, Arrangement, crossing, facts_of, fits, moved, to_the_device
 from hetmem.planner.simulated_updates import (
@@ -24,7 +25,6 @@ from hetmem.planner.simulated_updates import (
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block
-from hetmem.schedule.hardware import HardwareProfile, ThreadCosts
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import STEP, Tier
 from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, StreamedShare

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import takewhile
 
-from hetmem.schedule.hardware import DeviceProfile
+from hetmem.base.hardware import DeviceProfile
 from hetmem.schedule.layout import ParameterSpec
 
 

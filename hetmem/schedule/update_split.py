@@ -1,41 +1,24 @@
-"""Where updates run: chunks whose homes move to idle device memory, chunks whose states are sent there. Pure.
+"""Says where updates run: which chunks' homes move to idle device memory, and whose states are sent there. Pure.
 
-Where updates run, if bytes may go anywhere: shares such that the slowest of all links and memories is done soonest.
-
-Pure: costs in; shares out. A run asks here how much to stream (`optim.device_updates`), and a plan what that would
-bring. What lives on the device is `schedule.update_split`'s: idle memory of the device is filled with homes,
-whatever the shares.
+A run and a plan of it both ask here, step by step, and so choose alike. Idle memory of the device is filled with homes
+(`choose`), whatever the link is busy with; of the other chunks so many have their states brought to slots on the device
+for their update that the slowest of all links and memories is done soonest (`streamed_part`).
 
 Note "busy": a resource is busy for the bytes that go through it. The cores of the host have what they update. Its
 memory has that too, and whatever crosses the link, which is read or written there; its rate is twice that of a copy.
-
-Note "balance": with shares h + s + r = 1 (host, streamed, resident) each resource is busy for a linear function of the
-shares, and all are busy at the same time. The least of the greatest of linear functions over a polygon lies where two
-of the lines that bound it, or along which two functions are equal, cross (D. Bertsimas, J. Tsitsiklis, "Introduction to
-Linear Optimization", 1997, chapter 2). There are few of them, so that all are looked at.
-
-The streamed share: which chunks' states are sent to the device for their update, and the slots that takes there.
-
-A run and a plan of it both ask here, step by step, and so choose alike. Pure: bytes in; numbers of chunks out. How much
-is streamed is `schedule.update_split`'s; here are the facts it needs, the slots, and which chunks make up that part.
-
-The resident share: which chunks get all their homes on the device once a step has shown what it leaves idle.
-
-Pure: bytes in; numbers of chunks out. A run and a plan of it both ask here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, combinations
 from typing import Protocol
 
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import round_up
-from hetmem.schedule.hardware import HardwareProfile
 
-_CLOSE = 1e-9
 WORTH = 0.97
 """What is not done by default has to be this much faster: streaming states takes slots on the device and a second way
 through every step, and other settings have to be told to a run."""
@@ -58,17 +41,6 @@ class Way(Enum):
 
 Costs = Mapping[Way, Mapping[str, float]]
 """For each way, the seconds that each resource is busy if all parameters are updated so."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Parts of all parameters, which add up to one. `seconds` is how long the slowest resource is busy, `slowest`."""
-
-    host: float
-    streamed: float
-    resident: float
-    seconds: float
-    slowest: str
 
 
 def update_costs(
@@ -116,81 +88,31 @@ def update_costs(
     }
 
 
-def best_shares(costs: Costs, most_resident: float, base: Mapping[str, float] | None = None) -> Shares:
-    """The shares whose slowest resource is done soonest, with at most `most_resident` on the device for good.
+def streamed_part(costs: Costs, resident: float) -> float:
+    """Of the parameters that do not live on the device, where a part `resident` of all does, return the part whose
+    states are best streamed there for their update: none, unless what is slowest is done noticeably sooner so.
 
-    `base`: seconds that a resource is busy with other things meanwhile (compute, say). A way that `costs` lacks is not
-    taken. Of equally good shares those with most on the device. Raises ValueError if no shares are left.
+    Each resource is busy for a linear function of that part; the least of the greatest of them lies at an end, or where
+    two cross.
     """
-    base = base or {}
-    bounds = {
-        Way.HOST: 1.0 if Way.HOST in costs else 0.0,
-        Way.STREAMED: 1.0 if Way.STREAMED in costs else 0.0,
-        Way.RESIDENT: min(1.0, max(0.0, most_resident)) if Way.RESIDENT in costs else 0.0,
-    }
-    if sum(bounds.values()) < 1:
-        raise ValueError(f"no way is left for a part of the parameters: at most {bounds} of them")
-    resources = sorted({name for terms in costs.values() for name in terms} | set(base))
-    found = [_judged(point, costs, base, resources) for point in _corners(costs, base, resources, bounds)]
-    least = min(shares.seconds for shares in found)
-    return max(
-        (shares for shares in found if shares.seconds <= least * (1 + _CLOSE)),
-        key=lambda shares: (shares.resident, shares.host),
-    )
+    away, host, streamed = 1 - resident, costs[Way.HOST], costs[Way.STREAMED]
+    lines = [
+        (away * host[name] + resident * costs[Way.RESIDENT][name], streamed[name] - host[name]) for name in sorted(host)
+    ]
 
+    def seconds(part: float) -> float:
+        return max(at + part * slope for at, slope in lines)
 
-def streamed_part(costs: Costs, most_resident: float) -> float:
-    """Of the parameters that do not live on the device, the part whose states are best streamed there for their update.
-    None of them, unless what is slowest is done noticeably sooner so."""
-    kept: Costs = {way: terms for way, terms in costs.items() if way is not Way.STREAMED}
-    best = best_shares(costs, most_resident)
-    if best.seconds >= WORTH * best_shares(kept, most_resident).seconds:
-        return 0.0
-    return best.streamed / (best.host + best.streamed)
-
-
-def _judged(point: tuple[float, float], costs: Costs, base: Mapping[str, float], resources: list[str]) -> Shares:
-    streamed, resident = point
-    shares = {Way.HOST: 1 - streamed - resident, Way.STREAMED: streamed, Way.RESIDENT: resident}
-    busy = {
-        name: base.get(name, 0.0) + sum(share * costs.get(way, {}).get(name, 0.0) for way, share in shares.items())
-        for name in resources
-    }
-    slowest = max(resources, key=busy.__getitem__)
-    return Shares(max(0.0, shares[Way.HOST]), streamed, resident, busy[slowest], slowest)
-
-
-def _corners(
-    costs: Costs, base: Mapping[str, float], resources: list[str], bounds: Mapping[Way, float]
-) -> Iterator[tuple[float, float]]:
-    """All (streamed, resident) within `bounds` at which the least of the greatest can lie."""
-    lines = [(1.0, 0.0, 0.0), (1.0, 0.0, bounds[Way.STREAMED]), (0.0, 1.0, 0.0), (0.0, 1.0, bounds[Way.RESIDENT])]
-    lines += [(1.0, 1.0, 1.0), (1.0, 1.0, 1.0 - bounds[Way.HOST])]
-    terms = [_line(costs, base, name) for name in resources]
-    lines += [(a[0] - b[0], a[1] - b[1], b[2] - a[2]) for a, b in combinations(terms, 2)]
-    for (a, b, c), (d, e, f) in combinations(lines, 2):
-        determinant = a * e - b * d
-        if determinant:
-            streamed, resident = (c * e - b * f) / determinant, (a * f - c * d) / determinant
-            within = -_CLOSE <= streamed <= bounds[Way.STREAMED] + _CLOSE
-            within = within and -_CLOSE <= resident <= bounds[Way.RESIDENT] + _CLOSE
-            if within and 1 - bounds[Way.HOST] - _CLOSE <= streamed + resident <= 1 + _CLOSE:
-                yield max(0.0, streamed), max(0.0, resident)
-
-
-def _line(costs: Costs, base: Mapping[str, float], name: str) -> tuple[float, float, float]:
-    """The busy seconds of `name` as a * streamed + b * resident + c."""
-    host, streamed, resident = (costs.get(way, {}).get(name, 0.0) for way in (Way.HOST, Way.STREAMED, Way.RESIDENT))
-    return streamed - host, resident - host, host + base.get(name, 0.0)
+    crossings = ((other[0] - one[0], one[1] - other[1]) for one, other in combinations(lines, 2))
+    parts = [0.0, *(of / by for of, by in crossings if by and 0 < of / by < away), away]
+    best = min(parts, key=seconds)
+    return best / away if seconds(best) < WORTH * seconds(0.0) else 0.0
 
 
 SLOTS = 2
 """Chunks on the device at a time: while one is sent home, the next one is brought."""
 
 _ALIGNMENT = 4096
-
-_GRADIENT_BYTES = 4
-"""Of an element: what fits is float32."""
 
 _LARGE = 8
 """Chunks of more than so many times the bytes of the usual one are updated on the host: slots for them would take

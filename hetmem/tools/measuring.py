@@ -1,4 +1,9 @@
-"""What measurements share: ordinary torch around them, the clock, and the ways to move elements that are timed."""
+"""Measures what hetmem itself costs the thread that trains: per call, use, gradient, transfer and update.
+
+Models of tiny layers are trained beside plain ones on the simulated device: operators and bytes take no time there, so
+what is left is hetmem's. They differ in the size of their chunks, and in what is called between the layers. Here is
+also what other measurements share: ordinary torch around them, and the clock.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from hetmem.api import manage, release
+from hetmem.base.config import Budget
+from hetmem.base.hardware import ThreadCosts
+from hetmem.intercept import registry
+from hetmem.optim.adamw import AdamW
+from hetmem.schedule.layout import PAGE_ELEMENTS
+from hetmem.schedule.trace import Tier
 
 _LONG_SECONDS, LEAST_ROUNDS = 1.0, 3  # of a way that takes longer than that altogether so many rounds are enough
-PAIRS = (
-    (torch.float32, torch.float32),
-    (torch.float32, torch.float16),
-    (torch.float32, torch.bfloat16),
-    (torch.float16, torch.float32),
-    (torch.bfloat16, torch.float32),
-)
-FORMS = ("snorm8", "unorm8")
-"""Of the 8-bit rows: float32 to codes and the scales of their blocks."""
 
 
 @contextmanager
@@ -32,16 +38,6 @@ def ordinary_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferWay:
-    """One way to move the elements, ready to run."""
-
-    name: str
-    memory: str
-    run: Callable[[], Any]
-    link_bytes: int  # that cross, or within one memory are read and written
 
 
 def timed(run: Callable[[], Any], rounds: int, *, on_device: bool) -> list[float]:
@@ -61,38 +57,130 @@ def timed(run: Callable[[], Any], rounds: int, *, on_device: bool) -> list[float
     return seconds
 
 
-def in_one(source: torch.Tensor, target: torch.Tensor) -> None:
-    """One copy; the host waits for it only if it has to."""
-    target.copy_(source, non_blocking=True)
+_LAYERS, _WIDTH, _ROWS = 64, 63, 4  # weight and bias of a layer just fit in a page of `schedule.layout`
+_PAGE_BYTES = 4 * PAGE_ELEMENTS
+_CHUNKS = (1, 8)  # layers in a chunk
+_BETWEEN = 6  # calls between two layers: a module and five functions
 
 
-def in_two(source: torch.Tensor, between: torch.Tensor, target: torch.Tensor) -> None:
-    """Through `between`. What the host casts it has waited for."""
-    between.copy_(source, non_blocking=between.is_cuda)
-    target.copy_(between, non_blocking=True)
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Medians of one model, in seconds beyond those of plain torch and in fetches: of a forward, of a backward, and of
+    an update. `queued`: the part of an update until the first chunk is computed."""
+
+    forward: float
+    forward_fetches: float
+    backward: float
+    backward_fetches: float
+    update: float
+    renewals: float
+    queued: float
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """Without "torch."."""
-    return str(dtype).removeprefix("torch.")
+class Overheads:
+    """The models, which take turns, as the speed of a machine that is shared changes.
+
+    With `c` calls, `u` uses and `f` fetches a forward takes `c * call_seconds + u * use_seconds + f * transfer_seconds`
+    beside plain torch's time; a backward that asks for `w` weights and makes `g` gradients takes `(w + g) *
+    gradient_seconds + f * transfer_seconds`; and an update of `p` parameters in `n` chunks that renews `r` copies `p *
+    (queue_seconds + update_seconds) + n * chunk_seconds + r * transfer_seconds`, the first of these before it goes on
+    with any. What a call costs a backward, for what it has saved, counts as its forward's.
+    """
+
+    def __init__(self) -> None:
+        self._models = [_Trained(_CHUNKS[0]), _Trained(_CHUNKS[1]), _Trained(_CHUNKS[1], between=True)]
+
+    def step(self) -> None:
+        """One step of each. The first four are not counted, as they learn."""
+        for model in self._models:
+            model.step()
+
+    def result(self) -> ThreadCosts:
+        """Seconds of the training thread, by the medians of all steps that count. Nothing is left behind."""
+        return solved(*(model.result() for model in self._models))
 
 
-def quantised_routes(
-    route: str, elements: int, device: str, memory: str
-) -> Iterator[tuple[str, torch.dtype, str, list[TransferWay]]]:
-    """float32 to 8 bits within the memory of `device`: by kernels there, by torch elsewhere."""
-    from hetmem.cuda import quantise
-    from hetmem.cuda.backend import TorchBackend, backend
+@ordinary_torch()
+def measure(rounds: int = 15) -> ThreadCosts:
+    """The costs, of `rounds` steps of each model."""
+    overheads = Overheads()
+    for _ in range(rounds + 4):
+        overheads.step()
+    return overheads.result()
 
-    here = TorchBackend("host memory") if device == "cpu" else backend()
-    source = torch.randn(elements, device=device).abs_()
-    for form in FORMS:
-        code = quantise.Format(form)
-        codes = torch.zeros(elements, dtype=code.dtype, device=device)
-        scales = torch.zeros(quantise.scales_numel(elements), device=device)
-        way = "fused" if here.native else "torch reference"
 
-        def run(code: quantise.Format = code, codes: torch.Tensor = codes, scales: torch.Tensor = scales) -> None:
-            quantise.quantise(here, code, source, codes, scales)
+def solved(many: Seen, few: Seen, called: Seen) -> ThreadCosts:
+    """The costs that explain what was seen with many chunks, with few, and with more calls."""
+    fetches = many.forward_fetches + many.backward_fetches - few.forward_fetches - few.backward_fetches
+    transfer = max(0.0, (many.forward + many.backward - few.forward - few.backward) / max(1.0, fetches))
+    call = max(0.0, (called.forward + called.backward - few.forward - few.backward) / (_BETWEEN * _LAYERS))
+    calls = 2 * _LAYERS  # a module and a function each
+    use = max(0.0, (few.forward - calls * call - few.forward_fetches * transfer) / _LAYERS)
+    asked = (_LAYERS - 1) + 2 * _LAYERS
+    gradient = max(0.0, (few.backward - few.backward_fetches * transfer) / asked)
+    chunks = [_LAYERS // layers for layers in _CHUNKS]
+    updates = [max(0.0, seen.update - seen.renewals * transfer) for seen in (many, few)]
+    chunk = max(0.0, (updates[0] - updates[1]) / (chunks[0] - chunks[1]))
+    update = max(0.0, (updates[1] - chunks[1] * chunk) / (2 * _LAYERS))
+    queue = min(update, few.queued / (2 * _LAYERS))
+    return ThreadCosts(use, transfer, update - queue, chunk, call, gradient, queue)
 
-        yield route, torch.float32, form, [TransferWay(way, memory, run, 5 * elements)]
+
+class _Between(nn.Module):
+    """Functions without weights, as a model has them between its layers: some keep what they get for the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [rows, width]."""
+        return torch.relu(x.unflatten(-1, (3, -1)).transpose(1, 2).flatten(1)).add(x)
+
+
+def _layers(*, between: bool) -> nn.Sequential:
+    layers: list[Callable[[], nn.Module]] = [lambda: nn.Linear(_WIDTH, _WIDTH), *([_Between] if between else [])]
+    return nn.Sequential(*(make() for _ in range(_LAYERS) for make in layers))
+
+
+class _Trained:
+    """A model in chunks of `layers` layers beside a plain one, with room for a quarter of the chunks on the device."""
+
+    def __init__(self, layers: int, *, between: bool = False) -> None:
+        room = 16 * _LAYERS * _PAGE_BYTES
+        self._plain, self._batch = _layers(between=between), torch.zeros(_ROWS, _WIDTH)
+        budget = Budget(room, room, device_chunks=(_LAYERS // 4 + layers) * _PAGE_BYTES)
+        chunk_bytes = layers * _PAGE_BYTES
+        self._model = manage(_layers(between=between), budget, device="sim", chunk_bytes=chunk_bytes)
+        self._optimizer = AdamW(self._model.parameters())
+        runtime = registry.of_module(self._model).runtime
+        self._counts, self._updates = runtime.traffic.residency.counts, runtime.events.updates
+        self._seen: list[tuple[float, ...]] = []
+
+    def step(self) -> None:
+        """One step of both."""
+        start = time.perf_counter()
+        loss = self._plain(self._batch).sum()
+        middle = time.perf_counter()
+        loss.backward()
+        alone = middle - start, time.perf_counter() - middle
+        self._plain.zero_grad()
+        times, fetches = [time.perf_counter()], [self._counts.fetches[Tier.DEVICE]]
+
+        def passed() -> None:
+            times.append(time.perf_counter())
+            fetches.append(self._counts.fetches[Tier.DEVICE])
+
+        loss = self._model(self._batch).sum()
+        passed()
+        loss.backward()
+        passed()
+        self._updates.clear()
+        self._optimizer.step()
+        queued = self._updates[0].start - times[-1]
+        passed()
+        self._optimizer.zero_grad()
+        seconds = [times[at + 1] - times[at] - beside for at, beside in enumerate((*alone, 0.0))]
+        seen = [v for at in range(3) for v in (seconds[at], fetches[at + 1] - fetches[at])]
+        self._seen.append((*seen, queued))
+
+    def result(self) -> Seen:
+        """Medians of all steps but the first four, which learn; nothing is left behind."""
+        release(self._model)
+        return Seen(*(float(median(values)) for values in zip(*self._seen[4:], strict=True)))

@@ -18,6 +18,7 @@ from statistics import median
 import psutil
 import torch
 
+from hetmem.base.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
 from hetmem.base.units import MIB
 from hetmem.cpu import AdamWStep, adamw
 from hetmem.cpu.workers import WorkerPool, usable_cores
@@ -25,10 +26,8 @@ from hetmem.engine.homes import ALLOCATOR_SHARE
 from hetmem.memory import nvme_requests
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme_store import Extent, NvmeStore
-from hetmem.schedule.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
 from hetmem.schedule.update_split import UPDATE_BYTES
-from hetmem.tools.measuring import ordinary_torch
-from hetmem.tools.overheads import measure
+from hetmem.tools.measuring import measure, ordinary_torch
 
 _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20

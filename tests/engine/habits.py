@@ -1,10 +1,11 @@
-"""Operations of random programs around training: averages, autocast, hooks of modules, checkpoints in files, Ctrl-C."""
+"""Operations of random programs around training: averages, autocast, hooks of modules, threads, views, Ctrl-C."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ import torch
 
 import hetmem
 from hetmem import testing
+from tests.engine.parts import WRITTEN_IN_FORWARD
 
 if TYPE_CHECKING:
     from tests.engine.operations import Side
@@ -91,6 +93,60 @@ def dropped(side: Side, draw: Random) -> None:
         for parameter, value in zip(side.module.parameters(), written, strict=True):
             parameter.copy_(value)
     side.refresh()
+
+
+def unseen_within(side: Side, draw: Random) -> Any:
+    """A hook of a layer writes to its weights, before or behind their use, so that no version counts it."""
+    if side.program.mixed or side.program.disk == "failing":  # a twin has other weights; a write cannot be given up
+        return None
+    part: Any = draw.choice(side.net.parts)
+    register = part.register_forward_pre_hook if draw.random() < 0.5 else part.register_forward_hook
+    handle = register(_shrink)
+    try:
+        loss = side.net(side.tokens(draw))
+    finally:
+        handle.remove()
+    return side.backward_of(loss)
+
+
+def _shrink(part: torch.nn.Module, *_: Any) -> None:
+    for parameter in part.parameters():
+        parameter.data.mul_(0.875)
+
+
+def looked(side: Side, draw: Random) -> Any:
+    """What `hold` keeps of a forward is looked at in another one."""
+    return [side.evaluate(draw), *(view.clone() for view in side.shown)]
+
+
+def served(side: Side, draw: Random) -> Any:
+    """A step beside which another thread evaluates: with the weights before it, or behind it."""
+    if side.program.disk == "failing" or any(kind in WRITTEN_IN_FORWARD for kind, _ in side.program.parts):
+        return None
+    tokens = side.tokens(draw)
+
+    def evaluated() -> torch.Tensor:
+        with torch.no_grad():
+            return side.net(tokens).clone()
+
+    side.net.eval()  # where nothing is left to chance
+    before, loss = evaluated(), side.net(tokens)
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(evaluated)
+        if not side.has_turns:
+            beside.result()
+        side.backward_of(loss)
+        side.step(draw)
+        found, after = beside.result(), evaluated()
+    side.net.train()
+    assert any(torch.equal(found, each) for each in (before, after))
+    return [before, after]
+
+
+def uncleared(side: Side, draw: Random) -> Any:
+    """The gradients of a step are not cleared, and the next backward adds to them."""
+    norm = side.stepped()
+    return [norm, side.backward_of(side.net(side.tokens(draw)))]
 
 
 @contextmanager

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from hetmem.memory.chunk import Memory
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.tensor_views import Memory
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 
@@ -88,21 +88,16 @@ class EarlyStreams(LazyStreams):
         return super().enqueue(link, after, lambda: None)
 
 
-class HostSlots:
+def host_slots(nbytes: int) -> torch.Tensor:
     """Memory of slots from the CPU's allocator."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def last_use(self, memory: torch.Tensor) -> None:
-        """Nobody is late with it."""
+    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class LazyDevice(SimDevice):
     """Acts like a GPU whose copies are late, with a GPU's pool over the memory of the CPU."""
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return DevicePool(slot_bytes, slots, self.torch_device, HostSlots())
+        return DevicePool(slot_bytes, slots, self.torch_device, host_slots)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         self.streams = LazyStreams()

@@ -31,6 +31,7 @@ class Side:
         self.hooks: list[Any] = []
         self.held: list[torch.Tensor] = []
         self.kept: list[torch.Tensor] = []
+        self.shown: list[torch.Tensor] = []
         self.averages: list[torch.Tensor] = []
         self.filed: Any = None
         self.scale_rule = (
@@ -41,6 +42,8 @@ class Side:
 
     net: Net
     optimizer: Any  # of torch or of hetmem
+    has_turns = False
+    """Whether threads may use the model at the same time."""
 
     def make_optimizer(self) -> None: ...
 
@@ -54,6 +57,7 @@ class Side:
         return nullcontext()
 
     average, autocast, module_hook, dropped = habits.average, habits.autocast, habits.module_hook, habits.dropped
+    unseen_within, looked, served, uncleared = habits.unseen_within, habits.looked, habits.served, habits.uncleared
 
     def to_file(self, draw: Random) -> Any: ...
 
@@ -101,11 +105,16 @@ class Side:
         return self.step(draw, self.struck(draw))
 
     def step(self, _: Random, within: AbstractContextManager[None] | None = None) -> Any:
+        norm = self.stepped(within)
+        if self.program.uses_up:
+            self.optimizer.zero_grad()
+        return norm
+
+    def stepped(self, within: AbstractContextManager[None] | None = None) -> Any:
+        """Gradients are left as they are."""
         self.losses.clear()
         norm = self.update(within or nullcontext())
         self.arrived = False
-        if self.program.uses_up:
-            self.optimizer.zero_grad()
         self.refresh()
         return norm
 
@@ -120,10 +129,11 @@ class Side:
     def evaluate(self, draw: Random) -> Any:
         training = draw.random() < 0.3
         self.net.train(training)
-        with torch.no_grad() if training else draw.choice((torch.no_grad, torch.inference_mode))():
-            loss = self.net(self.tokens(draw)).clone()
-        self.net.train()
-        return loss
+        try:
+            with torch.no_grad() if training else draw.choice((torch.no_grad, torch.inference_mode))():
+                return self.net(self.tokens(draw)).clone()
+        finally:
+            self.net.train()
 
     def part(self, draw: Random) -> Any:
         """A part of the model, called by itself."""
@@ -207,12 +217,15 @@ class Side:
 
     def write(self, draw: Random) -> Any:
         """Weights are changed: counted by versions, or, where nothing has begun, in other ways too."""
-        way = draw.randrange(3 if self.program.early and self.arrived else 6)
+        way = draw.randrange(3 if self.program.early and self.arrived else 7)
         if self.program.mixed or way > 2:
             self.losses.clear()
         if way == 0:
             state = {name: value * 0.75 if value.is_floating_point() else value for name, value in self.state().items()}
             self.module.load_state_dict(state)
+        if way == 6:  # each becomes a part of one tensor
+            same = [p for p in self.module.parameters() if p.dtype is torch.float32]
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(same).detach() * 0.75, same)
         for parameter in self.some(draw):
             with torch.no_grad():
                 if way == 1:
@@ -233,7 +246,7 @@ class Side:
             kept.mul_(0.875)
         self.kept.clear()
         for parameter in self.some(draw):
-            way = draw.randrange(4)
+            way = draw.randrange(7)
             if way == 0:
                 parameter.data.clamp_(-0.1, 0.1)
             elif way == 1 and parameter.dtype is not torch.bfloat16:
@@ -242,6 +255,12 @@ class Side:
                 parameter.data.view_as(parameter).select(0, draw.randrange(len(parameter))).fill_(0.1) if (
                     parameter.dim()
                 ) else parameter.data.fill_(0.1)
+            elif way == 3:
+                torch._foreach_mul_([parameter.data], 0.75)
+            elif way == 4:
+                parameter.data.copy_(parameter.data.sign() * 0.125)
+            elif way == 5 and parameter.numel() and parameter.dtype is not torch.bfloat16:
+                parameter.detach().numpy().flat[draw.randrange(parameter.numel())] = 0.25
             else:
                 self.kept.append(parameter.data)
         self.refresh_unseen()
@@ -331,6 +350,7 @@ class Side:
     def again(self, draw: Random) -> Any:
         """The model is released and managed anew."""
         self.losses.clear()
+        self.shown.clear()
         kept = copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict()))
         self.manage_again(draw)
         for _ in kept[1]["param_groups"][len(self.optimizer.param_groups) :]:
@@ -347,10 +367,10 @@ class Side:
         return [loss.detach(), *(p.grad for p in twin.parameters())]
 
     def hold(self, draw: Random) -> Any:
-        """The user keeps views of weights that an operator has seen, and does nothing with them."""
-        self.held.clear()
+        """The user keeps views of weights that an operator has seen; see `looked`."""
+        self.shown.clear()
         part = self.net.parts[draw.randrange(len(self.net.parts))]
-        handle = part.register_forward_hook(lambda part, *_: self.held.extend(p.detach() for p in part.parameters()))
+        handle = part.register_forward_hook(lambda part, *_: self.shown.extend(p.detach() for p in part.parameters()))
         try:
             self.net(self.tokens(draw))
         finally:

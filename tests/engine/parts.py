@@ -97,6 +97,19 @@ class OfOwnFunction(nn.Module):
         return F.linear(y, self.after.tril())
 
 
+class CastsItself(nn.Module):
+    """Computes in float32 whatever its weights are, as routers of experts do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layer.to(self.layer.weight.dtype)
+        y = F.linear(x.float(), layer.weight.float(), layer.bias.to(torch.float32))
+        return x * y.softmax(-1).to(x.dtype)
+
+
 WRITTEN_IN_FORWARD = ("clipped rows", "codebook")
 """What cannot be computed once more as if nothing had happened."""
 
@@ -113,6 +126,7 @@ def own_parts(width: int) -> dict[str, Callable[[], nn.Module]]:
         "looked up": lambda: LookedUp(width, None),
         "clipped rows": lambda: LookedUp(width, 1.0),
         "codebook": lambda: Codebook(width),
+        "casts itself": lambda: CastsItself(width),
         "own function": lambda: OfOwnFunction(width),
         "weight norm": lambda: parametrizations.weight_norm(nn.Linear(width, width)),
         "spectral norm": lambda: InFloat32(parametrizations.spectral_norm(nn.Linear(width, width))),

@@ -249,11 +249,12 @@ EXTRAS = (
     "zero_grad skip evaluate part retained outside raises forward_raises gradient clip edit_gradients write hyper "
     "freeze hook unhook add_group read_weights read_gradients save load load again copied hold keep write_states "
     "squeeze squeezed squeezed collect forward backward step kept_by_hooks interrupted threaded shared average "
-    "autocast module_hook dropped dropped struck_step to_file from_file from_file unseen unseen unseen forgotten"
+    "autocast module_hook dropped dropped struck_step to_file from_file from_file unseen unseen unseen forgotten "
+    "unseen_within hold looked looked served served uncleared"
 ).split()
 WITHIN = {
-    "unseen",
-    *"forward backward step clip edit_gradients write hyper hook read_gradients forward_raises collect squeeze".split(),
+    *"unseen uncleared forward backward step clip edit_gradients write hyper hook read_gradients forward_raises "
+    "collect squeeze".split(),
 }
 """What may be done between backward and step where weights may be new already; some of it is an error of the step."""
 

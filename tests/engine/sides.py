@@ -120,6 +120,8 @@ class Managed(Side):
         (directory / "other").mkdir(exist_ok=True)
         self._manage(program.placement, program.room, program.staging)
 
+    has_turns = True
+
     def _device(self) -> Any:
         match self.program.device:
             case "late":

@@ -10,7 +10,7 @@ from torch import nn
 
 from hetmem.engine.param_views import stand_in
 from hetmem.intercept import registry
-from hetmem.memory import tensor_views
+from hetmem.memory.chunk import elements, give_away
 from tests.engine.harness import manage
 
 
@@ -45,8 +45,8 @@ def test_what_is_given_away_has_memory_of_its_own() -> None:
 
     for view in (lambda tensor: tensor, View):
         memory = bytearray(range(64))
-        tensor = tensor_views.elements(memoryview(memory), torch.uint8, 32, 16)
+        tensor = elements(memoryview(memory), torch.uint8, 32, 16)
         held = tensor[4:8]
-        assert tensor_views.give_away(view(tensor))
+        assert give_away(view(tensor))
         memory[:] = bytes(64)
         assert held.tolist() == [20, 21, 22, 23]

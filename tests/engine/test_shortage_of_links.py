@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.engine.live_bytes import DeviceMonitor
 from hetmem.intercept import registry
+from hetmem.memory.live_bytes import DeviceMonitor
 from tests.engine.harness import assert_same_grads, assert_same_weights
 
 BATCH = torch.randn(8, 256, generator=torch.Generator().manual_seed(1))

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hetmem
-from hetmem.engine import live_bytes
 from hetmem.intercept import registry
+from hetmem.memory import live_bytes
 from hetmem.memory.device import SimDevice
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen

@@ -18,9 +18,8 @@ from hetmem.engine.sampling import Fingerprints
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.intercept import registry
-from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.chunk import Chunk, Role, address_of
 from hetmem.memory.nvme_store import Extent, NvmeStore
-from hetmem.memory.tensor_views import address_of
 from hetmem.schedule.blocks import CopyState, Drop
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier

@@ -104,7 +104,7 @@ def start(engine: TransferEngine, verb: str, store: NvmeStore, tag: str) -> None
 
 def test_waiting_ends_with_an_error_that_says_for_what(tmp_path: Path, disk: FaultyDisk, hang: Hang) -> None:
     store = NvmeStore([tmp_path], MIB, threads=1, io=disk)
-    engine = TransferEngine(SimDevice(), store)
+    engine = TransferEngine(SimDevice().copier, store)
     store.reserve(3 * BLOCK_BYTES)
     start(engine, hang.verb, store, "hangs")
     with impatient(store, hang):
@@ -126,7 +126,7 @@ def test_waiting_ends_with_an_error_that_says_for_what(tmp_path: Path, disk: Fau
 
 def test_what_the_disk_does_answer_is_reported_first(tmp_path: Path, disk: FaultyDisk, hang: Hang) -> None:
     store = NvmeStore([tmp_path], MIB, threads=2, io=disk)
-    engine = TransferEngine(SimDevice(), store)
+    engine = TransferEngine(SimDevice().copier, store)
     start(engine, hang.verb, store, "hangs")
     assert hang.began.wait(30)
     start(engine, hang.verb, store, "answered")
@@ -281,7 +281,7 @@ def test_who_would_wait_for_ever_can(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Longer than a thread is allowed to say."""
     monkeypatch.setenv("HETMEM_NVME_TIMEOUT", "1e12")
     store = NvmeStore([tmp_path], MIB)
-    engine = TransferEngine(SimDevice(), store)
+    engine = TransferEngine(SimDevice().copier, store)
     start(engine, "read", store, "read")
     finished = engine.take(wait=True)
     assert finished is not None and finished.error is None

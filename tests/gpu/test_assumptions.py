@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from hetmem.cuda.backend import backend
-from hetmem.memory import tensor_views
+from hetmem.memory.chunk import elements
 from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.mapping import Mapping
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS
@@ -53,12 +53,12 @@ def test_kernels_reach_registered_memory_at_the_host_s_own_addresses() -> None:
 
 
 def test_a_view_with_a_storage_of_its_own_is_of_the_same_memory_and_waits_for_nothing() -> None:
-    """Else `memory.tensor_views.elements` must make tensors in another way than by DLPack."""
+    """Else `memory.chunk.elements` must make tensors in another way than by DLPack."""
     memory = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)
-        alone = tensor_views.elements(memory, torch.bfloat16, 1000, 512)
+        alone = elements(memory, torch.bfloat16, 1000, 512)
         assert not stream.query(), "the host waited"
     assert alone.device == memory.device and alone.data_ptr() == memory.data_ptr() + 512
     assert alone.untyped_storage().data_ptr() == alone.data_ptr() and alone.numel() == 1000

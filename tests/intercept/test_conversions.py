@@ -18,6 +18,7 @@ from tests.engine.harness import (
     BATCHES,
     WIDTH,
     Recipe,
+    assert_same,
     assert_same_weights,
     assert_trains_alike,
     everywhere,
@@ -211,9 +212,10 @@ class Casts(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first, self.router, self.dtype = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), dtype
+        self.norm = nn.BatchNorm1d(WIDTH)  # computes in float32 whatever the others do
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).to(self.dtype)
+        x = self.norm(self.first(x)).to(self.dtype)
         self.router = self.router.to(self.dtype)
         return self.router(x)  # type: ignore[no-any-return]
 
@@ -226,6 +228,11 @@ def test_a_module_that_casts_its_weights_in_forward_computes_or_is_told_what_to_
         directory = tmp_path / str(mixed)
         directory.mkdir()
         assert_trains_alike(lambda mixed=mixed: Casts(mixed or torch.float32), placement, directory, mixed)
+    modules = pair(lambda: Casts(torch.float32), placement, tmp_path)
+    for module in modules:
+        module(*BATCHES[0]).sum().backward()  # gradients are converted too
+    with torch.inference_mode():
+        assert_same(*(module(*BATCHES[0]) for module in modules), "output")
     refused = manage(Casts(torch.float32), placement, tmp_path, mixed_precision=torch.bfloat16)
     with pytest.raises(ManageError, match=r"casts its weights in forward, .* \(self\.weight\.to\(torch\.float32\)\)"):
         refused(*BATCHES[0])

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import hetmem
-from hetmem.errors import BudgetError, DeviceOutOfMemoryError, StoreError
+from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError, StoreError
 from tests.engine.harness import assert_same, assert_same_grads, assert_same_weights
 from tests.engine.operations import Side
 from tests.engine.parts import WRITTEN_IN_FORWARD
@@ -35,6 +35,9 @@ REPEATED = (
     "write_states squeeze squeezed average to_file from_file dropped struck_step"
 ).split()
 """What is simply repeated after an error of a disk; everything else that fails then is given up on both sides."""
+
+
+_SAYS_SO = "overlap=|last step was not cleared|modified by an inplace operation"
 
 
 class RefusedError(Exception):
@@ -124,8 +127,7 @@ class Duel:
             and (name in ("add_group", "again") or _lacks_host_memory(self.program, error))
         ):
             raise RefusedError(str(error)) from error
-        says_so = isinstance(error, RuntimeError) and re.search("overlap=|modified by an inplace operation", str(error))
-        if self.program.early and says_so:
+        if self.program.early and isinstance(error, (RuntimeError, ManageError)) and re.search(_SAYS_SO, str(error)):
             raise RefusedError(str(error)) from error
 
 

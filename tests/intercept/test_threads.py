@@ -96,19 +96,25 @@ def written(module: nn.Module) -> torch.Tensor:
     return torch.cat([value.flatten() for value in module.state_dict().values()])
 
 
+def read(module: nn.Module) -> torch.Tensor:
+    """Of a weight that no call has bound meanwhile."""
+    return module.get_parameter("0.weight").detach().clone()
+
+
 @pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("ask", [evaluated, written])
+@pytest.mark.parametrize("ask", [evaluated, written, read])
 def test_what_comes_within_a_forward_or_a_backward_of_another_thread_is_as_after_it(
     ask: Callable[[nn.Module], torch.Tensor], placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
     _, managed = pair(mlp, placement, tmp_path, mixed_precision=mixed)
     expected, asked = ask(managed), list[Callable[[], Any]]()
+    waits = (ask, placement, mixed) != (read, "resident", None)  # operators see that very weight
 
     def meanwhile(*_: Any) -> None:
         if threading.current_thread() is threading.main_thread():
-            asked.append(beside(lambda: ask(managed)))
+            asked.append(beside(lambda: ask(managed), waits=waits))
 
     handle = managed[2].register_forward_pre_hook(meanwhile)
     output = managed(BATCHES[0][0])

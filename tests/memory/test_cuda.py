@@ -14,7 +14,7 @@ from torch import nn
 import hetmem
 from hetmem.errors import ManageError
 from tests.engine.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
-from tests.engine.lazy_device import HostSlots
+from tests.engine.lazy_device import host_slots
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.memory.tested import (
     ComputeStreams,
@@ -122,7 +122,7 @@ def test_chunks_leave_the_room_that_the_allocator_was_seen_to_need(cuda: FakeCud
 
     class Counted(CpuCuda):
         def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-            pools.append(DevicePool(slot_bytes, slots, self.torch_device, HostSlots()))
+            pools.append(DevicePool(slot_bytes, slots, self.torch_device, host_slots))
             return pools[-1]
 
     cuda.peak = lambda: 24 * 1024 + sum(pool.held_bytes() for pool in pools)
@@ -406,7 +406,7 @@ def test_what_a_first_forward_in_inference_mode_takes_serves_training_too(
 
 
 def test_slots_are_taken_when_used_and_given_back_whole() -> None:
-    pool = DevicePool(64, 8, torch.device("cpu"), HostSlots())
+    pool = DevicePool(64, 8, torch.device("cpu"), host_slots)
     assert pool.held_bytes() == 0
     pool.prepare(8, 2)
     pool.prepare(2, 1)

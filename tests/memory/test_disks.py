@@ -76,7 +76,7 @@ def test_a_measurement_is_of_one_disk_and_others_are_kept_beside_it(
         nvme_requests.remember(str(tmp_path), SAMPLES[:1])
         assert nvme_requests.settings_for(str(tmp_path)).read == Requests(MIB, 1)
     assert nvme_requests.settings_for(str(tmp_path)) == FOUND
-    assert len(json.loads(cache.read_text())["disks"]) == 2
+    assert len(json.loads(cache.read_text())["entries"]) == 2
 
 
 def test_a_disk_is_told_by_name_number_and_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ GOOD = {"nbytes": MIB, "threads": 2}
 
 
 def with_entry(entry: Any) -> Any:
-    return lambda disk: json.dumps({"version": 1, "disks": {disk: entry}})
+    return lambda disk: json.dumps({"version": 1, "entries": {disk: entry}})
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def with_entry(entry: Any) -> Any:
         lambda _: "[]",
         lambda _: "null",
         lambda _: "\x00\xff",
-        lambda disk: json.dumps({"version": 2, "disks": {disk: {"read": GOOD, "write": GOOD}}}),
-        lambda disk: json.dumps({"disks": {disk: {"read": GOOD, "write": GOOD}}}),
-        lambda _: json.dumps({"version": 1, "disks": 5}),
+        lambda disk: json.dumps({"version": 2, "entries": {disk: {"read": GOOD, "write": GOOD}}}),
+        lambda disk: json.dumps({"entries": {disk: {"read": GOOD, "write": GOOD}}}),
+        lambda _: json.dumps({"version": 1, "entries": 5}),
         with_entry(None),
         with_entry([]),
         with_entry({"read": GOOD}),

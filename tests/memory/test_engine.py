@@ -70,7 +70,7 @@ def nothing() -> None:
 
 def test_what_the_disk_has_read_is_told_of_while_a_copy_is_behind_compute(tmp_path: Path) -> None:
     device, store = Device(), NvmeStore([tmp_path], BLOCK)
-    engine = TransferEngine(device, store)
+    engine = TransferEngine(device.copier, store)
     engine.copy("copy", Link.DEVICE_TO_HOST, nothing, 1)
     engine.read("read", store.reserve(BLOCK), Mapping(BLOCK).buffer(0, BLOCK))
     first = engine.take(wait=True)
@@ -84,7 +84,7 @@ def test_what_the_disk_has_read_is_told_of_while_a_copy_is_behind_compute(tmp_pa
 
 def test_the_end_of_a_job_is_told_of_while_a_copy_is_behind_compute() -> None:
     device = Device()
-    engine = TransferEngine(device, None)
+    engine = TransferEngine(device.copier, None)
     report = engine.reporter("job")
     engine.copy("copy", Link.HOST_TO_DEVICE, nothing, 1)
     threading.Timer(0.01, report).start()
@@ -95,7 +95,7 @@ def test_the_end_of_a_job_is_told_of_while_a_copy_is_behind_compute() -> None:
 
 def test_waiting_for_copies_alone_looks_at_no_clock(monkeypatch: Any) -> None:
     device = Device()
-    engine = TransferEngine(device, None)
+    engine = TransferEngine(device.copier, None)
     engine.reporter("over before")()
     assert engine.take(wait=True) is not None
     engine.copy("copy", Link.HOST_TO_DEVICE, nothing, 1)
@@ -107,7 +107,7 @@ def test_waiting_for_copies_alone_looks_at_no_clock(monkeypatch: Any) -> None:
 
 def test_a_copy_that_is_over_is_told_of_while_a_job_goes_on() -> None:
     device = Device()
-    engine = TransferEngine(device, None)
+    engine = TransferEngine(device.copier, None)
     report = engine.reporter("job")
     engine.copy("copy", Link.HOST_TO_DEVICE, nothing, 1)
     threading.Timer(0.01, lambda: device.streams.over.add(1)).start()
@@ -119,7 +119,7 @@ def test_a_copy_that_is_over_is_told_of_while_a_job_goes_on() -> None:
 
 def test_a_transfer_of_the_disk_is_told_of_although_nobody_could_note_it(tmp_path: Path) -> None:
     store = NvmeStore([tmp_path], BLOCK)
-    engine = TransferEngine(Device(), store)
+    engine = TransferEngine(Device().copier, store)
 
     def fails(*_: object) -> None:
         raise MemoryError

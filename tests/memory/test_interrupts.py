@@ -182,7 +182,7 @@ def test_a_fork_that_another_thread_makes_holds_nothing_back() -> None:
 
 
 def engine() -> TransferEngine:
-    return TransferEngine(SimDevice(), None)
+    return TransferEngine(SimDevice().copier, None)
 
 
 def from_another_thread(act: Callable[[], None]) -> None:

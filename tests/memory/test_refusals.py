@@ -25,7 +25,7 @@ from tests.engine.harness import (
     token_batches,
     train_both,
 )
-from tests.engine.lazy_device import HostSlots
+from tests.engine.lazy_device import host_slots
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.tested import DevicePool
 
@@ -71,7 +71,7 @@ class Machine(CpuCuda):
         fake.peak = self.peak
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        self.pools.append(DevicePool(slot_bytes, slots, self.torch_device, HostSlots()))
+        self.pools.append(DevicePool(slot_bytes, slots, self.torch_device, host_slots))
         return self.pools[-1]
 
     def held(self) -> int:
@@ -245,7 +245,7 @@ class Short(DevicePool):
 
 class ShortMachine(Machine):
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        self.pools.append(Short(slot_bytes, slots, self.torch_device, HostSlots()))
+        self.pools.append(Short(slot_bytes, slots, self.torch_device, host_slots))
         return self.pools[-1]
 
 

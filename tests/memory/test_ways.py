@@ -14,11 +14,10 @@ from tests.memory.tested import (
     CudaDevice,
     Way,
     Ways,
-    bench_device,
     kernel_cache_directory,
+    link_ways,
     load_ways,
     save_ways,
-    ways_file,
 )
 from tests.memory.tested import cuda_device as cuda_module
 
@@ -27,14 +26,20 @@ __all__ = ["cuda"]  # a fixture
 MEASURED = Ways(Way.KERNEL, Way.COPY_ENGINE, 16, "measured")
 
 
-def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "ways.json"
+@pytest.fixture(autouse=True)
+def ways_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "hetmem" / "ways.json"
+
+
+def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(ways_path: Path) -> None:
+    path = ways_path
     other = Ways(Way.COPY_ENGINE, Way.KERNEL, 8, "another day")
-    assert save_ways(MEASURED, "H1", "1.0", path) == path
-    save_ways(other, "H2", "1.0", path)
-    assert load_ways("H1", "1.0", path) == MEASURED
-    assert load_ways("H2", "1.0", path) == other
-    assert load_ways("H1", "1.1", path) == load_ways("H1", "1.0", tmp_path / "nowhere") == Ways()
+    assert save_ways(MEASURED, "H1", "1.0") == path
+    save_ways(other, "H2", "1.0")
+    assert load_ways("H1", "1.0") == MEASURED
+    assert load_ways("H2", "1.0") == other
+    assert load_ways("H1", "1.1") == Ways()
     assert [entry.name for entry in path.parent.iterdir()] == ["ways.json"]
 
 
@@ -52,12 +57,12 @@ def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(tmp_path: Path) ->
         "[" * 100_000,
     ],
 )
-def test_a_file_that_is_not_ours_counts_as_none_and_is_replaced(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "ways.json"
-    path.write_text(text)
-    assert load_ways("H1", "1.0", path) == Ways()
-    save_ways(MEASURED, "H1", "1.0", path)
-    assert load_ways("H1", "1.0", path) == MEASURED
+def test_a_file_that_is_not_ours_counts_as_none_and_is_replaced(text: str, ways_path: Path) -> None:
+    ways_path.parent.mkdir()
+    ways_path.write_text(text)
+    assert load_ways("H1", "1.0") == Ways()
+    save_ways(MEASURED, "H1", "1.0")
+    assert load_ways("H1", "1.0") == MEASURED
 
 
 def homeless() -> Path:
@@ -78,11 +83,11 @@ def test_unmeasured_weights_come_by_the_copy_engine_and_gradients_leave_by_a_ker
 
 
 def test_a_device_takes_the_ways_that_were_measured_on_it(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, ways_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_module, "_DRIVER_VERSION", tmp_path / "version")
-    assert ways_file().parent == kernel_cache_directory().parent == tmp_path / "hetmem"
+    assert ways_path.parent == kernel_cache_directory().parent == tmp_path / "hetmem"
     assert CpuCuda(measured=True).moves.ways == Ways()
     save_ways(MEASURED, "a fake GPU", "unknown")
     assert CpuCuda(measured=True).moves.ways == MEASURED
@@ -90,22 +95,22 @@ def test_a_device_takes_the_ways_that_were_measured_on_it(
     assert CpuCuda(measured=True).moves.ways == Ways()
     save_ways(MEASURED, "a fake GPU", "580.65.06")
     assert CpuCuda(measured=True).moves.ways == MEASURED
-    assert len(json.loads(ways_file().read_text())["entries"]) == 2
+    assert len(json.loads(ways_path.read_text())["entries"]) == 2
 
 
 def test_the_fewest_blocks_that_do_as_well_as_any_are_taken() -> None:
-    best = bench_device.fastest(1.0, {8: 1.4, 32: 1.2}, 1.0, {8: 1.5, 16: 0.61, 32: 0.6, 132: 0.6})
+    best = link_ways.fastest(1.0, {8: 1.4, 32: 1.2}, 1.0, {8: 1.5, 16: 0.61, 32: 0.6, 132: 0.6})
     assert (best.weights, best.gradients, best.blocks) == (Way.COPY_ENGINE, Way.KERNEL, 16)
-    best = bench_device.fastest(1.0, {8: 0.9, 32: 0.7}, 1.0, {8: 0.5, 32: 0.5})
+    best = link_ways.fastest(1.0, {8: 0.9, 32: 0.7}, 1.0, {8: 0.5, 32: 0.5})
     assert (best.weights, best.gradients, best.blocks) == (Way.KERNEL, Way.KERNEL, 32)
-    best = bench_device.fastest(0.5, {8: 0.5}, 0.4, {8: 0.5})
+    best = link_ways.fastest(0.5, {8: 0.5}, 0.4, {8: 0.5})
     assert (best.weights, best.gradients) == (Way.COPY_ENGINE, Way.COPY_ENGINE)
 
 
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
 def test_measuring_runs_both_ways_in_both_directions_and_unpins(cuda: FakeCuda) -> None:
     kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
-    found = bench_device.measure_ways(CpuCuda(), kernels, 10_000, rounds=1, side=8)
+    found = link_ways.measure_ways(CpuCuda(), kernels, 10_000, rounds=1, side=8)
     assert set(kernels.launched) == {"cast_f32_bf16", "gradient_bf16_f32_overwrite"}
     assert found.source.startswith("measured: weights ") and "ms by kernel" in found.source
     assert "beside" in found.source and "products of 8 x 8" in found.source
@@ -113,31 +118,31 @@ def test_measuring_runs_both_ways_in_both_directions_and_unpins(cuda: FakeCuda) 
 
 
 def test_without_kernels_nothing_is_kept_and_the_reason_is_said(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, ways_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(bench_device, "backend", CpuCuda()._kernels)
-    monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
-    assert bench_device.keep_ways(quick=True) == "ways across the link: torch's operators only (a test)"
-    assert not ways_file().exists()
+    monkeypatch.setattr(link_ways, "backend", CpuCuda()._kernels)
+    monkeypatch.setattr(link_ways, "CudaDevice", CpuCuda)
+    assert link_ways.keep_ways(quick=True) == "ways across the link: torch's operators only (a test)"
+    assert not ways_path.exists()
     assert issubclass(CpuCuda, CudaDevice)
 
 
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")
 def test_what_a_probe_measures_the_next_run_takes(
-    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, ways_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels = LateKernels(build_all(["cast.cu", "gradient.cu"]))
-    monkeypatch.setattr(bench_device, "backend", lambda: kernels)
-    monkeypatch.setattr(bench_device, "CudaDevice", CpuCuda)
-    monkeypatch.setattr(bench_device, "_WAY_ELEMENTS", 160_000)
-    monkeypatch.setattr(bench_device, "_PRODUCT_SIDE", 128)
-    said = bench_device.keep_ways(quick=True)
-    assert said.endswith(f"kept in {ways_file()}")
+    monkeypatch.setattr(link_ways, "backend", lambda: kernels)
+    monkeypatch.setattr(link_ways, "CudaDevice", CpuCuda)
+    monkeypatch.setattr(link_ways, "_WAY_ELEMENTS", 160_000)
+    monkeypatch.setattr(link_ways, "_PRODUCT_SIDE", 128)
+    said = link_ways.keep_ways(quick=True)
+    assert said.endswith(f"kept in {ways_path}")
     assert CpuCuda(measured=True).moves.ways.source.startswith("measured: weights ")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert re.search(
-        r"\d+ blocks: not kept, as the cache cannot be written to \(.*Not a dir", bench_device.keep_ways(quick=True)
+        r"\d+ blocks: not kept, as the cache cannot be written to \(.*Not a dir", link_ways.keep_ways(quick=True)
     )

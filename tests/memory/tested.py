@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from hetmem.base.config import cache_directory, kernel_cache_directory
+from hetmem.base.hardware import DiskSample
 from hetmem.base.units import GIB, MIB
 from hetmem.cuda.backend import Backend, TorchBackend
 from hetmem.cuda.checks import stream_for
 from hetmem.cuda.segments import Segments
-from hetmem.engine import live_bytes
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
-from hetmem.memory import cuda_copies, cuda_device, host_pool, mapping, nvme_file, nvme_requests
-from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways, ways_file
+from hetmem.memory import cuda_copies, cuda_device, host_pool, live_bytes, mapping, nvme_file, nvme_requests
+from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_pool import HostPool
@@ -22,9 +22,8 @@ from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
 from hetmem.schedule.blocks import Link
-from hetmem.schedule.hardware import DiskSample
 from hetmem.schedule.trace import Tier
-from hetmem.tools import bench_device
+from hetmem.tools import link_ways
 from hetmem.tools.doctor import examine
 from hetmem.tools.probe import _keep
 
@@ -63,7 +62,6 @@ __all__ = [
     "Ways",
     "_keep",
     "address_of",
-    "bench_device",
     "cache_directory",
     "cuda_copies",
     "cuda_device",
@@ -72,6 +70,7 @@ __all__ = [
     "host_pool",
     "kernel_cache_directory",
     "left_by_groups",
+    "link_ways",
     "live_bytes",
     "load_ways",
     "mapping",
@@ -81,5 +80,4 @@ __all__ = [
     "save_ways",
     "settings_for",
     "stream_for",
-    "ways_file",
 ]

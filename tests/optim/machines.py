@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hetmem.schedule.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
+from hetmem.base.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
 
 GB = 1e9
 SLOW_HOST = HardwareProfile(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,23 @@ def test_a_step_has_the_bits_of_torch_whatever_was_done_before_it(act: Callable[
             optimizer.step()
             optimizer.zero_grad()
         assert_same_weights(sides[0][0], sides[1][0], f"{index}")
+    assert_same_states(sides[0][1], sides[1][1])
+
+
+def test_a_group_that_is_added_later_may_share_a_chunk_with_others(tmp_path: Path) -> None:
+    """It has no states in its first step, and the others have."""
+    sides = []
+    for module in pair(lambda: nn.Linear(32, 32), "resident", tmp_path):
+        kind = hetmem.AdamW if sides else partial(torch.optim.AdamW, fused=True)
+        sides.append((module, kind([module.weight], lr=1e-2)))
+    for index, batch in enumerate(vector_batches(4, 8, 32)):
+        for module, optimizer in sides:
+            loss_of(module, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 1:
+                optimizer.add_param_group({"params": [module.bias]})
+    assert_same_weights(sides[0][0], sides[1][0])
     assert_same_states(sides[0][1], sides[1][1])
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import hetmem
+from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.cli import main
-from hetmem.schedule.hardware import HardwareProfile, ProfileError
 from tests.planner.tested import Plan, PlanError, planner
 from tests.test_planning import BATCH, GPT
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.schedule.hardware import HardwareProfile
+from hetmem.base.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.tested import (
     MIB,

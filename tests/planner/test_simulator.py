@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hetmem.base.hardware import HardwareProfile
 from hetmem.errors import CapacityError
 from hetmem.schedule.cache import EvictionPolicy
-from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.tested import (
     FIFO,
     LRU,

@@ -16,9 +16,9 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.cli import main
 from hetmem.errors import ManageError
-from hetmem.schedule.hardware import HardwareProfile, ProfileError
 from tests.optim.machines import GB, SLOW_HOST
 from tests.planner.tested import (
     KIB,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hetmem.schedule.hardware import HardwareProfile
+from hetmem.base.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.test_simulator import traffic, use
 from tests.planner.tested import (

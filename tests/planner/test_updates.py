@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from hetmem.base.hardware import HardwareProfile
 from hetmem.errors import CapacityError
-from hetmem.schedule.hardware import HardwareProfile
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.test_simulator import traffic, use
 from tests.planner.tested import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hetmem import planner
+from hetmem.base.hardware import Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
 from hetmem.planner import Plan, PlanError, step_program
 from hetmem.planner.decide import Decision, Variant, decide
@@ -33,7 +34,6 @@ from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Wo
 from hetmem.schedule.blocks import Block, CopyState
 from hetmem.schedule.cache import FIFO, LRU, NextUse
 from hetmem.schedule.gradients import Complete
-from hetmem.schedule.hardware import Rate, ThreadCosts
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Schedule, Tier

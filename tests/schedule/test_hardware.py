@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetmem.schedule.hardware import HardwareProfile, ProfileError
+from hetmem.base.hardware import HardwareProfile, ProfileError
 from tests.schedule.tested import DeviceProfile, HostProfile, Rate
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from hetmem.base.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, PlaceMap, SlotMap, Write
 from hetmem.schedule.cache import FIFO, LRU, NOTHING, Cache, NextUse, Order
 from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
-from hetmem.schedule.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
@@ -37,13 +37,12 @@ from hetmem.schedule.update_split import (
     Costs,
     Facts,
     Fitting,
-    Shares,
     StreamedShare,
     Way,
-    best_shares,
     choose,
     idle_bytes,
     spread,
+    streamed_part,
     update_costs,
 )
 from hetmem.schedule.updates import Turns
@@ -91,7 +90,6 @@ __all__ = [
     "Schedule",
     "SegmentTrace",
     "Send",
-    "Shares",
     "SlotMap",
     "StreamedShare",
     "Supply",
@@ -101,7 +99,6 @@ __all__ = [
     "UseSequence",
     "Way",
     "Write",
-    "best_shares",
     "build_layout",
     "choose",
     "fits_device",
@@ -114,6 +111,7 @@ __all__ = [
     "set_aside",
     "spread",
     "staging_slots",
+    "streamed_part",
     "to_leave",
     "update_costs",
 ]

@@ -246,7 +246,11 @@ def _is_of_several(func: Any) -> bool:
     return bool(has(name, "CompositeImplicitAutograd") and not has(name, "ADInplaceOrView"))
 
 
-_METADATA = {torch.ops.aten.is_same_size.default, torch.ops.aten.is_non_overlapping_and_dense.default}
+_METADATA = {
+    torch.ops.aten.is_same_size.default,
+    torch.ops.aten.is_non_overlapping_and_dense.default,
+    torch.ops.aten._has_compatible_shallow_copy_type.default,
+}
 
 
 class _Enter:
