@@ -28,8 +28,10 @@ PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist workste
 test: $(STAMP)  ## run the tests
 	$(PYTEST) $(ARGS)
 
+# Frameworks of others (Lightning, TRL, loggers) are installed for this only: `make test` does without them.
 # What the kernels have passed is written down: `make test` then leaves out what only changed kernels need.
-test-all: $(STAMP)  ## run every case of them, with new random programs
+test-all: $(STAMP)  ## run every case of them, with new random programs and the real frameworks
+	$(RUN) -m pip install --quiet --quiet --editable '.[frameworks]' --constraint constraints.txt
 	@kernels=$$($(RUN) -m tests.cuda.verified) && set -x && \
 	    $(PYTEST) --all-cases --programs fresh $(ARGS) && \
 	    $(if $(ARGS),:,$(RUN) -m tests.cuda.verified $$kernels)

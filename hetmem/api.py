@@ -15,7 +15,8 @@ import torch
 from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
-from hetmem.engine.build import Precision, build_memory, move_home, precision_of
+from hetmem.engine.build import Precision, build_memory, precision_of
+from hetmem.engine.filling import BuildingMemory, move_home
 from hetmem.engine.param_views import to_host_memory
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
@@ -119,6 +120,38 @@ def manage(
     `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
     module as it was. After an interrupt it is as it was, or managed.
     """
+    return _manage(
+        module,
+        budget,
+        accelerator=None,
+        built=None,
+        device=device,
+        mixed_precision=mixed_precision,
+        chunk_bytes=chunk_bytes,
+        policy=policy,
+        sanitize=sanitize,
+        plan=plan,
+        hardware=hardware,
+        activations=activations,
+    )
+
+
+def _manage(
+    module: ModuleT,
+    budget: Budget | None,
+    *,
+    accelerator: Device | None,
+    built: BuildingMemory | None,
+    device: str | torch.device | Device | None = None,
+    mixed_precision: Precision | None = None,
+    chunk_bytes: int | str | None = None,
+    policy: EvictionPolicy | None = None,
+    sanitize: bool = False,
+    plan: RunnablePlan | str | os.PathLike[str] | None = None,
+    hardware: HardwareProfile | str | os.PathLike[str] | None = None,
+    activations: ActivationsName = "keep",
+) -> ModuleT:
+    """`manage` a module that was built in the memory `built`, if it is given, for `accelerator`."""
     if isinstance(module, type):
         raise ManageError(
             f"expected a torch.nn.Module, got the class {module.__name__}: pass an instance, or decorate it with "
@@ -138,7 +171,7 @@ def manage(
         warnings.warn(
             f"WORLD_SIZE is {world_size()}, and hetmem trains in one process: each of them trains a whole model of its "
             f"own, adds no gradients of the others, and takes the whole budget; start it by plain python",
-            stacklevel=2,
+            stacklevel=3,
         )
     planned = _plan(plan)
     if planned is not None:
@@ -147,16 +180,20 @@ def manage(
         mixed_precision = _planned_precision(planned, mixed_precision)
         budget, chunk_bytes = planned.budget, planned.chunk_bytes
     profile = _profile(hardware, planned)
-    accelerator = _accelerator(device)
+    accelerator = accelerator or _accelerator(device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     with HELD_BACK, ExitStack() as undone:
         with torch.inference_mode(False):  # where tensors take writes later
             moves = activations != "keep"
-            memory = build_memory(module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves)
+            memory = build_memory(
+                module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves, built=built
+            )
             undone.callback(memory.close)
-            undone.callback(_to_host_memory, module, memory.parameters())
-            move_home(memory, module)
+            if built is None:  # else the constructor fails, and nobody has the module
+                undone.callback(_to_host_memory, module, memory.parameters())
+            move_home(memory, module, built)
+            memory.page_lock()
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
         ahead = Prefetch()
         at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
@@ -227,8 +264,9 @@ def _accelerator(device: str | torch.device | Device | None) -> Device:
 def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], ClassT]:
     """Class decorator: every instance is managed as by `manage(instance, budget, **options)`; the class stays itself.
 
-    Parameters go to their tiers while the module is built, so a model larger than host memory can be constructed if
-    the budget has an NVMe directory: each parameter moves to a mapped file there as soon as it is registered.
+    Parameters go to their tiers while the module is built, host memory first: building takes what the budget gives of
+    host memory and NVMe, and one module beside. What these have no room for, and the device has, is built in ordinary
+    host memory; `BudgetError` says when even the device has none.
     `options` are the keywords of `manage`; a `plan` among them says the budget in place of `budget`. Raises
     `ManageError` for anything but a class derived from `torch.nn.Module`, and for options that `manage` does not have;
     an instance raises what `manage` does.
@@ -273,8 +311,13 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, options: dict[
             return
         plan = _plan(options.get("plan"))
         limits = (budget or (Budget() if plan is None else plan.budget)).limits()
-        build_within(limits, lambda: init(self, *args, **kwargs))
-        manage(self, budget, **{**options, "plan": plan})
+        accelerator = _accelerator(options.get("device"))
+        built = build_within(limits, accelerator, lambda: init(self, *args, **kwargs))
+        try:
+            _manage(self, budget, accelerator=accelerator, built=built, **{**options, "plan": plan})
+        except BaseException:
+            built.close()
+            raise
 
     cls.__init__ = wrapper  # type: ignore[method-assign]
 

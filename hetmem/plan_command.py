@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hetmem.base.config import Limits
-from hetmem.base.units import parse_size
+from hetmem.base.units import format_size, parse_size
 from hetmem.errors import HetmemError
 
 _RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
@@ -142,6 +142,9 @@ def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
         None if text is None else parse_size(text, name)
         for text, name in ((options.device_memory, "--device-memory"), (options.host_memory, "--host-memory"))
     )
+    if device is not None and device > profile.device.memory_bytes:
+        has, asked = format_size(profile.device.memory_bytes), format_size(device)
+        print(f"hetmem plan: {profile.name} has {has} for programs: planned with that, not {asked}", file=sys.stderr)
     limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference"
@@ -189,7 +192,8 @@ def _call(options: argparse.Namespace) -> Any:
         call = planner.Call(_function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed)
     if options.lora is not None:
         return planner.with_adapters(call, options.lora)
-    return planner.in_bfloat16(call) if options.stochastic_rounding else call
+    alone = options.inference and mixed is torch.bfloat16  # no update needs weights in float32
+    return planner.in_bfloat16(call) if options.stochastic_rounding or alone else call
 
 
 def _named_input(text: str) -> tuple[str | None, Any]:

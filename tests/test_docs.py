@@ -144,9 +144,9 @@ def test_the_example_prints_what_the_page_shows() -> None:
 
 def test_the_update_moves_what_the_plan_counts() -> None:
     update_bytes = FORMULAS["update_bytes"]
-    assert update_bytes(4, 8) == UPDATE_BYTES
-    assert (update_bytes(4, 4), round(update_bytes(4, 2.03), 1)) == (20, 16.1)  # as the page says
-    assert update_bytes(4, 8, copy=2) == UPDATE_BYTES + COPY_BYTES == 30
+    assert update_bytes(4, 4, 8) == UPDATE_BYTES
+    assert (update_bytes(4, 4, 4), round(update_bytes(4, 4, 2.03), 1)) == (20, 16.1)  # as the page says
+    assert update_bytes(4, 4, 8, copy=2) == UPDATE_BYTES + COPY_BYTES == 30
 
 
 class Trained:
@@ -241,7 +241,7 @@ def test_links_move_what_the_page_says(
     options = {} if dtype is torch.float32 else {"stochastic_rounding": True}
     trained = Trained(tmp_path, m=m, dtype=dtype, mixed=mixed, copies=copies, **options)
     copy = 2 if mixed and copies is None else 0
-    expected = FORMULAS["link_bytes"](dtype.itemsize, m, RESIDENT, copy)
+    expected = FORMULAS["link_bytes"](dtype.itemsize, dtype.itemsize, m, RESIDENT, copy)
     assert trained.bytes_per_parameter == pytest.approx(4 * dtype.itemsize + copy, abs=1e-9)
     assert trained.moved["device_to_host"] == expected["device_to_host"]
     assert trained.moved["host_to_device"] == pytest.approx(expected["host_to_device"], rel=0.05)

@@ -58,9 +58,8 @@ WRITERS = {
 WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
-        "hetmem.engine.build",  # buffers
+        "hetmem.engine.filling",  # buffers, and parameters that are not managed yet
         "hetmem.engine.runtime",  # one weight that is used again, as `Bindings.bind` does, without its calls
-        "hetmem.intercept.module_building",  # a parameter that is not managed yet
         "hetmem.intercept.saved_tensors",  # a view that was saved
         "hetmem.memory.chunk",  # a new view of a home
         "hetmem.optim.states",  # states that the program sees

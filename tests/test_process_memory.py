@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import subprocess
@@ -55,17 +56,33 @@ sys.stdin.readline()
 """
 
 
+def in_files_mib(pid: int, directory: Path) -> float:
+    """What open files in `directory` take of the disk; those of one inode, once."""
+    found = {}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(descriptor).startswith(str(directory)):
+                status = descriptor.stat()
+                found[status.st_ino] = status.st_blocks * 512 / 2**20
+    return sum(found.values())
+
+
 def anonymous_mib(pid: int) -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def test_anonymous_memory_stays_within_device_and_host_budget(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+def run_watched(program: str, directory: Path) -> tuple[float, float]:
+    """Run `program` from its "ready" to its "done"; returns how many MiB its anonymous memory grew by, and how many its
+    files in `directory` took, at most."""
     # Freed tensors go back to the system at once: what the C library keeps of them is nobody's memory.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", program, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -73,17 +90,68 @@ def test_anonymous_memory_stays_within_device_and_host_budget(tmp_path: Path) ->
         before = anonymous_mib(process.pid)
         process.stdin.write("go\n")
         process.stdin.flush()
-        peak, finished = 0.0, False
+        peak, in_files, finished = 0.0, 0.0, False
 
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
             while not finished:
                 peak = max(peak, anonymous_mib(process.pid))
+                in_files = max(in_files, in_files_mib(process.pid, directory))
                 finished = bool(selector.select(timeout=0.01))
         assert process.stdout.readline() == "done\n"
         process.stdin.close()
     assert process.returncode == 0
-    grown = peak - before
+    assert not list(directory.iterdir())
+    return peak - before, in_files
+
+
+def test_anonymous_memory_stays_within_device_and_host_budget(tmp_path: Path) -> None:
+    grown, in_files = run_watched(PROGRAM, tmp_path)
     assert grown <= DEVICE_MIB + HOST_MIB + SLACK_MIB, f"{grown:.0f} MiB more than before"
     assert grown >= HOST_MIB / 2, f"only {grown:.0f} MiB: was anything trained?"
-    assert not list(tmp_path.iterdir())
+    assert in_files <= 512
+
+
+BUILDING = """
+import os, sys, torch, hetmem
+from pathlib import Path
+from torch import nn
+
+class Stack(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.ones_(layer.weight)
+
+def build(layers, host, nvme, device="16MiB"):
+    budget = hetmem.Budget(device=device, host=f"{host}MiB", nvme=f"{nvme}MiB", nvme_dir=sys.argv[1])
+    return hetmem.managed(budget, device="sim", chunk_bytes="1MiB")(type("Stack", (Stack,), {}))(layers)
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+hetmem.release(build(40, 20, 30))
+before = anonymous()
+whole_on_device = build(40, 64, 8, device="512MiB")
+assert anonymous() - before < 60  # what it was built in is given back
+open_files = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+assert not [path for path in open_files if path.startswith(sys.argv[1])]  # host memory was enough
+hetmem.release(whole_on_device)
+del whole_on_device
+print("ready", flush=True)
+sys.stdin.readline()
+model = build(%d, %d, %d)
+assert all(p.min() == 1 for p in model.parameters())
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_building_a_model_of_nine_tenths_of_host_memory_and_nvme_takes_no_more(tmp_path: Path) -> None:
+    layers, host_mib, nvme_mib = 172, 64, 128  # a layer is 1 MiB
+    grown, in_files = run_watched(BUILDING % (layers, host_mib, nvme_mib), tmp_path)
+    assert grown <= host_mib + 8, f"{grown:.0f} MiB more than before"
+    assert in_files <= nvme_mib + 1
+    assert grown + in_files >= layers

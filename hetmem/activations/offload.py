@@ -181,7 +181,7 @@ class Activations:
                 for chunk in memory.chunks
                 if Role.GRAD not in chunk.homes
                 and memory.streams
-                and not memory.lends(chunk, Role.GRAD)
+                and not memory.lends(chunk)
                 and any(managed.parameter.requires_grad for managed in chunk.parameters)
             ]
             self._unreserved = reserved, sum(chunk.home_nbytes(Role.GRAD) for chunk in chunks)

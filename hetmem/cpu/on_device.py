@@ -35,8 +35,7 @@ def kernels_of(device: torch.device) -> Backend:
 
 
 def adamw_as_on_host(updates: Iterable[tuple[AdamWStep, Flats]]) -> None:
-    """Update whole parameters on a device that `equals_host`, on its current stream; neighbours in one launch. Their
-    gradients have the dtype of the parameters."""
+    """Update whole parameters on a device that `equals_host`, on its current stream; neighbours in one launch."""
     for step, flats in _joined(updates):
         adam.adamw(kernels_of(flats[0].device), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Literal
@@ -19,10 +18,11 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.config import Limits
+from hetmem.engine.filling import BuildingMemory
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import reside, storage_references
+from hetmem.engine.param_views import storage_references
 from hetmem.errors import BudgetError, ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.device import Device
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
@@ -195,14 +195,17 @@ def build_memory(
     chunk_bytes: int | None,
     *,
     moves_activations: bool = False,
+    built: BuildingMemory | None = None,
 ) -> Memory:
     """Lay `module` out and open the pools, for `move_home`, with host memory for `activations` that move. `module` is
-    not changed."""
+    not changed. `built`: the memory that it was built in, which becomes that of the pools."""
+    if built is not None:
+        built.hand_over(module)
     parameters = collect(module)
     check_directories(limits)
     capacities = Capacities(
         _device_bytes(limits, device),
-        _host_bytes(limits),
+        host_bytes(limits) if built is None else built.host_bytes,
         limits.nvme_bytes,
         limits.device_chunk_bytes,
         home_copies=limits.home_copies,
@@ -220,16 +223,17 @@ def build_memory(
     except NoRoom as refusal:  # a name of the planner's; users know those of `hetmem.errors`
         raise BudgetError(str(refusal)) from None
     HELD_BACK.raise_here()  # the search takes its time
-    store = NvmeStore(list(limits.nvme_directories), limits.nvme_bytes) if ground.uses_nvme else None
+    store = None
+    if ground.uses_nvme:
+        opened = built.store if built is not None else None
+        store = opened or NvmeStore(list(limits.nvme_directories), limits.nvme_bytes)
     pins: list[Callable[[], None]] = []
     try:
         all_host = moves_activations or limits.host_bytes is not None
-        host_pool = HostPool(capacities.host_bytes if all_host else ground.host_bytes)
+        most = capacities.host_bytes if all_host else ground.host_bytes
+        host_pool = HostPool(most, None if built is None else built.mapping)
         pins.append(host_pool.mapping.share_with_children)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
-        pinned = not ground.resident or moves_activations  # what no copy uses is not
-        if pinned:
-            pins.append(device.pin(host_pool.mapping))
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
             ground.layout,
@@ -246,8 +250,10 @@ def build_memory(
             mixed_precision,
             pins,
             ground.resident,
-            pinned,
+            copied=not ground.resident or moves_activations,
         )
+        if built is None:  # else when that has no use but as homes
+            memory.page_lock()
         if not ground.missing_bytes:  # else the optimizer, which may keep less than AdamW, says what is missing
             memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}
         memory.reserve(memory.chunks, Role.PARAM)
@@ -277,7 +283,8 @@ def _device_bytes(limits: Limits, device: Device) -> int:
     return min(asked) if asked else device.available_bytes()
 
 
-def _host_bytes(limits: Limits) -> int:
+def host_bytes(limits: Limits) -> int:
+    """Return what homes and staging may take of host memory."""
     if limits.host_bytes is not None:
         return limits.host_bytes
     return int(free_host_bytes() * HOST_SHARE)
@@ -296,56 +303,3 @@ def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[
         )
         for spec in layout.chunks
     ]
-
-
-def move_home(memory: Memory, module: torch.nn.Module) -> None:
-    """Move the parameters of `module`, which `memory` was made for, to their homes, and its buffers to the device.
-    Interrupts that are held back come between two of them; those of `Memory.parameters` have moved by then."""
-    buffers = [(buffer, buffer.data.to(memory.device.torch_device)) for buffer in module.buffers()]
-    parameters = dict(module.named_parameters())
-    _take_apart(parameters.values())
-    for placement, (name, parameter) in zip(memory.layout.placements, parameters.items(), strict=True):
-        HELD_BACK.raise_here()
-        chunk = memory.chunks[placement.chunk]
-        data = parameter.data
-        dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
-        strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
-        empty = torch.empty(0, device="cpu")
-        managed = ManagedParameter(
-            parameter, name, chunk, placement.offset, placement.numel, data.shape, strides, empty, empty
-        )
-        chunk.parameters.append(managed)
-        home = managed.view(Role.PARAM)
-        home.copy_(data)
-        recast(managed, home)
-        reside(managed, home, memory.device.torch_device)
-    for buffer, there in buffers:
-        buffer.data = there
-
-
-def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Parameters that are parts of one tensor count versions together, and an update of one would look like a write to
-    the others: each gets a counter of its own, unless it has a part in a graph."""
-    of_storage: dict[int, list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        of_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-    for together in of_storage.values():
-        for parameter in together[1:]:
-            hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-            if parameter.grad is None and not hooks and parameter.numel():
-                alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
-                with suppress(RuntimeError):
-                    torch_private.swap_impl(parameter, alone)
-
-
-def recast(managed: ManagedParameter, home: torch.Tensor) -> None:
-    """Make the 16-bit copy at home, if there is one, what `home`, which holds the values of `managed`, says."""
-    if Role.COMPUTE in managed.chunk.homes:
-        with torch.no_grad():
-            managed.view(Role.COMPUTE).copy_(home)
-
-
-def recast_all(chunk: Chunk) -> None:
-    """`recast` of every parameter of `chunk`."""
-    for managed in chunk.parameters:
-        recast(managed, managed.home)

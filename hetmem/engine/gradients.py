@@ -7,7 +7,7 @@ back right after, as the home. The order of additions is autograd's own, so the 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,12 +22,14 @@ from hetmem.engine.param_views import (
     leave_gradient_to_holders,
     move_gradient,
     show_gradient,
+    show_widened,
     take_gradient,
 )
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
 from hetmem.intercept.phases import Segments
-from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
+from hetmem.memory.widened import stored
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 
@@ -91,6 +93,9 @@ class GradientListener(Protocol):
         """Memory of the device for the gradients of `chunk`, where its update will read them there; None: they go home.
         Waits for updates that use such memory."""
         ...
+
+    def leave_device(self, chunk: Chunk) -> None:
+        """Send gradients of `chunk` that lie in such memory to host memory."""
 
     def may_move(self, chunk: Chunk) -> bool:
         """Return whether the homes of `chunk` may move: the program holds no states there. Waits for what it reads
@@ -208,7 +213,7 @@ class GradientSink:
             except BaseException:
                 show_gradient(parameter, previous)  # what has been added up so far is still the user's
                 raise
-            show_gradient(parameter, managed.grad_home)
+            show_gradient(parameter, managed.grad_view if managed.grad_view is not None else managed.grad_home)
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
         self._arrived += (managed,)
@@ -261,9 +266,14 @@ class GradientSink:
             if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
             gradient = managed.parameter.grad
-            if gradient is None or gradient is managed.grad_home or gradient.layout is not torch.strided:
+            if (
+                gradient is None
+                or gradient is managed.grad_home
+                or gradient is managed.grad_view
+                or gradient.layout is not torch.strided
+            ):
                 continue
-            memory, address = self.runtime.memory, gradient.untyped_storage().data_ptr()
+            memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
                 show_gradient(managed.parameter, gradient.clone())
 
@@ -303,6 +313,9 @@ class GradientSink:
                 self._sends.find_place(chunk, self)
             else:
                 self.give_own(chunk)
+        kept = chunk.gradient_dtype  # in which a sum, or what a hook makes of it, may not be exact
+        if kept is not None and (adds or arrived.dtype is not kept or has_hooks_of_the_user(managed.parameter)):
+            self._widen(chunk)
         if not adds and managed.grad_home is not None:
             leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
@@ -311,7 +324,7 @@ class GradientSink:
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
         if home.tier is Tier.DEVICE and chunk in self._lent:
             arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
-            self.stayed_bytes += managed.numel * chunk.dtype.itemsize
+            self.stayed_bytes += managed.grad_home.nbytes
         if traffic.engine.ordered and home.tier is not Tier.DEVICE and arrived.device == managed.grad_home.device:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
@@ -320,7 +333,7 @@ class GradientSink:
             self._sends.complete.comes(chunk, id(managed), _awaited, adds=adds)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
-        traffic.gradients.send(chunk, work, managed.numel * chunk.dtype.itemsize, arrived)
+        traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
 
     # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
 
@@ -329,21 +342,21 @@ class GradientSink:
         for listener in self.listeners:
             place = listener.place_on_device(chunk)
             if place is not None:
-                self.runtime.memory.keep(chunk, Role.GRAD, place)
+                self.runtime.memory.keep_gradients(chunk, Home(Tier.DEVICE, place))
                 self._lent.add(chunk)
                 return True
         return False
 
     def lend(self, chunk: Chunk) -> bool:
         """Give gradients of `chunk` memory that was set aside; False if all that is large enough is lent."""
-        lent = self.runtime.memory.lend(chunk, Role.GRAD)
+        lent = self.runtime.memory.lend(chunk)
         if lent:
             self._lent.add(chunk)
         return lent
 
     def may_lend(self, chunk: Chunk) -> bool:
         """Whether memory for gradients of `chunk` was set aside, lent or not."""
-        return self.runtime.memory.lends(chunk, Role.GRAD)
+        return self.runtime.memory.lends(chunk)
 
     def give_own(self, chunk: Chunk) -> None:
         """Give gradients of `chunk` a home for good, unless they have one."""
@@ -359,32 +372,57 @@ class GradientSink:
             if managed in shown:
                 take_gradient(managed.parameter)
             leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
-            managed.grad_home = None
+            managed.close_grad_home()
         self._lent.discard(chunk)
-        self.runtime.memory.take_back(chunk, Role.GRAD)
+        memory = self.runtime.memory
+        memory.end_loan(memory.take_gradients(chunk))
         for listener in self.listeners:
             listener.consumed(chunk, shown)
 
     def bring_home(self, chunk: Chunk) -> None:
         """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises
         they are where they were."""
+        itemsize = chunk.dtype_of(Role.GRAD).itemsize
+        self._move(chunk, self._sends.lend)
+        self.stayed_bytes -= sum(itemsize * each.numel for each in chunk.parameters if each.grad_home is not None)
+
+    def _widen(self, chunk: Chunk) -> None:
+        """Give gradients of `chunk`, which were kept in the dtype in which they arrive, a home of their own, in which a
+        sum is exact and the program may write. If this raises they are where they were."""
+        self.runtime.traffic.gradients.wait()
+        for listener in self.listeners:
+            listener.leave_device(chunk)
+        if chunk in self._lent:
+            self._move(chunk, _lend_none)
+            for managed in chunk.parameters:
+                show_widened(managed)
+
+    def _move(self, chunk: Chunk, lend: Callable[[Chunk, GradientSink], bool]) -> None:
+        """Move gradients of `chunk` to a home that `lend` lends, or else to one of their own."""
         memory, traffic = self.runtime.memory, self.runtime.traffic
-        there = memory.take_back(chunk, Role.GRAD)
+        values = chunk.flat(Role.GRAD)
+        before = memory.take_gradients(chunk)
         self._lent.discard(chunk)
         try:
-            self._sends.lend(chunk, self)
+            lend(chunk, self)
             self.give_own(chunk)
-            copy = partial(_copy, chunk.flat(Role.GRAD), chunk.over(Role.GRAD, there.memory))
-            traffic.engine.copy_now(Link.DEVICE_TO_HOST, copy, chunk.role_nbytes(Role.GRAD))
+            copy = partial(_copy, traffic.open_role(chunk, Role.GRAD, load=False), values)
+            try:
+                if before.tier is Tier.DEVICE:
+                    traffic.engine.copy_now(Link.DEVICE_TO_HOST, copy, values.nbytes)
+                else:
+                    copy()
+            finally:
+                traffic.close_role(chunk, Role.GRAD, dirty=True)
         except BaseException:
             if chunk in self._lent:
-                memory.take_back(chunk, Role.GRAD)
-            memory.keep(chunk, Role.GRAD, there.memory)
+                memory.end_loan(memory.take_gradients(chunk))
+            memory.keep_gradients(chunk, before)
             self._lent.add(chunk)
             raise
+        memory.end_loan(before)
         for managed in chunk.parameters:
             if managed.grad_home is not None:
-                self.stayed_bytes -= managed.numel * chunk.dtype.itemsize
                 move_gradient(managed, managed.grad_home)
 
     def has_lent(self, chunk: Chunk) -> bool:
@@ -416,6 +454,11 @@ def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
     """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
     return hooks is not None and len(hooks) > 1
+
+
+def _lend_none(chunk: Chunk, sink: GradientSink) -> bool:
+    """Lend no home: see `GradientSink._move`."""
+    return False
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

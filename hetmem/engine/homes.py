@@ -51,8 +51,9 @@ class Memory:
     """What ends page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
     """Whether all homes are on the device and have no other place, until `leave_device`."""
-    pinned: bool = False
-    """Whether host memory is page-locked, for copies."""
+    copied: bool = True
+    """Whether copies use host memory, which is page-locked then."""
+    _pinned: bool = False
     device_home_bytes: int = 0
     bound_to_device: bool = False
     """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
@@ -65,7 +66,7 @@ class Memory:
     _lending: Lending = field(default_factory=Lending)
     _spare: dict[int, list[memoryview]] = field(default_factory=dict)
     """What `_lending` has to lend, by its bytes."""
-    _lent: dict[Chunk, memoryview] = field(default_factory=dict)
+    _lent: dict[Home, memoryview] = field(default_factory=dict)
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
@@ -86,6 +87,12 @@ class Memory:
             self.store.close()
         while self.pins:
             self.pins.pop()()
+
+    def page_lock(self) -> None:
+        """Page-lock host memory, if copies use it and it is not yet. Raises what `Device.pin` does."""
+        if self.copied and not self._pinned:
+            self._pinned = True
+            self.pins.append(self.device.pin(self.host_pool.mapping))
 
     def parameters(self) -> Iterator[ManagedParameter]:
         """Yield the parameters that have moved home by now."""
@@ -241,9 +248,8 @@ class Memory:
                 else:
                     self._gradient_places[chunk] = away
         self.resident = False
-        if not self.pinned:
-            self.pinned = True
-            self.pins.append(self.device.pin(self.host_pool.mapping))
+        self.copied = True
+        self.page_lock()
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
         """Return the place that `leave_device` reserved for gradients of `chunk`, if it is unused."""
@@ -277,11 +283,11 @@ class Memory:
         self._device_ranges.remove(_range(memory, nbytes))
         self.device_home_bytes -= nbytes
 
-    def set_aside(self, chunks: Iterable[Chunk], role: Role) -> int:
-        """Reserve host memory for `role` of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
+    def set_aside(self, chunks: Iterable[Chunk]) -> int:
+        """Reserve host memory for gradients of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
 
         Return how many of `chunks` have no place while all others have one."""
-        sizes = [chunk.home_nbytes(role) for chunk in chunks]
+        sizes = [chunk.lent_nbytes for chunk in chunks]
         places = set_aside(sizes, self.host_pool.free_bytes)
         for nbytes in places:
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
@@ -293,31 +299,38 @@ class Memory:
         """Bytes of host memory that were set aside and are no home now."""
         return self._lending.free_bytes
 
-    def lends(self, chunk: Chunk, role: Role) -> bool:
-        """Return whether memory for `role` of `chunk` was set aside at all."""
-        return self._lending.lends(chunk.home_nbytes(role))
+    def lends(self, chunk: Chunk) -> bool:
+        """Return whether memory for gradients of `chunk` was set aside at all."""
+        return self._lending.lends(chunk.lent_nbytes)
 
-    def lend(self, chunk: Chunk, role: Role) -> bool:
-        """Give `role` of `chunk` a home in memory that was set aside; False if all that is large enough is lent."""
-        nbytes = chunk.home_nbytes(role)
-        size = self._lending.take(nbytes)
+    def lend(self, chunk: Chunk) -> bool:
+        """Give gradients of `chunk` a home in memory that was set aside; False if all that is large enough is lent."""
+        size = self._lending.take(chunk.lent_nbytes)
         if size is None:
             return False
-        place = self._lent[chunk] = self._spare[size].pop()
-        chunk.homes[role] = Home(Tier.HOST, place[:nbytes])
+        place = self._spare[size].pop()
+        home = Home(Tier.HOST, place[: chunk.lent_nbytes])
+        self._lent[home] = place
+        self.keep_gradients(chunk, home)
         return True
 
-    def keep(self, chunk: Chunk, role: Role, memory: RawMemory) -> None:
-        """Make `memory` of the device, which the caller has taken, the home of `role` until `take_back`."""
-        chunk.homes[role] = Home(Tier.DEVICE, memory)
+    def keep_gradients(self, chunk: Chunk, home: Home) -> None:
+        """Make `home`, which is lent, or the caller's memory of the device, that of gradients of `chunk`, in the dtype
+        in which they arrive, until `take_gradients`."""
+        chunk.homes[Role.GRAD] = home
+        chunk.gradient_dtype = None if chunk.compute_dtype is chunk.dtype else chunk.compute_dtype
 
-    def take_back(self, chunk: Chunk, role: Role) -> Home:
-        """End `lend` or `keep`, and return the home that it was."""
-        place = self._lent.pop(chunk, None)
+    def take_gradients(self, chunk: Chunk) -> Home:
+        """End `lend`, or `keep_gradients`, and return the home, whose memory is not free before `end_loan`."""
+        chunk.gradient_dtype = None
+        return chunk.homes.pop(Role.GRAD)
+
+    def end_loan(self, home: Home) -> None:
+        """Let others have the memory of `home`, if it was lent."""
+        place = self._lent.pop(home, None)
         if place is not None:
             self._spare[place.nbytes].append(place)
             self._lending.give(place.nbytes)
-        return chunk.homes.pop(role)
 
     def number(self, chunk: Chunk, role: Role, block: int) -> None:
         """Note the number under which the residency knows the home of `role`."""

@@ -21,6 +21,7 @@ from hetmem import torch_private
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
 from hetmem.memory.device import DevicePool
+from hetmem.memory.widened import Widened, stored
 
 
 class Bindings:
@@ -281,7 +282,8 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
         parameter.grad = gradient
         return
     home = parameter.data
-    parameter.data = gradient
+    alike = type(gradient) is not Widened  # which has no memory that a parameter could have
+    parameter.data = gradient if alike else stand_in(gradient, gradient.dtype, gradient.device)
     try:
         parameter.grad = gradient
     finally:
@@ -325,8 +327,9 @@ def is_home_gradient(managed: ManagedParameter) -> bool:
 
 
 def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Return whether `gradient` is the home of that of `managed`, and where that was made."""
-    return gradient is managed.grad_home and gradient.data_ptr() == managed.grad_address
+    """Return whether `gradient` is, or shows, the home of that of `managed`, and where that was made."""
+    kept: torch.Tensor = stored(gradient)
+    return kept is managed.grad_home and kept.data_ptr() == managed.grad_address
 
 
 def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> None:
@@ -338,6 +341,13 @@ def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> N
         if gradient is not managed.grad_home:
             managed.grad_version = gradient._version
     managed.grad_home = gradient
+
+
+def show_widened(managed: ManagedParameter) -> None:
+    """Let the gradient of `managed`, which was kept in fewer bits and has a home in all of them now, be `p.grad`."""
+    view, managed.grad_view = managed.grad_view, None
+    if view is not None and managed.parameter.grad is view:
+        show_gradient(managed.parameter, managed.grad_home)
 
 
 _alone = SimpleNamespace(grad_home=object())
@@ -361,12 +371,13 @@ def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, o
         )
     with torch.no_grad():
         managed.grad_home.data = managed.grad_home.clone()
-    managed.grad_home = None
+    managed.close_grad_home()
 
 
 def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
     """Return whether the program holds the home of the gradient of `managed`, which is no `p.grad`, or a view of it."""
-    if sys.getrefcount(managed.grad_home) > _REFERENCES + others:
+    view = managed.grad_view is not None
+    if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES + others:
         return managed.grad_home is not None
     return managed.grad_home is not None and references(storage_address(managed.grad_home)) > 1
 

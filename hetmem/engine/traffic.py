@@ -12,9 +12,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.engine.build import recast_all
 from hetmem.engine.events import CopyChange, EventLog, Fault
 from hetmem.engine.executor import Executor, GradientCopies
+from hetmem.engine.filling import recast_all
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError

@@ -25,7 +25,7 @@ import torch
 
 from hetmem.cpu import compare_tasks
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.build import recast, recast_all
+from hetmem.engine.filling import recast, recast_all
 from hetmem.engine.param_views import Bindings, is_home_gradient, storage_references
 from hetmem.engine.sampling import as_sampled, same_bits, sample_of
 from hetmem.engine.traffic import Traffic

@@ -1,6 +1,6 @@
-"""While a module is built: parameters go to a mapped file as they are registered, so they never fill host memory.
+"""While a module is built, its parameters go to memory of the tiers, so they never fill host memory.
 
-The file is only a place to wait in; `engine.build` moves what is in it to its homes.
+`engine.filling` makes homes of it when all are there.
 
 Note "ended twice": an interrupt may come before the first instruction of what ends something, also of a `with`. So that
 is tried twice: where the first one was not begun the second one does it, and otherwise there is nothing left to do.
@@ -9,6 +9,7 @@ is tried twice: where the first one was not begun the second one does it, and ot
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,10 +17,12 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetmem.base.config import Limits
-from hetmem.engine.build import is_lazy
+from hetmem.engine.build import check_directories, host_bytes, is_lazy
+from hetmem.engine.filling import BuildingMemory
 from hetmem.engine.param_views import is_shared
+from hetmem.memory.device import Device
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.nvme_store import NvmeStore
+from hetmem.torch_private import is_traceable_wrapper_subclass
 
 _state = threading.local()
 T = TypeVar("T")
@@ -38,30 +41,42 @@ def as_written(build: Callable[[], T]) -> T:
         _state.as_written = before
 
 
-def build_within(limits: Limits, build: Callable[[], None]) -> None:
-    """`build()`, while every parameter that any module registers moves to NVMe, if `limits` has it."""
-    building = Building(limits)
+def build_within(limits: Limits, device: Device, build: Callable[[], None]) -> BuildingMemory:
+    """`build()`, while every parameter that any module registers moves to memory of the tiers, which is returned."""
+    building = Building(limits, device)
     try:  # see note "ended twice"
         try:
             building.begin()
             build()
+            building.place_pending()
         finally:
             building.end()
+    except BaseException:
+        building.memory.close()
+        raise
     finally:
         building.end()
+    return building.memory
 
 
 class Building:
-    """Moves every parameter that any module registers, on the thread that has begun it, to NVMe if `limits` has it.
+    """Moves every parameter that any module registers, on the thread that has begun it, to memory of the tiers.
 
-    A parameter is moved when it is registered, before it is initialised: what `reset_parameters` writes goes to the
-    file. Without an NVMe directory the module is built in ordinary memory. Reentrant use is an error of the caller.
+    A parameter moves when another module registers its first one, and at the end: its own module has initialised it by
+    then, mostly, and what writes to it later writes to its place. Reentrant use is an error of the caller.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._store: NvmeStore | None = None
+    def __init__(self, limits: Limits, device: Device) -> None:
         self._handle: Any = None
-        self._limits = limits
+        check_directories(limits)
+        given = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
+        self.memory = BuildingMemory(limits, host_bytes(limits), min(given, default=None))
+        node = getattr(device, "node", None)  # of a GPU
+        if node is not None:
+            self.memory.mapping.prefer_node(node)
+        self._pending: list[weakref.ref[torch.nn.Parameter]] = []
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        """Which has registered what is pending."""
 
     @staticmethod
     def active() -> bool:
@@ -71,8 +86,6 @@ class Building:
     @HELD_BACK
     def begin(self) -> None:
         """From here on."""
-        if self._limits.nvme_directories:
-            self._store = NvmeStore(list(self._limits.nvme_directories), self._limits.nvme_bytes, threads=1)
         self._handle = register_module_parameter_registration_hook(self._registered)
         _state.building = self
 
@@ -82,25 +95,34 @@ class Building:
         _state.building = None
         if self._handle is not None:
             self._handle.remove()
-        if self._store is not None:
-            self._store.close()  # the mappings live on as long as parameters are in them
 
     def _registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if (
-            self._store is None
-            or parameter is None
-            or getattr(_state, "building", None) is not self
-            or parameter.device.type != "cpu"
-            or parameter.numel() == 0
-            or is_lazy(parameter)
-            or is_shared(parameter)  # of two that are one in memory none goes elsewhere: `collect` sees what they are
-            or not torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
-        ):
+        if parameter is None or getattr(_state, "building", None) is not self:
             return
-        nbytes = parameter.numel() * parameter.itemsize
-        memory = self._store.view(self._store.reserve(nbytes))[:nbytes]
-        flat = torch.frombuffer(memory, dtype=parameter.dtype)
-        with torch.no_grad():
-            place = flat.as_strided(parameter.shape, parameter.stride())
-            place.copy_(parameter)
-            parameter.data = place
+        if self._module is None or self._module() is not module:
+            self.place_pending()
+            self._module = weakref.ref(module)
+        self._pending.append(weakref.ref(parameter))
+
+    def place_pending(self) -> None:
+        """Move what is pending."""
+        pending, self._pending = self._pending, []
+        for reference in pending:
+            parameter = reference()
+            if parameter is not None and _is_placed(parameter):
+                self.memory.place(parameter)
+
+
+def _is_placed(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` can lie in memory of the tiers. Of two that are one in memory none does: `collect` sees what
+    they are."""
+    return (
+        parameter.device.type == "cpu"
+        and not is_lazy(parameter)
+        and not is_traceable_wrapper_subclass(parameter)
+        and parameter.layout is torch.strided
+        and parameter.numel() > 0
+        and not parameter.is_inference()
+        and not is_shared(parameter)
+        and torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
+    )

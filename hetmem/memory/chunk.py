@@ -17,6 +17,7 @@ from hetmem.base.units import round_up
 from hetmem.memory import mapping
 from hetmem.memory.host_pool import PAGE_BYTES
 from hetmem.memory.nvme_store import Extent
+from hetmem.memory.widened import Widened
 from hetmem.schedule.layout import ChunkSpec
 from hetmem.schedule.trace import Tier
 
@@ -128,6 +129,8 @@ class Chunk:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     most_parameters: int
+    gradient_dtype: torch.dtype | None = None
+    """Of gradients that keep the dtype in which they arrive until their update has read them; None: `dtype`."""
     parameters: list[ManagedParameter] = field(default_factory=list)
     homes: dict[Role, Home] = field(default_factory=dict)
 
@@ -149,6 +152,8 @@ class Chunk:
 
     def dtype_of(self, role: Role) -> torch.dtype:
         """Of the elements of `role`."""
+        if role == Role.GRAD and self.gradient_dtype is not None:
+            return self.gradient_dtype
         return self.compute_dtype if role == Role.COMPUTE else role.dtype or self.dtype
 
     def role_nbytes(self, role: Role) -> int:
@@ -158,6 +163,11 @@ class Chunk:
     def home_nbytes(self, role: Role) -> int:
         """Bytes that a home of `role` takes."""
         return self._bytes(role, self.capacity)
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Bytes of a home that gradients are lent, in the dtype in which they arrive."""
+        return self.capacity * self.compute_dtype.itemsize
 
     def _bytes(self, role: Role, count: int) -> int:
         itemsize = self.dtype_of(role).itemsize
@@ -197,7 +207,8 @@ class ManagedParameter:
     where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
-    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `version` is the
+    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `grad_home` is the home
+    of the gradient, and `grad_view` what shows it as `p.grad` where it is kept in fewer bits. `version` is the
     parameter's version counter as last seen: a different one means that it was written to. `data_sets` counts how
     often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
     `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
@@ -223,6 +234,7 @@ class ManagedParameter:
     device_address: int = 0
     device_references: int = 0
     grad_home: torch.Tensor | None = None
+    grad_view: Widened | None = None
     grad_version: int = 0
     grad_address: int = 0
     grad_hooked: bool = False
@@ -246,6 +258,12 @@ class ManagedParameter:
         """Make `grad_home` a new view of where the gradient lives."""
         self.grad_home = self.view(Role.GRAD)
         self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+        kept = self.chunk.dtype_of(Role.GRAD) is self.chunk.dtype
+        self.grad_view = None if kept else Widened(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
+
+    def close_grad_home(self) -> None:
+        """Forget where the gradient lives."""
+        self.grad_home = self.grad_view = None
 
     def views(self, role: Role) -> dict[str, torch.Tensor]:
         """The home of this parameter's part of `role`, by the names under which users find it."""

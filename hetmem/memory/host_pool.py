@@ -193,12 +193,15 @@ class Loan:
 
 
 class HostPool:
-    """`capacity_bytes` of host memory (rounded down to pages), exact: nothing is rounded up to powers of two."""
+    """`capacity_bytes` of host memory (rounded down to pages), exact: nothing is rounded up to powers of two.
 
-    def __init__(self, capacity_bytes: int) -> None:
+    `mapping`: memory to use, at least as large; None = new memory.
+    """
+
+    def __init__(self, capacity_bytes: int, mapping: Mapping | None = None) -> None:
         self.capacity_bytes = round_down(capacity_bytes, PAGE_BYTES)
         self.reserved_bytes = 0
-        self.mapping = Mapping(max(PAGE_BYTES, self.capacity_bytes))
+        self.mapping = mapping or Mapping(max(PAGE_BYTES, self.capacity_bytes))
         self.mapping.keep_from_children()
         self._staging_offset = 0
         self.slot_bytes = 0  # of staging

@@ -277,6 +277,11 @@ class Mapping:
         if nbytes:
             self._pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
+    def shorten(self, nbytes: int) -> None:
+        """Be no more than the first `nbytes` from now on; the rest stays mapped for views of it, and unused."""
+        self._check_range(0, nbytes)
+        self.nbytes = nbytes
+
     def _check_range(self, offset: int, nbytes: int) -> None:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes [{offset}, {offset + nbytes}) are not within the {self.nbytes} of the mapping")

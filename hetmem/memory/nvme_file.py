@@ -43,6 +43,8 @@ class StoreFile:
     def __init__(self, directory: str, nbytes: int) -> None:
         self.directory = directory
         self.reserved_bytes = 0
+        self.kept_bytes = 0
+        """Of the begin of the file: blocks that are there, reserved or not."""
         with contextlib.ExitStack() as opened:
             try:
                 self.buffered = _open_unnamed(directory)
@@ -73,7 +75,7 @@ class StoreFile:
     def allocate(self, nbytes: int) -> None:
         """Take disk blocks for `nbytes` after the reserved ones; `trim` gives them back."""
         disk = os.fstatvfs(self.buffered)
-        free = disk.f_bavail * disk.f_frsize
+        free = disk.f_bavail * disk.f_frsize + max(0, self.kept_bytes - self.reserved_bytes)
         try:
             # Asked first because a failing fallocate fills the disk, for every process on it, before it says so.
             if nbytes > free:
@@ -89,7 +91,7 @@ class StoreFile:
 
     def trim(self) -> None:
         """Give back blocks beyond the reserved ones; no view of them exists, and `allocate` lengthens the file."""
-        os.ftruncate(self.buffered, self.reserved_bytes)
+        os.ftruncate(self.buffered, max(self.reserved_bytes, self.kept_bytes))
 
     def transfer(self, verb: str, move: Move, memory: memoryview, position: int) -> None:
         """Move all of `memory` from or to `position`, however little each call moves; `StoreError` if not, whatever it

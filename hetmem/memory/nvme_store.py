@@ -180,6 +180,21 @@ class NvmeStore:
             self._first = first
             return extents
 
+    def forget(self) -> None:
+        """End all reservations; what was written stays in the files, and under extents that are reserved next, until
+        `trim`."""
+        with self._lock:
+            for file in self._files:
+                file.kept_bytes, file.reserved_bytes = file.reserved_bytes, 0
+            self._first = 0
+
+    def trim(self) -> None:
+        """Give back what `forget` has kept beyond the extents that are reserved now: those that follow are zeroed."""
+        with self._lock:
+            for file in self._files:
+                file.kept_bytes = 0
+                file.trim()
+
     def view(self, extent: Extent) -> memoryview:
         """The extent as writable memory (a shared file mapping), coherent with completed transfers.
 

@@ -150,10 +150,10 @@ class AdamWRule:
         """See `Rule`."""
         return torch.optim.AdamW([torch.zeros(1, device="cpu")])
 
-    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
         """See `Rule`."""
-        param, grad, exp_avg, exp_avg_sq = (_one(dtype) for _ in range(4))
-        copy = None if copy_dtype is None else _one(copy_dtype)
+        param, exp_avg, exp_avg_sq = (_one(dtype) for _ in range(3))
+        grad, copy = _one(gradient_dtype), None if copy_dtype is None else _one(copy_dtype)
         adamw_tasks(_FIRST, param, grad, exp_avg, exp_avg_sq, copy)
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
@@ -256,9 +256,9 @@ class CompactAdamWRule:
         """See `Rule`."""
         return torch.optim.AdamW([torch.zeros(1, device="cpu")])
 
-    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
         """See `Rule`."""
-        param, grad, copy = _one(dtype), _one(dtype), None if copy_dtype is None else _one(copy_dtype)
+        param, grad, copy = _one(dtype), _one(gradient_dtype), None if copy_dtype is None else _one(copy_dtype)
         if self._moments == "8bit":
             m, root = (Codes8Bit(_one(code), _one(torch.float32)) for code in (torch.int8, torch.uint8))
             adamw_8_bit_tasks(_FIRST, param, grad, m, root, copy, key=0)

@@ -20,6 +20,7 @@ from hetmem.engine.param_views import take_gradient
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.memory.nvme_store import Look
+from hetmem.memory.widened import stored
 from hetmem.schedule.update_split import Way
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
@@ -61,10 +62,11 @@ class Part:
 
     def flat_gradient(self, opened: Opened) -> torch.Tensor:
         """Return the gradient in the order in which the parameter's elements lie in memory."""
-        managed, gradient = self.managed, self.gradient
+        managed, gradient = self.managed, stored(self.gradient)
         if self.at_home and Role.GRAD in opened:
             return managed.part(opened[Role.GRAD])
-        if gradient.stride() == managed.stride and gradient.dtype == managed.chunk.dtype:
+        kept = gradient is not self.gradient  # in fewer bits, which an update widens itself
+        if gradient.stride() == managed.stride and (kept or gradient.dtype == managed.chunk.dtype):
             return torch.as_strided(gradient, (managed.numel,), (1,), gradient.storage_offset())
         ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
         ordered.as_strided(managed.shape, managed.stride).copy_(gradient)

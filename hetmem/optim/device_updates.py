@@ -359,10 +359,7 @@ class UpdatePlaces:
         fitting = [chunk for chunk in chunks if self._fits(chunk, groups)]
         copy_bytes = fitting[0].compute_dtype.itemsize if fitting else 0
         return Facts(
-            [
-                Fitting(chunk.spec.index, chunk.numel, sum(map(chunk.role_nbytes, {*chunk.homes, Role.GRAD})))
-                for chunk in fitting
-            ],
+            [Fitting(chunk.spec.index, chunk.numel, _bytes_there(chunk)) for chunk in fitting],
             sum(chunk.numel for chunk in chunks if chunk.moved),
             copy_bytes,
             copy_bytes if fitting and Role.COMPUTE in fitting[0].homes else 0,
@@ -383,6 +380,12 @@ class UpdatePlaces:
         chunk = managed.chunk
         copy_dtype = chunk.compute_dtype if Role.COMPUTE in chunk.homes else None
         return self._rule.equals_host(self._runtime.memory.device.torch_device, group, chunk.dtype, copy_dtype)
+
+
+def _bytes_there(chunk: Chunk) -> int:
+    """Bytes that an update of `chunk` may need on the device, gradients in all their bits."""
+    others = sum(chunk.role_nbytes(role) for role in chunk.homes if role != Role.GRAD)
+    return others + chunk.numel * chunk.dtype.itemsize
 
 
 def _in_host_memory(chunk: Chunk) -> bool:

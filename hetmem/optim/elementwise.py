@@ -90,7 +90,7 @@ class TorchRule:
         """See `Rule`."""
         return self.optimizer_of([torch.zeros(1, device="cpu")], self._options(group))
 
-    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
         """torch is compiled."""
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:

@@ -73,8 +73,9 @@ class Rule(Protocol):
         """An optimizer of torch's, of some parameter, that computes the same with the options of `group`."""
         ...
 
-    def prepare(self, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        """Compile what `tasks` run for parameters and gradients of `dtype`, with copies of `copy_dtype` (None: no)."""
+    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+        """Compile what `tasks` run for parameters of `dtype`, gradients of `gradient_dtype` and copies of `copy_dtype`
+        (None: no)."""
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`. A
@@ -99,10 +100,10 @@ class Gradients(str, Enum):
 
     "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
     arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is used up after `step`: 12 bytes a
-    parameter in place of 16 (float32 AdamW). Where states are sent to the device for the update, it stays there and
-    crosses no link. It takes one backward per step, `overlap` "backward" or "forward", and nothing that needs the
-    gradients of all: between the backward and `step`, where `p.grad` has been used up, it raises RuntimeError for
-    whoever computes with it (`torch.nn.utils.clip_grad_norm_`, a norm that is logged).
+    parameter in place of 16 (float32 AdamW). In mixed precision it keeps the 16 bits in which it arrives. Where states
+    are sent to the device for the update, it stays there and crosses no link. It takes one backward per step, `overlap`
+    "backward" or "forward", and nothing that needs the gradients of all: between backward and `step`, where `p.grad`
+    has been used up, computing with it raises RuntimeError (`torch.nn.utils.clip_grad_norm_`, a norm that is logged).
     """
 
     VISIBLE = "visible"

@@ -42,8 +42,8 @@ def reserve_homes(
     if not memory.resident:
         check_room(memory, kept, name, lends=lends)
     if lends:
-        new = [chunk for chunk in kept if not (chunk.moved or memory.lends(chunk, Role.GRAD))]
-        if new and not memory.set_aside(new, Role.GRAD):
+        new = [chunk for chunk in kept if not (chunk.moved or memory.lends(chunk))]
+        if new and not memory.set_aside(new):
             saves_nothing(len(new))
         sink.lends = True
     elif memory.streams:  # on the device gradients stay autograd's own
@@ -64,7 +64,7 @@ def reserve_homes(
         if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
             raise stays_on_device(memory, name)
         traffic.ensure_homes(memory.staying, (Role.GRAD,))
-    compile_ahead(optimizer.rule, memory, kept, norm=optimizer.needs_all_gradients)
+    compile_ahead(optimizer.rule, memory, kept, norm=optimizer.needs_all_gradients, lends=lends)
 
 
 def check_planned(planned: Mapping[str, str], gradients: Gradients, overlap: Overlap) -> None:
@@ -135,16 +135,19 @@ def check_staging(memory: Memory, chunk: Chunk, states: int) -> None:
         )
 
 
-def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm: bool) -> None:
+def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm: bool, lends: bool = False) -> None:
     """Compile what updates of `chunks`, whose homes are there, run on the host, and with `norm` what sums squares up.
+    `lends`: gradients keep the dtype in which they arrive.
 
     What is kept on disk is read. Whoever needs another kernel after all compiles it then.
     """
     if not memory.streams and memory.device.torch_device.type != "cpu":
         return  # the device has kernels of its own
     for dtype in {chunk.dtype for chunk in chunks}:
-        for copy_dtype in {copy for chunk in chunks if chunk.dtype is dtype for copy in _copies(memory, chunk)}:
-            rule.prepare(dtype, copy_dtype)
+        alike = [chunk for chunk in chunks if chunk.dtype is dtype]
+        kinds = {(chunk.compute_dtype if lends else dtype, copy) for chunk in alike for copy in _copies(memory, chunk)}
+        for gradient_dtype, copy_dtype in kinds:
+            rule.prepare(dtype, gradient_dtype, copy_dtype)
         if norm:
             square_sum_tasks(torch.zeros(1, dtype=dtype, device="cpu"))
 

@@ -149,6 +149,10 @@ class Stepper:
     def place_on_device(self, chunk: Chunk) -> Memory | None:
         return self._places.place_on_device(chunk)
 
+    def leave_device(self, chunk: Chunk) -> None:
+        if self._kept.holds(chunk):
+            self._kept.bring_home(chunk)
+
     def used_again(self, managed: ManagedParameter) -> None:
         """An operator before the end of the step uses `managed`, which may be updated already."""
         update = self._progress.get(managed.chunk)

@@ -14,8 +14,8 @@ import torch
 
 from hetmem.base.weak import weakly
 from hetmem.cpu.workers import Batch, WorkerPool
-from hetmem.engine.build import recast_all
 from hetmem.engine.events import Span
+from hetmem.engine.filling import recast_all
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role, without_graph

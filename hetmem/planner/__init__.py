@@ -81,7 +81,8 @@ def plan(
 
     `batch` is what the model is called with: a tuple, a dict of keywords or one tensor (shapes count, values do not).
     `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote (as for `manage`);
-    None: the h100's. `budget`: as for `manage`; what it does not say is the memory that `hardware` has. `loss`: from
+    None: the h100's. `budget`: as for `manage`; what it does not say is the memory that `hardware` has,
+    and the device is never given more than that. `loss`: from
     the model's output to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`:
     how many forwards and backwards come before a step. `checkpointing`: activations of every repeated layer are
     computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
@@ -224,14 +225,16 @@ def updating_of(
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
-    """`limits`, with what they do not say taken from the machine."""
-    device, host = limits.device_bytes, limits.host_bytes
+    """`limits`, with what they do not say taken from the machine. A card of "24 GB" has a little less for programs, and
+    no budget is more than that; host memory may be, as machines with the same card differ."""
+    has, host = hardware.device.memory_bytes, limits.host_bytes
+    device = has if limits.device_bytes is None else min(has, limits.device_bytes)
     return Capacities(
-        hardware.device.memory_bytes if device is None else device,
+        device,
         hardware.host.memory_bytes if host is None else host,
         limits.nvme_bytes,
         limits.device_chunk_bytes,
-        int(hardware.device.allocator_share * (hardware.device.memory_bytes if device is None else device)),
+        int(hardware.device.allocator_share * device),
         limits.home_copies,
     )
 

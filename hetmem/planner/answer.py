@@ -19,7 +19,7 @@ from hetmem.planner.decide import Decision
 from hetmem.planner.model import Call
 from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
-from hetmem.planner.reservation import arrange, state_bytes
+from hetmem.planner.reservation import arrange
 from hetmem.planner.search import Judged, Setting, arranged, judged
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.placement import Capacities, NoRoom
@@ -112,11 +112,7 @@ def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, in
     """Bytes by tier and role; of a model that does not fit, what it would need."""
     best = decision.candidate
     if best is None:
-        streamed = decision.updating.streamed_gradients
-        activations, states = (
-            decision.workload.peak_live_bytes,
-            state_bytes(decision.workload, streamed_gradients=streamed, moments=decision.updating.moments),
-        )
+        activations, states = decision.workload.peak_live_bytes, decision.state_bytes
         beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
         on_nvme = {"states": beyond} if beyond else {}
         return {"device": {"activations": activations}, "host": {"states": states - beyond}, "nvme": on_nvme}

@@ -71,6 +71,8 @@ class Decision:
     advice: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
     largest_parameters: int
+    state_bytes: int = 0
+    """Of all homes, where the model does not fit."""
 
 
 def decide(
@@ -102,8 +104,13 @@ def decide(
     streamed = None if "device" in missing else _without_gradients(workload, asked, hardware, micro_batches)
     if isinstance(streamed, Judged):
         ways = [f"{_STREAMED}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *ways]
+    assert refusal is not None
+    how = asked.updating
+    states = refusal.state_bytes or state_bytes(
+        workload, streamed_gradients=how.streamed_gradients, moments=how.moments
+    )
     reasons = (str(refusal),)
-    return Decision(workload, micro_batches, asked.updating, None, missing, reasons, tuple(ways), others, largest)
+    return Decision(workload, micro_batches, how, None, missing, reasons, tuple(ways), others, largest, states)
 
 
 def _alternatives(
@@ -233,7 +240,7 @@ def _has(hardware: HardwareProfile, asked: Setting, missing: Mapping[str, int]) 
     """Whether the machine has so much more than `asked` takes."""
     there = {"device": hardware.device.memory_bytes, "host": hardware.host.memory_bytes}
     taken = {name: getattr(asked.capacities, f"{name}_bytes") for name in there}
-    return all(taken[name] + missing.get(name, 0) <= max(there[name], taken[name]) for name in there)
+    return all(taken[name] + missing[name] <= there[name] for name in there if name in missing)
 
 
 def _ways_out(

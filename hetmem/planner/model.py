@@ -224,12 +224,18 @@ def _scalar(loss: Any) -> torch.Tensor:
 
 
 def in_bfloat16(call: Call) -> Call:
-    """The same with weights that are in bfloat16 at home, too."""
+    """The same with weights, and inputs, that are in bfloat16 at home, too."""
 
     def build() -> nn.Module:
         return call.build_model().to(torch.bfloat16)
 
-    return replace(call, build_model=build, mixed_precision=None, setup=("model = model.bfloat16()",))
+    def cast(value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(torch.bfloat16) if floats else value
+
+    batch = tree_map(cast, call.batch)
+    setup = ("model = model.bfloat16()",)
+    return replace(call, build_model=build, batch=batch, mixed_precision=None, setup=setup)
 
 
 def with_adapters(call: Call, rank: int) -> Call:

@@ -66,7 +66,8 @@ def _count(number: float) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
-    size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} tokens a batch"
+    kind = "rows" if plan.tokens == plan.rows else "tokens"
+    size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} {kind} a batch"
     batch += ", every layer checkpointed" if plan.checkpointing else ""
     batch += ", inference" if plan.inference else ""
     yield _wrapped(f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}")
@@ -85,13 +86,16 @@ def _tiers(plan: Plan) -> Iterator[str]:
     if plan.fits:
         limits = ", ".join(f"{tier} {format_size(plan.capacity_bytes[tier])}" for tier in TIERS)
         margin = f"{MARGIN_SHARE:.0%} more, on the device what must stay free too"
-        yield _wrapped(f"budget: the peak and {margin}; planned within {limits}")
+        back = ""
+        if plan.budget_bytes["host"] and not plan.peak_bytes["host"]:
+            back = "; host memory is for the model to move to if a later batch needs the device"
+        yield _wrapped(f"budget: the peak and {margin}{back}; planned within {limits}")
     others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
     yield _wrapped(f"activations: {', '.join(others)}")
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")
-    if plan.logits_bytes > _LOGITS_SHARE * max(plan.activation_bytes.values(), default=0):
+    if not plan.inference and plan.logits_bytes > _LOGITS_SHARE * max(plan.activation_bytes.values(), default=0):
         yield _wrapped(
             f"logits and their gradients are {format_size(plan.logits_bytes)} of that: a loss that is computed in "
             f"chunks of tokens avoids them (torch.nn.functional.linear_cross_entropy, from torch 2.13)"
@@ -100,7 +104,8 @@ def _tiers(plan: Plan) -> Iterator[str]:
 
 def _time(plan: Plan) -> Iterator[str]:
     assert plan.step_seconds is not None and plan.tokens_per_second is not None and plan.overlap is not None
-    speed = f"{plan.tokens_per_second:.1f} tokens/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
+    kind = "rows" if plan.tokens == plan.rows else "tokens"
+    speed = f"{plan.tokens_per_second:.1f} {kind}/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
     yield f"step: {format_seconds(plan.step_seconds)}, {speed}; overlap {plan.overlap:.2f}"
     for name, seconds in plan.terms.items():
         mark = "  <- binds" if name == plan.binding else ""
@@ -117,6 +122,8 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
     for other in plan.alternatives:
+        if any(advice.startswith(other["advice"] + ": ") for advice in plan.advice):
+            continue  # it is faster, and said below
         how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
         how += ", states sent to the device for their update" if other.get("streamed") else ""
         yield _wrapped(f"judged too: {other['advice']}: {how}, {memory} of activations")
@@ -132,14 +139,22 @@ def _updates(plan: Plan) -> str:
 
 def _wear(plan: Plan) -> str:
     """How long a drive of the planned size lasts."""
-    assert plan.step_seconds is not None
-    daily = plan.link_bytes["nvme_write"] / plan.step_seconds * _DAY
-    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / daily
-    life = f"{days:.1f}" if days < 10 else f"{days:.0f}"
     return (
-        f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(daily)} a day; a drive of "
-        f"{format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts {life} days"
+        f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(_daily_bytes(plan))} a day; "
+        f"a drive of {format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts "
+        f"{_life(plan)}"
     )
+
+
+def _daily_bytes(plan: Plan) -> float:
+    assert plan.step_seconds is not None
+    written: float = plan.link_bytes["nvme_write"] / plan.step_seconds * _DAY
+    return written
+
+
+def _life(plan: Plan) -> str:
+    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / _daily_bytes(plan)
+    return f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
 
 
 def _refusal(plan: Plan) -> Iterator[str]:
@@ -165,6 +180,8 @@ def _block(plan: Plan, saved_as: str | None) -> Iterator[str]:
         return
     assert best.step_seconds is not None
     how = f"{format_seconds(best.step_seconds)} a step"
+    if plan.combined is not None and best.link_bytes.get("nvme_write"):
+        how += f", a drive lasts {_life(best)}"
     if plan.combined is not None:
         peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
         how += f", all with the same bits; peaks {peaks}"

@@ -45,7 +45,8 @@ class Arrangement:
 
     `numels[chunk]` elements of a chunk move; parameter i lies in `chunk_of[i]` and has `elements[i]`. `left`: what
     homes leave of host memory and NVMe. Gradients of `lent` chunks have no home of their own: as they arrive they get
-    one of those that are `set_aside` in host memory, of so many bytes each, until their update has read them.
+    one of those that are `set_aside` in host memory, of so many bytes each, until their update has read them; they keep
+    the dtype in which they arrive there.
     """
 
     ground: Ground
@@ -60,6 +61,10 @@ class Arrangement:
     def role_bytes(self, chunk: int, role: str) -> int:
         """Bytes of `role` of `chunk` that move."""
         return self.numels[chunk] * self.ground.role_itemsize(chunk, role)
+
+    def gradient(self, chunk: int) -> str:
+        """The role that says how gradients of `chunk` are kept: "arriving" where they are lent a home."""
+        return "arriving" if chunk in self.lent else "grad"
 
     def bytes_by_role(self, tier: Tier) -> dict[str, int]:
         """Bytes of homes on `tier` by role, and of the staging ring; roles without any are left out."""
@@ -87,8 +92,8 @@ def arrange(
     """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
     Raises `NoRoom` where the run would raise `BudgetError`."""
 
-    def saved(sizes: Sequence[int]) -> int:
-        gradients = sum(sizes) - sum(set_aside(sizes, capacities.host_bytes)) if streamed_gradients else 0
+    def saved(sizes: Sequence[int], arriving: Sequence[int]) -> int:
+        gradients = sum(sizes) - sum(set_aside(arriving, capacities.host_bytes)) if streamed_gradients else 0
         return gradients + int(sum(sizes) * _SAVED[moments])
 
     ground = survey(
@@ -198,7 +203,7 @@ def _homes(
         owning = [chunk for chunk in owners[role] if chunk not in staying]
         if role == "grad" and lends:
             homes[role] = dict.fromkeys(owning, Tier.HOST)
-            places = set_aside((sizes[chunk] for chunk in owning), room.host_bytes)
+            places = set_aside((ground.home_bytes(chunk, "arriving") for chunk in owning), room.host_bytes)
             room = replace(room, host_bytes=room.host_bytes - sum(places))
         else:
             try:
@@ -222,11 +227,9 @@ def _homes(
             where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
         staying_bytes = sum(STAGED_ROLES * sizes[chunk] for chunk in ground.staying)
         there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""
-        raise NoRoom(
-            f"the states take {format_size(ground.state_bytes - fewer)} beside staging{there_too}",
-            where,
-            max(1, missing),
-        )
+        states = ground.state_bytes - fewer
+        message = f"the states take {format_size(states)} beside staging{there_too}"
+        raise NoRoom(message, where, max(1, missing), states)
     return homes, room, places
 
 
@@ -291,8 +294,8 @@ def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bo
 def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> tuple[int, int]:
     """The bytes of `chunk` that come to the device for its update, and that go home: all but the 16-bit copy, which is
     made there, and a gradient that is `kept` there; all but the gradient."""
-    made_there = ("compute", "grad") if kept else ("compute",)
-    return _bytes(arrangement, chunk, *made_there), _bytes(arrangement, chunk, "grad")
+    gradient = 0 if kept else arrangement.role_bytes(chunk, arrangement.gradient(chunk))
+    return _bytes(arrangement, chunk, "compute", "grad") + gradient, _bytes(arrangement, chunk, "grad")
 
 
 def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:

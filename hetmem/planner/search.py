@@ -99,7 +99,8 @@ def with_streaming(workload: Workload, best: Judged, hardware: HardwareProfile, 
 def first_that_fits(
     workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
-    """`asked`, or what fits where that does not: all on the device, or not all. The first refusal if none does."""
+    """`asked`, or what fits where that does not: all on the device, or not all. If none does, the refusal that misses
+    least on the tier of the first one."""
     whole = replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes)
     ways = (asked,) if asked.capacities.device_chunk_bytes is not None else (asked, replace(asked, capacities=whole))
     refusal = None
@@ -107,7 +108,8 @@ def first_that_fits(
         found = judged(workload, setting, hardware, micro_batches, steps=steps)
         if isinstance(found, Judged):
             return found
-        refusal = refusal or found
+        nearer = refusal is not None and found.tier is refusal.tier and found.missing_bytes < refusal.missing_bytes
+        refusal = found if refusal is None or nearer else refusal
     assert refusal is not None
     return refusal
 

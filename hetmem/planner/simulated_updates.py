@@ -448,11 +448,16 @@ class SimulatedGradients:
         has got a home of its own for that if there was no other. Raises `NoRoom` if there is none at all."""
         self._arrangement = arrangement
         chunk, sends = arrangement.chunk_of[parameter], self._traffic.gradients
+        ground = arrangement.ground
         if chunk in arrangement.lent and not self.waits(chunk):
             sends.find_place(chunk, self)
-            arrangement = self._arrangement
-        spec = arrangement.ground.chunks[chunk]
-        nbytes = arrangement.elements[parameter] * spec.itemsize
+        elif (
+            parameter in self.arrivals
+            and ground.role_itemsize(chunk, arrangement.gradient(chunk)) < ground.chunks[chunk].itemsize
+        ):
+            self._widen(chunk)
+        arrangement = self._arrangement
+        nbytes = arrangement.elements[parameter] * ground.role_itemsize(chunk, arrangement.gradient(chunk))
         tier = arrangement.homes["grad"][chunk]
         if tier is Tier.DEVICE:
             return arrangement
@@ -466,7 +471,7 @@ class SimulatedGradients:
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
             sends.complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
-        load = any(other in self.arrivals for other in spec.parameters)
+        load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
         self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
@@ -489,14 +494,14 @@ class SimulatedGradients:
 
     def lend(self, chunk: int) -> bool:
         """Give gradients of `chunk` a place that was set aside; False if all that are large enough are lent."""
-        place = self._lending.take(self._arrangement.ground.home_bytes(chunk, "grad"))
+        place = self._lending.take(self._arrangement.ground.home_bytes(chunk, "arriving"))
         if place is not None:
             self._lent[chunk] = place
         return place is not None
 
     def may_lend(self, chunk: int) -> bool:
         """Whether a place for gradients of `chunk` was set aside, lent or not."""
-        return self._lending.lends(self._arrangement.ground.home_bytes(chunk, "grad"))
+        return self._lending.lends(self._arrangement.ground.home_bytes(chunk, "arriving"))
 
     def give_own(self, chunk: int) -> None:
         """Give gradients of `chunk` a home for good. Raises `NoRoom` if there is none."""
@@ -520,9 +525,21 @@ class SimulatedGradients:
         self._arrangement = arrangement
         for chunk in self._kept.chunks:
             if chunk not in but:
-                if not self._traffic.gradients.lend(chunk, self):
-                    self.give_own(chunk)
-                self._traffic.send_home(self._arrangement.role_bytes(chunk, "grad"))
-                self.stayed_bytes -= self._stayed[chunk]
-                self._kept.leave(chunk)
+                self._leave_device(chunk)
         return self._arrangement
+
+    def _leave_device(self, chunk: int) -> None:
+        if not self._traffic.gradients.lend(chunk, self):
+            self.give_own(chunk)
+        self._traffic.send_home(self._arrangement.role_bytes(chunk, "arriving"))
+        self.stayed_bytes -= self._stayed[chunk]
+        self._kept.leave(chunk)
+
+    def _widen(self, chunk: int) -> None:
+        """Give gradients of `chunk`, to which one more is added than fits into their bits, a home for good."""
+        self._traffic.wait_for_gradients()
+        if self._kept.holds(chunk):
+            self._leave_device(chunk)
+        if chunk in self._arrangement.lent:
+            self.give_own(chunk)
+        self.retire(chunk)

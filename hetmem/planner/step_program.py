@@ -345,7 +345,7 @@ class Rehearsal:
         copies, here = chunk in homes.get("compute", {}), homes["param"][chunk] is Tier.DEVICE
         itemsize = ground.chunks[chunk].itemsize
         nbytes = UPDATE_BYTES * itemsize / 4 - 4 * (itemsize - ground.role_itemsize(chunk, "exp_avg"))
-        nbytes += COPY_BYTES * copies
+        nbytes += COPY_BYTES * copies - itemsize + ground.role_itemsize(chunk, self._arrangement.gradient(chunk))
         nbytes *= sum(self._arrangement.elements[index] for index in members)
         whole = len(members) == len(ground.chunks[chunk].parameters)
         cast = self._workload.mixed_precision and not copies and whole and not (in_backward or self._how.trails)

@@ -74,12 +74,13 @@ class Capacities:
 
 
 class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, and says which
-    """The budget is too small by `missing_bytes` on `tier`."""
+    """The budget is too small by `missing_bytes` on `tier`. `state_bytes`: of all homes, if the message names them."""
 
-    def __init__(self, message: str, tier: Tier, missing_bytes: int) -> None:
+    def __init__(self, message: str, tier: Tier, missing_bytes: int, state_bytes: int = 0) -> None:
         super().__init__(message)
         self.tier = tier
         self.missing_bytes = missing_bytes
+        self.state_bytes = state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class Ground:
     """What host memory lacks for the homes of all others."""
     host_bytes: int
     """The most that the run can use of host memory."""
+    arriving: tuple[int, ...]
+    """By chunk, bytes of an element of a gradient as autograd makes it."""
     moments: str = "float32"
     """What each moment takes of an element: see `planner.workload.Updating`."""
 
@@ -132,7 +135,10 @@ class Ground:
         return nbytes
 
     def role_itemsize(self, chunk: int, role: str) -> int:
-        """Bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy."""
+        """Bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy, "arriving" a gradient in the
+        dtype in which it arrives."""
+        if role == "arriving":
+            return self.arriving[chunk]
         if role in MOMENTS and self.moments != "float32":
             return min(_MOMENT_BYTES[self.moments], self.chunks[chunk].itemsize)
         return COPY_BYTES if role == "compute" else self.chunks[chunk].itemsize
@@ -223,16 +229,16 @@ def survey(
     copies: bool,
     chunk_bytes: int | None,
     beside_bytes: int = 0,
-    saved_bytes: Callable[[Sequence[int]], int] | None = None,
+    saved_bytes: Callable[[Sequence[int], Sequence[int]], int] | None = None,
     third_state: bool = True,
 ) -> Ground:
     """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
 
     `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
     = searched. `beside_bytes`: what is known to be on the device beside chunks. `saved_bytes`: what less than
-    AdamW's gradients and states chunks of so many bytes take. `third_state`: the optimizer may keep one more state than
-    AdamW, so NVMe is opened where only that one exceeds host memory and staging still fits there. Raises `NoRoom`,
-    which says the tier, the bytes that are missing and the parameter that needs them.
+    AdamW's gradients and states chunks of so many bytes take, whose gradients arrive in so many. `third_state`: the
+    optimizer may keep one more state than AdamW, so NVMe is opened where only that one exceeds host memory and staging
+    still fits there. Raises `NoRoom`, which says the tier, the missing bytes and the parameter that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
@@ -251,6 +257,7 @@ def survey(
     if not resident:
         _check_device(layout, slot_bytes, cap, specs)
     uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
+    arriving = tuple(min(compute_itemsizes[chunk.parameters[0]], chunk.itemsize) for chunk in layout.chunks)
     cast = [chunk for chunk in layout.chunks if compute_itemsizes[chunk.parameters[0]] < chunk.itemsize]
     copy_bytes = sum(chunk.span * elements * COPY_BYTES for chunk in cast)
     role_sizes = {c.index: c.span * elements * c.itemsize for c in layout.chunks}
@@ -267,7 +274,8 @@ def survey(
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
         missing -= round_down(host_bytes, PAGE_BYTES)
         if saved_bytes is not None:
-            missing -= saved_bytes(trained_sizes)
+            spans = ((layout.chunks[index].span * elements, arriving[index]) for index in sorted(with_states))
+            missing -= saved_bytes(trained_sizes, [count * size for count, size in spans])
         if uses_nvme:  # what is too large for the rest of one tier lies on the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.usable_bytes - beside_bytes)
@@ -289,6 +297,7 @@ def survey(
         staying,
         missing,
         host_bytes if uses_nvme else min(host_bytes, most + most // PIECE_BYTES * max(role_sizes.values())),
+        arriving,
     )
 
 

@@ -207,7 +207,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_random_program_gives_the_bits_of_torch(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # see the limits in the README
+    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # see docs/limits.md
     program = drawn(seed)
     print(program)
     run(program, tmp_path)

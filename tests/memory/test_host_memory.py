@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hetmem
@@ -61,6 +62,29 @@ def test_a_failure_to_populate_is_an_error_before_anything_is_managed(
         pair(mlp, "host", tmp_path, device=CpuCuda())
     assert cuda.pinned == {}
     monkeypatch.undo()
+
+
+def test_what_a_class_was_built_in_is_page_locked_when_its_homes_are_there(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Layers(nn.Sequential):
+        def __init__(self) -> None:
+            assert not cuda.pinned
+            super().__init__(*(nn.Linear(128, 128) for _ in range(20)))
+
+    budget = hetmem.Budget(device="8MiB", device_chunks="512KiB", host="6MiB")
+    managed = hetmem.managed(budget, device=CpuCuda())(Layers)
+    model = managed()
+    assert 5 * MIB < sum(cuda.pinned.values()) <= 6 * MIB
+    assert all(
+        any(p.data_ptr() - start in range(size) for start, size in cuda.pinned.items()) for p in model.parameters()
+    )
+    hetmem.release(model)
+    assert cuda.pinned == {}
+    monkeypatch.setattr(mapping_module, "_touch", lambda address, nbytes: 12)
+    with pytest.raises(CapacityError, match="Cannot allocate memory"):
+        managed()
+    assert cuda.pinned == {}
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -70,7 +70,8 @@ def test_gradients_that_stay_give_the_bits_of_plain_torch(
     train_apart(plain, managed, optimizers, batches(shape, 3), mixed)
     weights = sum(parameter.nbytes for parameter in managed.parameters())
     assert updated(managed)["streamed"] - before["streamed"] == 3 * weights
-    assert testing.of(managed).stayed_gradient_bytes() - stayed == 3 * weights
+    arrived = weights if mixed is None else weights // 2
+    assert testing.of(managed).stayed_gradient_bytes() - stayed == 3 * arrived
 
 
 @MIXED

@@ -162,6 +162,8 @@ def test_logits_that_fill_the_device_are_named_with_what_avoids_them(
     out = " ".join(capsys.readouterr().out.split())
     assert "a loss that is computed in chunks" not in out
     assert "changes the mathematics" not in out
+    typed("--hf-config", tmp_path / "config.json", "--sequence", 64, "--inference")  # which has no loss
+    assert "a loss that is computed in chunks" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_nothing_is_advised_that_the_machine_has_not_and_smaller_states_are_choices(
@@ -172,6 +174,8 @@ def test_nothing_is_advised_that_the_machine_has_not_and_smaller_states_are_choi
     assert typed("--hf-config", file, "--sequence", 32, "--precision", "float32", *machine) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "raise Budget(" not in out
+    states = re.search(r"the states take (\S+ \S+) beside", out)
+    assert states and out.count(f"states {states[1]}") == 1  # in the table, the same number
     room = ["--host-memory", "1600KiB", "--device-memory", "1MiB", "--chunk-bytes", "16KiB"]
     assert typed("--hf-config", file, "--sequence", 32, *room) == 1
     out = capsys.readouterr().out
@@ -191,10 +195,42 @@ def test_the_life_of_a_drive_is_said_in_days(tmp_path: Path, capsys: pytest.Capt
     assert said and took and said[2] == "MiB"
     writes = float(said[1]) * 86_400 / (float(took[1]) / 1000)
     assert float(said[3]) == pytest.approx(600 * 64 / writes, rel=0.05, abs=0.06)
-    pasted_ms = re.search(r"paste \((\S+) ms a step", out)
+    pasted_ms = re.search(r"paste \((\S+) ms a step, a drive lasts (\S+) days", out)
+    assert pasted_ms and float(pasted_ms[2]) <= float(said[3])  # gradients are streamed: fewer writes, shorter steps
     choices = re.findall(r"\(--[^)]*\): (\S+) (\S+) a step", out)
     assert choices and pasted_ms
     assert all(unit == "µs" or float(number) < float(pasted_ms[1]) for number, unit in choices)
+
+
+def test_a_card_is_never_given_more_than_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 24 GB programs get 23.5 GiB, and who says 24GiB means all of it."""
+    file = config_file("LlamaForCausalLM", tmp_path)
+    all_of_it = ["--hardware", "rtx4090", "--set", "device.memory_bytes=3MiB", "--host-memory", "64MiB"]
+    typed("--hf-config", file, "--sequence", 32, *all_of_it)
+    usual = capsys.readouterr()
+    typed("--hf-config", file, "--sequence", 32, *all_of_it, "--device-memory", "4MiB")
+    asked = capsys.readouterr()
+    assert asked.out == usual.out
+    assert "has 3.00 MiB for programs: planned with that, not 4.00 MiB" in asked.err
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "LlamaForCausalLM"])
+def test_what_the_device_is_missing_is_no_more_than_it_needs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With so much it fits, and with a tenth less it does not: it was once what keeps the whole model there."""
+    file = config_file(name, tmp_path)
+
+    def missing(mib: float) -> float:
+        words = ["--set", f"device.memory_bytes={int(mib * (1 << 20))}", "--batch", 4, "--precision", "float32"]
+        typed("--hf-config", file, "--sequence", 64, *words)
+        found = re.search(r"missing: (\S+) (MiB|KiB) on device", capsys.readouterr().out)
+        return float(found[1]) / (1 if found[2] == "MiB" else 1024) if found else 0.0
+
+    more = missing(2)
+    assert more
+    assert not missing(2 + more + 0.01)
+    assert missing(0.9 * (2 + more))
 
 
 def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,6 +265,8 @@ def test_inference_counts_no_loss_no_states_and_nothing_for_a_backward(
         found.append((Plan.load(tmp_path / "plan.json"), capsys.readouterr().out))
     (trained, _), (plan, out) = found
     assert "log_softmax" not in out
+    assert "model = model.bfloat16()" in out
+    assert plan.peak_bytes["host"] < 0.6 * trained.role_bytes["host"]["param"]
     assert "dropout" not in out
     assert 2 * plan.activation_bytes["as written"] < trained.activation_bytes["as written"]
     assert set(plan.role_bytes["host"]) <= {"param", "compute", "staging"}

@@ -1,0 +1,269 @@
+"""Fills homes with parameters: from ordinary memory, or from the memory of the tiers that a module was built in.
+
+Note "in place": the homes of a module that was built in memory of its tiers are in that same memory, as there is no
+other. Where each parameter goes is known only when all are there, so they are moved within it, in an order that
+overwrites nothing that has not moved; where there is none (two change places) one waits in ordinary memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from hetmem import torch_private
+from hetmem.base.config import Limits
+from hetmem.base.units import format_size, round_down, round_up
+from hetmem.engine.homes import Memory
+from hetmem.engine.param_views import reside, storage_references
+from hetmem.errors import BudgetError
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
+from hetmem.memory.host_pool import PAGE_BYTES
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.mapping import Mapping
+from hetmem.memory.nvme_store import NvmeStore
+
+_ALIGNMENT_BYTES = 512
+_NOWHERE = range(0)
+
+
+class BuildingMemory:
+    """The memory of the tiers that a module is built in: host memory first, then NVMe, then ordinary memory for what is
+    to have its home on the device.
+
+    `host_bytes`: what homes may take of host memory. `device_bytes`: what a budget gives of the device, None = unknown.
+    """
+
+    def __init__(self, limits: Limits, host_bytes: int, device_bytes: int | None) -> None:
+        self.host_bytes = round_down(host_bytes, PAGE_BYTES)
+        self.mapping = Mapping(max(PAGE_BYTES, self.host_bytes))
+        self.store: NvmeStore | None = None
+        self._limits, self._device_bytes = limits, device_bytes
+        self._host_used = self._beside_bytes = 0
+        self._placed: list[torch.Tensor] = []
+        self._files: dict[int, range] = {}
+        """Addresses of what was taken of each file of the store."""
+
+    def place(self, parameter: torch.nn.Parameter) -> None:
+        """Move `parameter`, which is dense and in ordinary memory, to the tiers' memory while it has room."""
+        nbytes = parameter.numel() * parameter.itemsize
+        memory = self._take(nbytes)
+        if memory is None:
+            self._stay(nbytes)
+            return
+        flat = elements(memory, parameter.dtype, parameter.numel())
+        with torch.no_grad():
+            place = flat.as_strided(parameter.shape, parameter.stride())
+            place.copy_(parameter)
+            parameter.data = place
+        self._placed.append(flat)
+
+    def _take(self, nbytes: int) -> memoryview | None:
+        start = round_up(self._host_used, _ALIGNMENT_BYTES)
+        if start + nbytes <= self.host_bytes:
+            self._host_used = start + nbytes
+            return self.mapping.buffer(start, nbytes)
+        if not self._limits.nvme_directories:
+            return None
+        if self.store is None:
+            self.store = NvmeStore(list(self._limits.nvme_directories), self._limits.nvme_bytes)
+        if self.store.reserved_bytes + round_up(nbytes, PAGE_BYTES) > self.store.capacity_bytes:
+            return None
+        extent = self.store.reserve(nbytes)
+        memory = self.store.view(extent)
+        begin = address_of(memory) - extent.offset
+        self._files[extent.file] = range(begin, begin + extent.offset + extent.nbytes)
+        return memory[:nbytes]
+
+    def _stay(self, nbytes: int) -> None:
+        """Count what stays in ordinary memory, which only a device could hold in the end."""
+        self._beside_bytes += nbytes
+        if self._device_bytes is not None and self._beside_bytes > self._device_bytes:
+            raise BudgetError(
+                f"the parameters that are built so far fill host memory ({format_size(self.host_bytes)}) and NVMe "
+                f"({format_size(self._limits.nvme_bytes)}), and {format_size(self._beside_bytes)} of them are beside, "
+                f"which the device ({format_size(self._device_bytes)}) has no room for: raise Budget(host=…), or "
+                f"Budget(nvme=…, nvme_dir=…)"
+            )
+
+    def hand_over(self, module: torch.nn.Module) -> None:
+        """Let homes be reserved in this memory, over what `module` has in it. Tensors outside of `module` that show any
+        of it keep their values, in memory of their own."""
+        owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        for flat in self._placed:
+            if storage_references(flat) > 2 + (flat.untyped_storage()._cdata in owned):
+                give_away(flat)
+        self._placed.clear()
+        if self.store is not None:
+            self.store.forget()
+
+    def source(self, data: torch.Tensor) -> range:
+        """Return the addresses of `data` if it is in this memory."""
+        start = data.data_ptr()
+        host = self.mapping.address
+        if host <= start < host + self._host_used or self.on_disk(start):
+            return range(start, start + data.numel() * data.itemsize)
+        return _NOWHERE
+
+    def on_disk(self, address: int) -> bool:
+        """Return whether `address` is in the store."""
+        return any(address in known for known in self._files.values())
+
+    def clear(self, memory: Memory) -> None:
+        """Zero what homes do not use of the memory that they have now, and give back what no home has."""
+        for chunk in memory.chunks:
+            for role, home in chunk.homes.items():
+                if isinstance(home.memory, memoryview):
+                    _clear_gaps(chunk, role, home.memory)
+        pool = memory.host_pool
+        kept = min(round_up(pool.reserved_bytes, PAGE_BYTES), self.mapping.nbytes)
+        self.mapping.discard(kept, self.mapping.nbytes - kept)
+        self.mapping.shorten(max(PAGE_BYTES, pool.capacity_bytes))
+        if self.store is not None and self.store is memory.store:
+            self.store.trim()
+        elif self.store is not None:
+            self.store.close()
+
+    def close(self) -> None:
+        """Close the store."""
+        if self.store is not None:
+            self.store.close()
+
+
+def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | None = None) -> None:
+    """Move the parameters of `module`, which `memory` was made for, to their homes, and its buffers to the device.
+    Interrupts that are held back come between two of them; those of `Memory.parameters` have moved by then."""
+    buffers = [(buffer, buffer.data.to(memory.device.torch_device)) for buffer in module.buffers()]
+    parameters = dict(module.named_parameters())
+    _take_apart(parameters.values())
+    found = [
+        _managed(memory.chunks[placement.chunk], placement.offset, name, parameter)
+        for placement, (name, parameter) in zip(memory.layout.placements, parameters.items(), strict=True)
+    ]
+    if built is None:
+        for managed in found:
+            HELD_BACK.raise_here()
+            _move(memory, managed, None)
+    else:
+        _move_in_place(memory, found, built)
+        built.clear(memory)
+    for buffer, there in buffers:
+        buffer.data = there
+
+
+def _managed(chunk: Chunk, offset: int, name: str, parameter: torch.nn.Parameter) -> ManagedParameter:
+    data = parameter.data
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
+    strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
+    empty = torch.empty(0, device="cpu")
+    return ManagedParameter(parameter, name, chunk, offset, data.numel(), data.shape, strides, empty, empty)
+
+
+def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory) -> None:
+    """See note "in place"."""
+    sources = [built.source(managed.parameter.data) for managed in found]
+    for index, goes_home in _order(sources, [_target(managed) for managed in found]):
+        HELD_BACK.raise_here()
+        managed = found[index]
+        if goes_home:
+            _move(memory, managed, built)
+        else:
+            managed.parameter.data = managed.parameter.data.clone()
+    for chunk in memory.chunks:
+        chunk.parameters.sort(key=lambda managed: managed.offset)
+
+
+def _target(managed: ManagedParameter) -> range:
+    start = address_of(managed.chunk.homes[Role.PARAM].memory) + managed.offset * managed.chunk.dtype.itemsize
+    return range(start, start + managed.numel * managed.chunk.dtype.itemsize)
+
+
+def _order(sources: Sequence[range], targets: Sequence[range]) -> Iterator[tuple[int, bool]]:
+    """Yield each index once with True, when nothing that has still to move is at its target; before, with False, those
+    that must wait elsewhere. Sources do not overlap each other, nor do targets."""
+    by_start = sorted((index for index, source in enumerate(sources) if source), key=lambda index: sources[index].start)
+    starts = [sources[index].start for index in by_start]
+    blocked: dict[int, set[int]] = {}
+    blocks: dict[int, list[int]] = {}
+    for index, target in enumerate(targets):
+        at = max(0, bisect_right(starts, target.start) - 1)
+        while at < len(starts) and starts[at] < target.stop:
+            other = by_start[at]
+            if other != index and sources[other].stop > target.start:
+                blocked.setdefault(index, set()).add(other)
+                blocks.setdefault(other, []).append(index)
+            at += 1
+    ready = deque(index for index in range(len(targets)) if index not in blocked)
+    while ready or blocked:
+        goes_home = bool(ready)
+        moved = ready.popleft() if goes_home else next(iter(next(iter(blocked.values()))))
+        yield moved, goes_home
+        for index in blocks.pop(moved, ()):
+            blocked[index].discard(moved)
+            if not blocked[index]:
+                del blocked[index]
+                ready.append(index)
+
+
+def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | None) -> None:
+    data, home = managed.parameter.data, managed.view(Role.PARAM)
+    source = built.source(data) if built is not None else _NOWHERE
+    if built is not None and source and home.device.type == "cpu":
+        _copy_bytes(home, data, over_disk=built.on_disk(source.start))
+    else:
+        home.copy_(data)
+    managed.chunk.parameters.append(managed)
+    recast(managed, home)
+    reside(managed, home, memory.device.torch_device)
+
+
+def _copy_bytes(home: torch.Tensor, data: torch.Tensor, *, over_disk: bool) -> None:
+    """Copy `data` to `home`, which may overlap it and is as dense. What is on disk is read from its begin to its end:
+    the system reads ahead of that, and not of copies that go from the end to the begin, as overlapping ones may."""
+    if home.data_ptr() != data.data_ptr():
+        if over_disk:
+            data = data.clone()
+        ctypes.memmove(home.data_ptr(), data.data_ptr(), data.numel() * data.itemsize)
+
+
+def _clear_gaps(chunk: Chunk, role: Role, home: memoryview) -> None:
+    """Zero what no parameter uses of `home`."""
+    memory = np.frombuffer(home, np.uint8)
+    itemsize, end = chunk.dtype_of(role).itemsize, 0
+    for managed in chunk.parameters:
+        memory[end : managed.offset * itemsize] = 0
+        end = (managed.offset + managed.numel) * itemsize
+    memory[end : chunk.home_nbytes(role)] = 0
+
+
+def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Parameters that are parts of one tensor count versions together, and an update of one would look like a write to
+    the others: each gets a counter of its own, unless it has a part in a graph."""
+    of_storage: dict[int, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        of_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    for together in of_storage.values():
+        for parameter in together[1:]:
+            hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            if parameter.grad is None and not hooks and parameter.numel():
+                alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
+                with suppress(RuntimeError):
+                    torch_private.swap_impl(parameter, alone)
+
+
+def recast(managed: ManagedParameter, home: torch.Tensor) -> None:
+    """Make the 16-bit copy at home, if there is one, what `home`, which holds the values of `managed`, says."""
+    if Role.COMPUTE in managed.chunk.homes:
+        with torch.no_grad():
+            managed.view(Role.COMPUTE).copy_(home)
+
+
+def recast_all(chunk: Chunk) -> None:
+    """`recast` of every parameter of `chunk`."""
+    for managed in chunk.parameters:
+        recast(managed, managed.home)
