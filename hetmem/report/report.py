@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hetmem.base.config import VERSION
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
@@ -114,8 +115,6 @@ def report(model: torch.nn.Module) -> MemoryReport:
 
 def _head(model: torch.nn.Module) -> dict[str, Any]:
     """What the run was made with: the device, the profile of the machine, options, and versions."""
-    import hetmem  # the package, which imports this module
-
     interception = registry.of_module(model)
     runtime = interception.runtime
     memory = runtime.memory
@@ -125,7 +124,7 @@ def _head(model: torch.nn.Module) -> dict[str, Any]:
         "sanitize": runtime.sanitize,
     }
     optimizers = [listener.optimizer_options() for listener in interception.gradients.listeners]
-    versions = {"hetmem": hetmem.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"hetmem": VERSION, "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     return {
