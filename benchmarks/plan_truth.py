@@ -230,7 +230,7 @@ def main() -> None:
     batch = tuple(torch.randint(0, VOCABULARY, (ROWS, TOKENS)) for _ in range(2))
     for shape, build in builders(options.width).items():
         if options.only in (None, shape):
-            work = trace(planner.Call(build, batch))
+            work = trace(planner.TracedCall(build, batch))
             for case in CASES:
                 print(row(shape, case, build, batch, work, base, options.steps, how), flush=True)
                 gc.collect()

@@ -61,6 +61,11 @@ class RunnablePlan(Protocol):
         ...
 
     @property
+    def activations(self) -> str:
+        """What becomes of activations, as `manage` has it."""
+        ...
+
+    @property
     def optimizer(self) -> dict[str, str]:
         """The options that `hetmem.AdamW` is to be made with, beside torch's and the default ones."""
         ...
@@ -185,7 +190,8 @@ def _manage(
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     with HELD_BACK, ExitStack() as undone:
         with torch.inference_mode(False):  # where tensors take writes later
-            moves = activations != "keep"
+            how = activations if activations != "keep" or planned is None else planned.activations
+            moves = how != "keep"
             memory = build_memory(
                 module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves, built=built
             )
@@ -206,7 +212,7 @@ def _manage(
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
         grad_scalers.watch()
-        registry.add(module, Interception(module, runtime, activations))
+        registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
     return module
 

@@ -71,6 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpointing", action="store_true", help="activations of every repeated layer are computed again"
     )
+    parser.add_argument(
+        "--activations", default="keep", help="as in hetmem.manage(activations=…): keep, offload or auto"
+    )
     parser.add_argument("--overlap", default="off", help="as in hetmem.AdamW(overlap=…): off, backward or forward")
     parser.add_argument("--gradients", default="visible", help="as in hetmem.AdamW(gradients=…): visible or streamed")
     parser.add_argument(
@@ -147,7 +150,7 @@ def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
         print(f"hetmem plan: {profile.name} has {has} for programs: planned with that, not {asked}", file=sys.stderr)
     limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
-    same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference"
+    same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference activations"
     plan = planner.plan_within(
         _call(options),
         planner.capacities_of(limits, profile),
@@ -189,7 +192,9 @@ def _call(options: argparse.Namespace) -> Any:
         raise planner.PlanError("give all inputs a name, or none: --input NAME=4x2048")
     else:
         by_name = {name: tensor for name, tensor in inputs if name is not None}
-        call = planner.Call(_function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed)
+        call = planner.TracedCall(
+            _function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed
+        )
     if options.lora is not None:
         return planner.with_adapters(call, options.lora)
     alone = options.inference and mixed is torch.bfloat16  # no update needs weights in float32

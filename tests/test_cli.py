@@ -278,3 +278,15 @@ def test_a_trace_for_perfetto_is_told_from_a_report(tmp_path: Path, capsys: pyte
     assert main(["report", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.trace.json")]) == 0
     assert main(["report", str(tmp_path / "a.trace.json")]) == 2
     assert "is a trace for Perfetto, which is not read back: save one with" in capsys.readouterr().err
+
+
+def test_bench_prints_each_way_beside_its_ceiling_and_saves_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bench.json"
+    assert main(["bench", "transfers", "--quick", "--nvme-dir", str(tmp_path), "-o", str(path)]) == 0
+    said, saved = capsys.readouterr().out, json.loads(path.read_text())
+    assert saved["schema_version"] == 2
+    assert {row["route"] for row in saved["rows"]} >= {"host memory", "NVMe, read", "NVMe, write"}
+    assert all(row["of_ceiling"] > 0 and row["way"] in said for row in saved["rows"])
+    assert max(row["of_ceiling"] for row in saved["rows"] if row["route"] == "NVMe, read") == 1.0

@@ -78,7 +78,7 @@ def test_what_a_folder_tests_is_taken_from_there_by_no_other_folder() -> None:
         ("from hetmem.planner.plan import Plan", False),
         ("import torch.nn", False),
         ("from hetmem import engine", True),
-        ("from hetmem.planner import Call", True),
+        ("from hetmem.planner import TracedCall", True),
         ("import hetmem.engine.runtime", True),
         ("def late():\n    from hetmem.schedule.trace import Tier", True),
     ],

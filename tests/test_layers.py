@@ -42,13 +42,6 @@ DECIDE_TOO = {
     f"hetmem.planner.{name}"
     for name in "decide reservation search simulator step_program simulated_updates workload".split()
 }
-# Upward still, each until what it needs is handed in from above.
-UPWARD = {
-    ("hetmem.engine.gradients", "hetmem.intercept.grad_hooks"),
-    ("hetmem.engine.gradients", "hetmem.intercept.phases"),
-    ("hetmem.engine.runtime", "hetmem.intercept.async_params"),
-}
-
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
 WRITERS = {
     "homes": "hetmem.engine.homes",
@@ -164,7 +157,7 @@ def points_upward(module: Module, modules: Mapping[str, Module]) -> Iterator[str
         if not is_ours(taken.target) or target == module.part or {module.part, target} - LAYERS.keys():
             continue
         above, below = LAYERS[module.part], LAYERS[target]
-        if above <= below and (module.name, taken.target) not in UPWARD:
+        if above <= below:
             yield f"{module.name}:{taken.line} (layer {above}) imports {taken.target} (layer {below})"
 
 

@@ -20,7 +20,8 @@ PUBLIC = {
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate available_bytes captures copier copy_in cores fragment_bytes gradient_out peak_bytes "
     "pin pool remarks tell_refusals torch_device watched",
-    "Plan": "activation_bytes advice alternatives approximations at_peak best binding budget budget_bytes budget_in "
+    "Plan": "activation_bytes activation_choices activations advice alternatives approximations at_peak best binding "
+    "budget budget_bytes budget_in "
     "capacity_bytes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor decorator "
     "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
     "link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model needs_its_file nvme_directories "
@@ -32,7 +33,7 @@ PUBLIC = {
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",
     "managed": "budget options",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches checkpointing overlap "
-    "gradients real moments stochastic_rounding inference",
+    "gradients real moments stochastic_rounding inference activations",
     "progress": "model",
     "release": "module",
     "report": "model",
@@ -40,7 +41,7 @@ PUBLIC = {
 }
 """By name: the public attributes of a class, the parameters of a function, in the order in which they come."""
 
-STILL_TWICE = {"Block", "Call", "Job", "Link", "Segments", "Way", "Write", "_Buffer", "_UnderWay"}
+STILL_TWICE = {"Segments", "Write"}
 """Each until one of the two has a name of its own."""
 
 

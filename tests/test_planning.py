@@ -131,7 +131,7 @@ def test_what_is_arranged_is_what_is_reserved(
     copies: bool | None,
     tmp_path: Path,
 ) -> None:
-    workload = trace(planner.Call(build, BATCH, None, mixed_precision))
+    workload = trace(planner.TracedCall(build, BATCH, None, mixed_precision))
     made = arrange(workload, Capacities(2 * MIB, host, nvme, MIB, home_copies=copies), chunk_bytes)
     directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
     budget = hetmem.Budget(device=2 * MIB, host=host, device_chunks=MIB, home_copies=copies, **directory)
@@ -155,7 +155,7 @@ def test_what_is_arranged_is_what_is_reserved(
 def test_the_homes_that_a_run_moves_to_the_device_are_the_planned_ones(
     host: int, nvme: int, model: dict[str, bool], mixed_precision: torch.dtype | None, tmp_path: Path
 ) -> None:
-    workload = trace(planner.Call(lambda: GPT(**model), BATCH, mixed_precision=mixed_precision))
+    workload = trace(planner.TracedCall(lambda: GPT(**model), BATCH, mixed_precision=mixed_precision))
     capacities = Capacities(8 * MIB, host, nvme, 3 * MIB)
     planned = Rehearsal(workload, arrange(workload, capacities, 128 * KIB), capacities, planner.load_profile("l4"))
     directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
@@ -176,7 +176,7 @@ def test_the_homes_that_a_run_moves_to_the_device_are_the_planned_ones(
 
 
 def test_the_trace_uses_what_a_run_uses() -> None:
-    workload = trace(planner.Call(lambda: GPT(2), BATCH))
+    workload = trace(planner.TracedCall(lambda: GPT(2), BATCH))
     model = hetmem.manage(GPT(2), hetmem.Budget(device="2MiB", host="16MiB", device_chunks="1MiB"), device="sim")
     model(BATCH).backward()
     traces = registry.of_module(model).runtime.tracer
@@ -200,7 +200,7 @@ class Called(nn.Module):
 
 
 def test_calls_of_modules_and_functions_are_counted_where_they_are_made() -> None:
-    events = trace(planner.Call(Called, torch.zeros(2, 4))).events
+    events = trace(planner.TracedCall(Called, torch.zeros(2, 4))).events
     assert [(e.kind, e.during.calls, e.after.calls) for e in events if e.during.calls or e.after.calls] == [
         (Kind.FORWARD, 0, 3),  # until the layer's weight is used, by a call that is the third
         (Kind.USE, 0, 3),
@@ -215,11 +215,11 @@ def test_flops_are_those_of_torchs_own_counter() -> None:
         model(BATCH).backward()
     attention = 2 * 2 * 2 * 32 * 32 * WIDTH * 2  # two products of scores and values a layer, which it does not know
     backward = attention * 5 // 2
-    assert trace(planner.Call(lambda: GPT(2), BATCH)).flops == counter.get_total_flops() + attention + backward
+    assert trace(planner.TracedCall(lambda: GPT(2), BATCH)).flops == counter.get_total_flops() + attention + backward
 
 
 def test_checkpointing_needs_fewer_bytes_and_more_work() -> None:
-    call = planner.Call(GPT, torch.zeros(4, 64, dtype=torch.int64))
+    call = planner.TracedCall(GPT, torch.zeros(4, 64, dtype=torch.int64))
     plain, light = trace(call), checkpointed(call)
     assert light is not None
     assert light.peak_live_bytes < plain.peak_live_bytes
@@ -228,7 +228,7 @@ def test_checkpointing_needs_fewer_bytes_and_more_work() -> None:
 
 
 def test_a_divided_batch_has_a_part_of_the_rows_and_all_of_the_weights() -> None:
-    call = planner.Call(GPT, {"x": torch.zeros(8, 16, dtype=torch.int64)})
+    call = planner.TracedCall(GPT, {"x": torch.zeros(8, 16, dtype=torch.int64)})
     half = trace(divided(call, 2))
     assert (half.rows, half.tokens, half.numel) == (4, 64, trace(call).numel)
 
@@ -276,7 +276,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     [
         ("fits", "yes", "plan: fits: expected bool, got 'yes'"),
         ("chunk_bytes", 1.5, "plan: chunk_bytes: expected int | null of numbers"),
-        ("version", 0, "plan: version: expected 6, got 0: another hetmem made it; plan again"),
+        ("version", 0, "plan: version: expected 7, got 0: another hetmem made it; plan again"),
         ("terms", None, "plan: terms: expected dict[str, float] of numbers"),
         ("mixed_precision", "float8", "plan: mixed_precision: expected bfloat16, float16 or null, got 'float8'"),
         ("capacity_bytes", {}, "plan: capacity_bytes: expected numbers for device, host, nvme, got {}"),

@@ -165,7 +165,7 @@ def _register(notes: Notes, gib: int, nbytes: int) -> None:
 def ways(notes: Notes) -> None:
     """Every way across the link, alone and beside products; the better one is kept with device and driver."""
     from hetmem.cuda.backend import backend
-    from hetmem.memory.cuda_copies import Way, save_ways
+    from hetmem.memory.cuda_copies import CopyPath, save_ways
     from hetmem.memory.cuda_device import CudaDevice, driver_version
     from hetmem.tools.link_ways import BLOCKS, LinkCrossing, fastest
 
@@ -176,8 +176,8 @@ def ways(notes: Notes) -> None:
     with LinkCrossing(CudaDevice(), kernels, elements, side) as crossing:
         products = crossing.products_seconds(5)
         notes.number(f"{crossing.products} products of {side} x {side} alone", 1e3 * products, "ms")
-        found: dict[bool, dict[tuple[Way, int], float]] = {True: {}, False: {}}
-        tried = [(Way.COPY_ENGINE, 0), *((Way.KERNEL, blocks) for blocks in BLOCKS if kernels.native)]
+        found: dict[bool, dict[tuple[CopyPath, int], float]] = {True: {}, False: {}}
+        tried = [(CopyPath.COPY_ENGINE, 0), *((CopyPath.KERNEL, blocks) for blocks in BLOCKS if kernels.native)]
         for inwards, what in ((False, "gradients out"), (True, "weights in")):
             for way, blocks in tried:
                 alone, beside = (
@@ -189,8 +189,8 @@ def ways(notes: Notes) -> None:
                 rate = {"alone ms": 1e3 * alone, "alone, GB/s at home": crossed / alone / 1e9}
                 notes.number(name, 1e3 * beside, "ms", ceiling=1e3 * max(alone, products), **rate)
     if kernels.native:
-        engine = [found[inwards][Way.COPY_ENGINE, 0] for inwards in (True, False)]
-        grids = [{blocks: found[inwards][Way.KERNEL, blocks] for blocks in BLOCKS} for inwards in (True, False)]
+        engine = [found[inwards][CopyPath.COPY_ENGINE, 0] for inwards in (True, False)]
+        grids = [{blocks: found[inwards][CopyPath.KERNEL, blocks] for blocks in BLOCKS} for inwards in (True, False)]
         best = fastest(engine[0], grids[0], engine[1], grids[1])
         save_ways(best, torch.cuda.get_device_name(), driver_version())  # for the stages that follow
         notes.text(

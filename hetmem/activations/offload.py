@@ -180,7 +180,7 @@ class Activations:
                 chunk
                 for chunk in memory.chunks
                 if Role.GRAD not in chunk.homes
-                and memory.streams
+                and memory.uses_copies
                 and not memory.lends(chunk)
                 and any(managed.parameter.requires_grad for managed in chunk.parameters)
             ]

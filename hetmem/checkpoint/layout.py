@@ -55,7 +55,7 @@ Index = tuple[int | slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class FileBlock:
     """`tensor[index]`: `nbytes` from byte `offset` of its data on."""
 
     index: Index
@@ -77,17 +77,17 @@ class Stored:
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[FileBlock]:
         """Its parts that are moved and checked each by itself, in the order of their bytes. They depend on shape and
         dtype alone."""
         return list(_blocks(self.shape, self.nbytes, 0, ()))
 
 
-def _blocks(shape: tuple[int, ...], nbytes: int, offset: int, index: Index) -> Iterator[Block]:
+def _blocks(shape: tuple[int, ...], nbytes: int, offset: int, index: Index) -> Iterator[FileBlock]:
     if nbytes == 0:
         return
     if nbytes <= BLOCK_BYTES:
-        yield Block(index, offset, nbytes)
+        yield FileBlock(index, offset, nbytes)
         return
     row = nbytes // shape[0]
     if row > BLOCK_BYTES:
@@ -97,7 +97,7 @@ def _blocks(shape: tuple[int, ...], nbytes: int, offset: int, index: Index) -> I
     rows = BLOCK_BYTES // row
     for first in range(0, shape[0], rows):
         last = min(first + rows, shape[0])
-        yield Block((*index, slice(first, last)), offset + first * row, (last - first) * row)
+        yield FileBlock((*index, slice(first, last)), offset + first * row, (last - first) * row)
 
 
 def arrange(tensors: Mapping[str, torch.Tensor]) -> list[Stored]:

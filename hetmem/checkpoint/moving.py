@@ -17,15 +17,15 @@ import torch
 
 from hetmem.checkpoint import layout
 from hetmem.checkpoint.disk import OpenFile, read_at, write_at
-from hetmem.checkpoint.layout import Block, Stored
+from hetmem.checkpoint.layout import FileBlock, Stored
 from hetmem.errors import CheckpointError
 from hetmem.memory import mapping
 
 THREADS = 4
-Job = Callable[["_Buffer"], Any]
+BlockJob = Callable[["_BlockBuffer"], Any]
 
 
-class _Buffer(threading.local):
+class _BlockBuffer(threading.local):
     """Memory of a thread for one block at a time. Not from the allocator, which would keep it afterwards."""
 
     memory: mapping.Mapping | None = None
@@ -39,7 +39,7 @@ class _Buffer(threading.local):
         return torch.frombuffer(self.memory.buffer(0, nbytes), dtype=dtype).view(shape)
 
 
-class _UnderWay:
+class _RunningJobs:
     """Which jobs run. `end` waits for them however often that is interrupted: what is still moved would go to a
     descriptor, or memory, that belongs to others then. (A thread whose `join` is interrupted seems over.)"""
 
@@ -47,7 +47,7 @@ class _UnderWay:
         self._changed = threading.Condition()
         self._running, self._over = 0, False
 
-    def run(self, job: Job, buffer: _Buffer) -> Any:
+    def run(self, job: BlockJob, buffer: _BlockBuffer) -> Any:
         """What `job` returns; after the end nothing begins."""
         with self._changed:
             if self._over:
@@ -75,9 +75,9 @@ class _UnderWay:
             raise again
 
 
-def run(jobs: Iterable[Job]) -> list[Any]:
+def run(jobs: Iterable[BlockJob]) -> list[Any]:
     """What `jobs` return, in their order. After an error no further one begins; none runs any more at the end."""
-    buffer, under_way = _Buffer(), _UnderWay()
+    buffer, under_way = _BlockBuffer(), _RunningJobs()
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint")
     try:
         return list(pool.map(lambda job: under_way.run(job, buffer), jobs))
@@ -110,7 +110,7 @@ def write_tensors(
 
 
 @torch.no_grad()
-def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: Block, buffer: _Buffer) -> int:
+def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: FileBlock, buffer: _BlockBuffer) -> int:
     piece = tensor.detach()[block.index]
     if not _is_memory(piece):
         piece = buffer.like(piece.shape, piece.dtype).copy_(piece)
@@ -150,14 +150,14 @@ def read_tensors(
                 torch.autograd.graph.increment_version(tensor)
 
 
-def _with_checks(one: Stored, checks: Mapping[str, list[int]] | None) -> Iterator[tuple[Block, int | None]]:
+def _with_checks(one: Stored, checks: Mapping[str, list[int]] | None) -> Iterator[tuple[FileBlock, int | None]]:
     blocks = one.blocks()
     yield from zip(blocks, [None] * len(blocks) if checks is None else checks[one.name], strict=True)
 
 
 @torch.no_grad()
 def _read(
-    file: OpenFile, stored: Stored, block: Block, check: int | None, into: torch.Tensor | None, buffer: _Buffer
+    file: OpenFile, stored: Stored, block: FileBlock, check: int | None, into: torch.Tensor | None, buffer: _BlockBuffer
 ) -> int:
     """Read one block; returns its CRC-32, which is `check` if that is given."""
     piece = None if into is None else into[block.index]

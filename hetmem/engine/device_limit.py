@@ -503,7 +503,7 @@ class DeviceRoom:
         """What the device has for all but homes that must be there and as many copies as let some come before their
         use."""
         memory, slots = self._memory, 0
-        if memory.streams:
+        if memory.uses_copies:
             blocks = self._traffic.residency.blocks
             used = {moment.blocks for trace in self._tracer.book.traces() for moment in trace.moments}
             most = max((sum(blocks[block].span for block in at_once) for at_once in used), default=0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -26,10 +26,7 @@ from hetmem.engine.param_views import (
     take_gradient,
 )
 from hetmem.engine.runtime import Runtime
-from hetmem.intercept.grad_hooks import AfterArrival, BeforeArrival, order_hooks
-from hetmem.intercept.phases import Segments
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
-from hetmem.memory.widened import stored
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role, stored
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 
@@ -106,12 +103,36 @@ class GradientListener(Protocol):
         """The homes of `chunk` have moved."""
 
 
+class Backwards(Protocol):
+    """What is known of the backward that runs. It calls `backward_began` and `backward_ended` around each."""
+
+    unseen: bool
+    backward_began: Callable[[], Any]
+    backward_ended: Callable[[], Any]
+
+    @property
+    def several(self) -> bool:
+        """Say whether a backward now may be of several forwards."""
+        ...
+
+    def on_backward(self) -> None:
+        """Note that a gradient arrives, of a backward that may have begun just now."""
+
+
+class ArrivalHooks(NamedTuple):
+    """Makes hooks of autograd, for before and after a gradient is accumulated, and orders them among the user's."""
+
+    before: Callable[[GradientSink, ManagedParameter], Callable[[torch.Tensor], None]]
+    after: Callable[[GradientSink, ManagedParameter], Callable[[torch.Tensor], None]]
+    order: Callable[[GradientSink, torch.Tensor, int], list[Any]]
+
+
 class GradientSink:
     """Takes the gradients of one model from autograd, and sends them home."""
 
-    def __init__(self, runtime: Runtime, segments: Segments) -> None:
+    def __init__(self, runtime: Runtime, segments: Backwards, hooks: ArrivalHooks) -> None:
         self.runtime = runtime
-        self.segments = segments
+        self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
         self.listeners: WeakOnes[GradientListener] = WeakOnes()
         self.within_step = False
@@ -140,9 +161,8 @@ class GradientSink:
         if managed.grad_hooked or not managed.parameter.requires_grad:
             return
         managed.grad_hooked = True
-        before, after = BeforeArrival(self, managed), AfterArrival(self, managed)
-        self._before[id(managed)] = managed.parameter.register_hook(before)
-        handle = managed.parameter.register_post_accumulate_grad_hook(after)
+        self._before[id(managed)] = managed.parameter.register_hook(self._hooks.before(self, managed))
+        handle = managed.parameter.register_post_accumulate_grad_hook(self._hooks.after(self, managed))
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
         self._handles.append(handle)
         others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
@@ -264,7 +284,7 @@ class GradientSink:
     def _look_at_parameters(self) -> None:
         for managed in self.runtime.parameters:
             if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
-                self._handles += order_hooks(self, managed.parameter, self._before[id(managed)].id)
+                self._handles += self._hooks.order(self, managed.parameter, self._before[id(managed)].id)
             gradient = managed.parameter.grad
             if (
                 gradient is None

@@ -99,7 +99,7 @@ class Memory:
         return (managed for chunk in self.chunks for managed in chunk.parameters)
 
     @property
-    def streams(self) -> bool:
+    def uses_copies(self) -> bool:
         """Whether operators see copies, not the homes, which are all on the device in the dtype that computes then."""
         return not self.resident or self.mixed_precision is not None
 
@@ -348,7 +348,7 @@ class Memory:
     def device_slots(self, non_model_bytes: int) -> int:
         """Return how many slots chunks may take while everything else takes `non_model_bytes`."""
         room = self.room_bytes(non_model_bytes)
-        return max(0, room // self.device_pool.slot_bytes) if self.streams else 0
+        return max(0, room // self.device_pool.slot_bytes) if self.uses_copies else 0
 
     def room_bytes(self, non_model_bytes: int) -> int:
         """Return the bytes left for copies beside `non_model_bytes`; below zero if homes take more."""

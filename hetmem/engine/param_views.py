@@ -19,9 +19,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, Widened, give_away, stored
 from hetmem.memory.device import DevicePool
-from hetmem.memory.widened import Widened, stored
 
 
 class Bindings:

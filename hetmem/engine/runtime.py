@@ -24,7 +24,6 @@ from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.turns import Turn
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
-from hetmem.intercept.async_params import Trailing
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.memory.host_pool import later
 from hetmem.memory.live_bytes import nobody_sees
@@ -77,7 +76,8 @@ class Runtime:
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.trailing = Trailing(self.chunks, self.traffic, self.monitor, self.turn, self.writes.touched.add)
+        self.trailing: Any
+        """The parameters that are marked between calls of the model; set by what intercepts these."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
         self.planned_optimizer: Mapping[str, str] = {}
@@ -400,7 +400,7 @@ class Runtime:
         `unwatched`."""
         if self._holds_all and managed.device is not None:
             return managed.device
-        if not self.memory.streams:
+        if not self.memory.uses_copies:
             return managed.home
         if self._held:
             self._let_go()
@@ -532,7 +532,7 @@ class Runtime:
 
     def renew_touched(self) -> None:
         """A backward begins."""
-        if not self.memory.streams:
+        if not self.memory.uses_copies:
             return
         with self.unwatched():
             if self.writes.renew_touched():

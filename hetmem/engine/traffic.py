@@ -61,7 +61,7 @@ class Traffic:
 
     def register_home(self, chunk: Chunk, role: Role) -> None:
         """Let the residency know the home of `role`, unless operators see the home itself."""
-        if self._memory.streams:
+        if self._memory.uses_copies:
             block = self.residency.add(self._memory.block(chunk, role))
             self._memory.number(chunk, role, block)
             self.executor.chunk_of_block[block] = (chunk, role)

@@ -140,8 +140,10 @@ def _tell_of_end(began: list[Interception]) -> None:
 def _may_cross(began: list[Interception]) -> bool:
     """Whether a graph may have nodes of the host beside those of a device (see note "one thread"), or asks for what has
     left that device, as one thread may."""
-    crossing = (each.runtime.memory for each in began if each.runtime.memory.streams or each.activations is not None)
-    return any(memory.device.torch_device.type != "cpu" for memory in crossing)
+    memories = (
+        each.runtime.memory for each in began if each.runtime.memory.uses_copies or each.activations is not None
+    )
+    return any(memory.device.torch_device.type != "cpu" for memory in memories)
 
 
 @uncompiled

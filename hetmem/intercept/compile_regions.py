@@ -107,7 +107,7 @@ class Regions:
     def _weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
         """Those of `module` that are brought to the device."""
         by_id = self._runtime.bindings.by_id
-        if not self._runtime.memory.streams:
+        if not self._runtime.memory.uses_copies:
             return []
         return [by_id[id(parameter)] for parameter in module.parameters() if id(parameter) in by_id]
 

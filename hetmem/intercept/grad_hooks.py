@@ -6,42 +6,17 @@ They tell a sink of gradients, which they do not hold: a parameter must not keep
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from hetmem.engine.runtime import Runtime
+from hetmem.engine.gradients import ArrivalHooks, GradientSink
 from hetmem.intercept.dynamo import called_by_autograd, opaque, set_compiler
-from hetmem.intercept.phases import Segments
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
 
-class Sink(Protocol):
-    """Who is told."""
-
-    runtime: Runtime
-    segments: Segments
-    is_simple: bool
-    """Whether a gradient that is about to be accumulated concerns nothing but its parameter."""
-    sent_home: list[ManagedParameter]
-    taken: dict[ManagedParameter, torch.Tensor | None]
-    """What was in `p.grad` of those whose gradient is being accumulated."""
-
-    def before(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is about to be accumulated."""
-
-    def after(self, managed: ManagedParameter) -> None:
-        """It was."""
-
-    def arrive(self) -> None:
-        """All gradients have to be at home."""
-
-    def send_home(self, managed: ManagedParameter) -> None:
-        """Hooks of the user run at `managed`."""
-
-
-def order_hooks(sink: Sink, parameter: torch.Tensor, own: int) -> list[Any]:
+def order_hooks(sink: GradientSink, parameter: torch.Tensor, own: int) -> list[Any]:
     """The user's hooks for what arrives at `parameter` find all gradients at home, its own too: that is taken away by
     the hook with the number `own`, behind them. Returns the handle of a hook that is new, if one is."""
     hooks: Any = parameter._backward_hooks
@@ -58,7 +33,7 @@ class BeforeArrival:
 
     __torch_unserialize__ = True  # torch warns of hooks that are lost on pickling; this one is meant to be
 
-    def __init__(self, sink: Sink, managed: ManagedParameter) -> None:
+    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
     @opaque
@@ -80,7 +55,7 @@ class BeforeArrival:
                 sink.taken[managed] = None
 
     @called_by_autograd
-    def _tell(self, sink: Sink, managed: ManagedParameter) -> None:
+    def _tell(self, sink: GradientSink, managed: ManagedParameter) -> None:
         if not sink.runtime.in_backward:
             sink.segments.on_backward()
         sink.before(managed)
@@ -91,7 +66,7 @@ class _Arrive:
 
     __torch_unserialize__ = True
 
-    def __init__(self, sink: Sink, parameter: torch.Tensor) -> None:
+    def __init__(self, sink: GradientSink, parameter: torch.Tensor) -> None:
         self._sink, self._key = weakref.ref(sink), id(parameter)
 
     @called_by_autograd
@@ -107,7 +82,7 @@ class _Arrive:
 class AfterArrival:
     """Post-accumulate hook: takes what arrived."""
 
-    def __init__(self, sink: Sink, managed: ManagedParameter) -> None:
+    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
     @opaque
@@ -122,3 +97,6 @@ class AfterArrival:
             finally:
                 if compiler is not None:
                     set_compiler(compiler)
+
+
+HOOKS = ArrivalHooks(BeforeArrival, AfterArrival, order_hooks)

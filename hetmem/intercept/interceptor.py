@@ -18,13 +18,13 @@ import torch
 
 from hetmem import torch_private
 from hetmem.activations.offload import Activations
-from hetmem.base.config import ActivationsName
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.rehome import ResidentShare
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, in_backward
 from hetmem.errors import ManageError
+from hetmem.intercept.async_params import Trailing
 from hetmem.intercept.compile_regions import Regions
 from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
 from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
@@ -37,6 +37,7 @@ from hetmem.intercept.forward_scope import (
     outermost_of_modules,
     running,
 )
+from hetmem.intercept.grad_hooks import HOOKS
 from hetmem.intercept.module_hooks import (
     AfterForward,
     BeforeForward,
@@ -71,14 +72,17 @@ class Interception:
     the user, which run between nodes, find parameters at home.
     """
 
-    def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: ActivationsName = "keep") -> None:
+    def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: str = "keep") -> None:
         self.runtime = runtime
         self.activations: Activations | None = None
         self.activations_asked = activations
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = Segments(runtime)
-        self.gradients = GradientSink(runtime, self.segments)
+        runtime.trailing = Trailing(
+            runtime.chunks, runtime.traffic, runtime.monitor, runtime.turn, runtime.writes.touched.add
+        )
+        self.gradients = GradientSink(runtime, self.segments, HOOKS)
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self._computes = _OfThread()
@@ -114,7 +118,7 @@ class Interception:
             self._handles.append(part.register_state_dict_pre_hook(reading))
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
         self._handles += hook_conversions(module.modules(), self)
-        if self.runtime.memory.streams:
+        if self.runtime.memory.uses_copies:
             for managed in self.runtime.parameters:
                 self.gradients.install(managed)
 
@@ -165,7 +169,7 @@ class Interception:
                 if not self._regions.runs:
                     if self._is_quiet(compute, call, module):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
-                        self._tracing.binds = self.runtime.memory.streams
+                        self._tracing.binds = self.runtime.memory.uses_copies
                     else:
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
@@ -183,7 +187,7 @@ class Interception:
             return False
         if compute.compiler is not None or self._regions.compiler is not None:
             return False
-        if not self.runtime.memory.streams:
+        if not self.runtime.memory.uses_copies:
             return True
         if compute.task >= 0 or self._regions.any_asked or self._saved.casts.are_made():
             return False
@@ -195,9 +199,9 @@ class Interception:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
         self.refuse_a_fork("a forward")
         memory = self.runtime.memory
-        if memory.device.captures() and (memory.streams or memory.may_leave_device or self.activations is not None):
+        if memory.device.captures() and (memory.uses_copies or memory.may_leave_device or self.activations is not None):
             self.refuse_a_capture("a forward")
-        refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.streams)
+        refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.uses_copies)
         compute = self._begin(call)
         compute.compiler = compiler
         if compute.task < 0:
@@ -229,7 +233,7 @@ class Interception:
                 runtime.writes.notice_all()
                 key, size, tokens = signature(module, args, kwargs)
                 runtime.events.feed(tokens, trains=torch.is_grad_enabled())
-            for managed in runtime.parameters if runtime.memory.streams else ():
+            for managed in runtime.parameters if runtime.memory.uses_copies else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
             if self.activations is not None and torch.is_grad_enabled():
@@ -249,10 +253,10 @@ class Interception:
     def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
         """`watched`: the device may refuse memory that nobody knows of yet."""
         memory = self.runtime.memory
-        leaves = watched and (memory.streams or memory.may_leave_device)
+        leaves = watched and (memory.uses_copies or memory.may_leave_device)
         if leaves:
             compute.enter_functions(self._watched)
-        if not memory.streams:
+        if not memory.uses_copies:
             if compute.task < 0 and (leaves or self.activations is not None):
                 self._saved.enter(compute)
             return
@@ -279,7 +283,7 @@ class Interception:
         """Whether a backward may ask the device for memory that is not known of, and refused without a look at it."""
         runtime = self.runtime
         return (
-            runtime.memory.streams
+            runtime.memory.uses_copies
             and not runtime.memory.device.watched
             and (runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1)
         )
@@ -349,7 +353,7 @@ class Interception:
     def backward_begins(self) -> None:
         """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
         runtime = self.runtime
-        if not runtime.memory.streams:
+        if not runtime.memory.uses_copies:
             return
         if not self._backwards:
             runtime.trailing.pause()

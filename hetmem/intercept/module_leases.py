@@ -41,7 +41,7 @@ class Leases:
         for key in map(id, module._parameters.values()):
             if key in by_id:
                 used += (by_id[key],)
-        if used and self._runtime.memory.streams and (not used[1:] or self._fit(used)):
+        if used and self._runtime.memory.uses_copies and (not used[1:] or self._fit(used)):
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
                 if torch.is_autocast_enabled(self._device_type):  # asked here, as it is at each call

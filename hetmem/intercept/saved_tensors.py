@@ -83,7 +83,7 @@ class SavedTensors:
     @called_by_autograd
     def on_backward(self) -> None:
         """Something that this has saved is needed."""
-        if self._runtime.memory.streams:
+        if self._runtime.memory.uses_copies:
             self.segments.on_backward()
 
     def enter(self, compute: Compute) -> None:
@@ -155,7 +155,7 @@ class SavedTensors:
         of autocast would hold a copy of the whole model."""
         base = tensor if tensor._base is None else tensor._base
         cast: Any = base.grad_fn
-        if cast is None or cast.__class__ is not _CAST or tensor._version or not self._runtime.memory.streams:
+        if cast is None or cast.__class__ is not _CAST or tensor._version or not self._runtime.memory.uses_copies:
             return None
         managed = self._by_id.get(id(getattr(cast.next_functions[0][0], "variable", None)))
         if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:

@@ -33,7 +33,7 @@ from hetmem.cuda.segments import Segments
 UNMEASURED = "not measured on this GPU: run `hetmem probe`"
 
 
-class Way(str, Enum):
+class CopyPath(str, Enum):
     """Who moves the bytes."""
 
     COPY_ENGINE = "copy engine"
@@ -51,8 +51,8 @@ class Ways:
     the copy engine's rate and write it at the same.
     """
 
-    weights: Way = Way.COPY_ENGINE
-    gradients: Way = Way.KERNEL
+    weights: CopyPath = CopyPath.COPY_ENGINE
+    gradients: CopyPath = CopyPath.KERNEL
     blocks: int = 32
     source: str = UNMEASURED
 
@@ -65,7 +65,9 @@ def load_ways(device_name: str, driver: str) -> Ways:
     is a cache."""
     try:
         known: Mapping[str, Any] = dict(kept(WAYS_FILE).get(_key(device_name, driver)) or {})
-        return Ways(Way(known["weights"]), Way(known["gradients"]), max(1, int(known["blocks"])), str(known["source"]))
+        return Ways(
+            CopyPath(known["weights"]), CopyPath(known["gradients"]), max(1, int(known["blocks"])), str(known["source"])
+        )
     except (KeyError, TypeError, ValueError, OverflowError):
         return Ways()
 
@@ -153,7 +155,7 @@ class Moves:
         """Host memory `source` to device memory `target`, both 1-D, contiguous and as long; cast if dtypes differ."""
         if source.dtype is target.dtype:
             target.copy_(source, non_blocking=True)
-        elif self.ways.weights is Way.KERNEL and self._has_cast(source, target) and self._is_mapped(source):
+        elif self.ways.weights is CopyPath.KERNEL and self._has_cast(source, target) and self._is_mapped(source):
             for part in _pieces(source.numel(), KERNEL_ELEMENTS):
                 self._cast(target[part], source[part], self.ways.blocks)
         else:
@@ -211,7 +213,7 @@ class Moves:
                 self._by_torch(home, gradient, add=add)
 
     def _has_kernel(self, home: torch.Tensor, gradient: torch.Tensor) -> bool:
-        wanted = self.kernels.native and self.ways.gradients is Way.KERNEL
+        wanted = self.kernels.native and self.ways.gradients is CopyPath.KERNEL
         return wanted and (gradient.dtype, home.dtype) in GRADIENTS and self._is_mapped(home)
 
     def _by_kernel(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:

@@ -35,7 +35,7 @@ from hetmem.memory.nvme_file import BLOCK_BYTES, Move, StoreFile
 _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
 
 
-class Link:
+class DiskLink:
     """One direction: the bytes moved, the time it was busy, and the requests that the system has not answered.
 
     Each file has threads of its own, so that no disk waits for another. A transfer is shared out to all of them, also
@@ -208,7 +208,7 @@ class _Request:
 class _Transfer:
     """One read or write, cut into requests; the last request to end settles the future."""
 
-    def __init__(self, link: Link, file: StoreFile, memory: memoryview, position: int) -> None:
+    def __init__(self, link: DiskLink, file: StoreFile, memory: memoryview, position: int) -> None:
         self._link = link
         self._file = file
         self._memory = memory

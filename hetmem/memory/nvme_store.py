@@ -23,7 +23,7 @@ from hetmem.base.units import round_down, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory.mapping import Mapping, address_of
 from hetmem.memory.nvme_file import BLOCK_BYTES, StoreFile, VectoredIo, sized
-from hetmem.memory.nvme_requests import DiskSettings, Link, Requests, settings_for
+from hetmem.memory.nvme_requests import DiskLink, DiskSettings, Requests, settings_for
 
 __all__ = ["BLOCK_BYTES", "Extent", "Look", "NvmeStore"]
 
@@ -108,9 +108,9 @@ class NvmeStore:
         self._files = [StoreFile(os.fspath(path), round_up(capacity_bytes, BLOCK_BYTES)) for path in directories]
         self.settings = tuple(_settings(file.directory, request_bytes, threads) for file in self._files)
         """How each directory's disk is asked, and where that is known from."""
-        self._reads = Link("read", io.preadv, [each.read for each in self.settings])
-        self._writes = Link("write", io.pwritev, [each.write for each in self.settings])
-        self._looks = Link("read", io.preadv, [Requests(BLOCK_BYTES, _LOOKS_AT_ONCE)] * len(self._files))
+        self._reads = DiskLink("read", io.preadv, [each.read for each in self.settings])
+        self._writes = DiskLink("write", io.pwritev, [each.write for each in self.settings])
+        self._looks = DiskLink("read", io.preadv, [Requests(BLOCK_BYTES, _LOOKS_AT_ONCE)] * len(self._files))
         _warn_of_buffered(self._files)
 
     @property
@@ -260,10 +260,10 @@ class NvmeStore:
                 file.close()
             self._files = []  # and with them the mappings without views
 
-    def _links(self) -> tuple[Link, ...]:
+    def _links(self) -> tuple[DiskLink, ...]:
         return self._reads, self._writes, self._looks
 
-    def _start(self, link: Link, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
+    def _start(self, link: DiskLink, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
         flat = _block_aligned(memory)
         if offset < 0 or offset % BLOCK_BYTES or offset + flat.nbytes > extent.nbytes:
             end = offset + flat.nbytes

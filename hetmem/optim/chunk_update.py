@@ -18,9 +18,8 @@ from hetmem.cpu import sums_of_tiles
 from hetmem.cpu.workers import Batch, Task
 from hetmem.engine.param_views import take_gradient
 from hetmem.engine.sampling import Sample
-from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role, stored
 from hetmem.memory.nvme_store import Look
-from hetmem.memory.widened import stored
 from hetmem.schedule.update_split import Way
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from hetmem.base.units import format_enough, format_size
-from hetmem.cpu import square_sum_tasks
+from hetmem.cpu import compare_tasks, square_sum_tasks
 from hetmem.engine.homes import Memory
 from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept.interceptor import Interception
@@ -38,7 +38,7 @@ def reserve_homes(
     check_planned(interception.runtime.planned_optimizer, optimizer.gradients, optimizer.overlap)
     memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
     streamed = optimizer.gradients is Gradients.STREAMED
-    lends = memory.streams and streamed and not memory.resident
+    lends = memory.uses_copies and streamed and not memory.resident
     if not memory.resident:
         check_room(memory, kept, name, lends=lends)
     if lends:
@@ -46,7 +46,7 @@ def reserve_homes(
         if new and not memory.set_aside(new):
             saves_nothing(len(new))
         sink.lends = True
-    elif memory.streams:  # on the device gradients stay autograd's own
+    elif memory.uses_copies:  # on the device gradients stay autograd's own
         traffic.ensure_homes(kept, (Role.GRAD,))
         if streamed:
             saves_nothing(0)
@@ -141,13 +141,15 @@ def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm
 
     What is kept on disk is read. Whoever needs another kernel after all compiles it then.
     """
-    if not memory.streams and memory.device.torch_device.type != "cpu":
+    if not memory.uses_copies and memory.device.torch_device.type != "cpu":
         return  # the device has kernels of its own
     for dtype in {chunk.dtype for chunk in chunks}:
         alike = [chunk for chunk in chunks if chunk.dtype is dtype]
         kinds = {(chunk.compute_dtype if lends else dtype, copy) for chunk in alike for copy in _copies(memory, chunk)}
         for gradient_dtype, copy_dtype in kinds:
             rule.prepare(dtype, gradient_dtype, copy_dtype)
+            if copy_dtype is not None:  # copies at home are compared with weights that may be written to
+                compare_tasks(*(torch.zeros(1, dtype=each, device="cpu") for each in (dtype, copy_dtype)))
         if norm:
             square_sum_tasks(torch.zeros(1, dtype=dtype, device="cpu"))
 

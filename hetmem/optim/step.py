@@ -56,7 +56,7 @@ class Stepper:
         self._places = UpdatePlaces(self.runtime, optimizer.rule, streamed, interception.gradients, optimizer.gradients)
         self._passes = Passes(optimizer, interception, self._places, self._kept)
         self._groups: dict[int, dict[str, Any]] = {}
-        self._arrivals = Arrivals(sees_all=self.runtime.memory.streams)
+        self._arrivals = Arrivals(sees_all=self.runtime.memory.uses_copies)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._mutations = MutationCheck(self._passes, self.runtime.writes)
         self.runtime.writes.home_copies.compare_on(workers)
@@ -262,7 +262,7 @@ class Stepper:
     def updates_whole(self) -> bool:
         """Whether the model is whole on the device, and a step is updated at once, with nothing begun before it."""
         memory = self.runtime.memory
-        early = self.begins_early and memory.streams
+        early = self.begins_early and memory.uses_copies
         return memory.resident and not (early or self.failed or self._progress)
 
     def begun(self) -> Iterable[ManagedParameter]:
@@ -340,7 +340,7 @@ class Stepper:
     @property
     def _trails(self) -> bool:
         """Whether updates go on after the step."""
-        return self._optimizer.overlap is Overlap.FORWARD and self.runtime.memory.streams
+        return self._optimizer.overlap is Overlap.FORWARD and self.runtime.memory.uses_copies
 
     def _carry_out(self, homes: Iterable[Home] = ()) -> None:
         """All that is queued is computed, and `homes` are written. Other states are at home after `synchronize`."""
@@ -362,7 +362,7 @@ class Stepper:
         self.failed, self._passes.ruined = False, None
         self._mutations.forget()
         self._progress.clear()
-        self._arrivals.end_step(sees_all=self.runtime.memory.streams)  # on the device they are autograd's own
+        self._arrivals.end_step(sees_all=self.runtime.memory.uses_copies)  # on the device they are autograd's own
 
     def _wanted(self, chunks: Work) -> list[ChunkUpdate]:
         """The updates of `chunks`, in their order, once nothing that was updated in the backward has changed since."""

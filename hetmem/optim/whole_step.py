@@ -74,7 +74,7 @@ class WholeUpdate:
     def carry_out(self, rule: Whole, scale: float) -> None:
         """Update all, or raise with nothing changed."""
         runtime, began = self.of.runtime, self.of.runtime.events.here()
-        chunks = dict.fromkeys(managed.chunk for managed in self.managed) if runtime.memory.streams else {}
+        chunks = dict.fromkeys(managed.chunk for managed in self.managed) if runtime.memory.uses_copies else {}
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):
             rule.whole(self.group, self.params, self.grads, self.states, self.steps, scale)
             torch.autograd.graph.increment_version(self.params)

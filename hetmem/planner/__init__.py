@@ -15,17 +15,26 @@ from typing import Any
 
 import torch
 
-from hetmem.base.config import Budget, GradientsName, Limits, OverlapName, refuse_budget
+from hetmem.base.config import (
+    ActivationsName,
+    Budget,
+    GradientsName,
+    Limits,
+    OverlapName,
+    refuse_activations,
+    refuse_budget,
+)
 from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.base.units import parse_size
 from hetmem.engine.build import Precision, precision_of
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
-from hetmem.planner.answer import plan_of
+from hetmem.planner.activations import moving
+from hetmem.planner.answer import activation_choices, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
-    Call,
+    TracedCall,
     checkpointed,
     divided,
     hugging_face_call,
@@ -37,14 +46,15 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import OPTIONS, Plan, PlanError
+from hetmem.planner.search import Setting
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
-    "Call",
     "Capacities",
     "Plan",
     "PlanError",
+    "TracedCall",
     "hugging_face_call",
     "in_bfloat16",
     "known_profiles",
@@ -76,6 +86,7 @@ def plan(
     moments: torch.dtype | str | None = None,
     stochastic_rounding: bool = False,
     inference: bool = False,
+    activations: ActivationsName = "keep",
 ) -> Plan:
     """What training the model that `build_model()` builds will take and how long a step will last.
 
@@ -87,7 +98,9 @@ def plan(
     how many forwards and backwards come before a step. `checkpointing`: activations of every repeated layer are
     computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
     `overlap`, `gradients`, `moments`, `stochastic_rounding`: what `hetmem.AdamW` will be made with (the last one: for
-    a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. Other keywords as for `manage`. No
+    a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for `manage`; with
+    other than "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many
+    times as large a batch or sequence would. Other keywords as for `manage`. No
     memory is taken and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one
     forward and backward on the processor of this machine, for a model whose control flow depends on values; that takes
     their time and memory.
@@ -105,7 +118,7 @@ def plan(
     profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
     named = None if isinstance(asked, HardwareProfile) else os.fspath(asked)
     limits = (budget or Budget()).limits()
-    call = Call(build_model, batch, loss, mixed_precision)
+    call = TracedCall(build_model, batch, loss, mixed_precision)
     return plan_within(
         call,
         capacities_of(limits, profile),
@@ -121,12 +134,13 @@ def plan(
         moments=str(moments or "float32").removeprefix("torch."),
         stochastic_rounding=stochastic_rounding,
         inference=inference,
+        activations=activations,
     )
 
 
 @torch.inference_mode(False)  # nor under no_grad: a plan is of a backward, too
 def plan_within(
-    call: Call,
+    call: TracedCall,
     capacities: Capacities,
     hardware: HardwareProfile,
     *,
@@ -141,6 +155,7 @@ def plan_within(
     moments: str = "float32",
     stochastic_rounding: bool = False,
     inference: bool = False,
+    activations: ActivationsName = "keep",
     told: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`.
@@ -151,23 +166,39 @@ def plan_within(
         raise PlanError(f"checkpointing must be True or False, got {checkpointing!r}")
     if checkpointing and real:
         raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
+    refuse_activations(activations)
     updating = updating_of(overlap, gradients, micro_batches, moments, stochastic_rounding=stochastic_rounding)
     told("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
     workload = trace_real(call) if real else trace(call, results, inference=inference)
-    activations = {"as written": workload.peak_live_bytes}
+    peaks = {"as written": workload.peak_live_bytes}
     told("tracing it with checkpointed layers")
     light = None if real or inference else checkpointed(call, results)
     if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
-        activations["with checkpointing"] = light.peak_live_bytes
+        peaks["with checkpointing"] = light.peak_live_bytes
     if checkpointing:
         if light is None:
             raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
         workload = light
+    kept, kept_light = workload, light
+
+    def moved(kept: Workload | None, how: str = activations) -> Workload | None:
+        """`kept` as `manage(activations=how)` computes it."""
+        if kept is None or how == "keep" or inference:
+            return kept
+        alone = hardware.host_to_device.by_the_caller
+        return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
+
+    workload, light = moved(kept) or kept, moved(light)
     told("searching for the fastest way to run it")
     found = (
-        () if real or inference else _variants(call, light, workload, micro_batches, results, updating, checkpointing)
+        ()
+        if real or inference
+        else _variants(call, light, workload, micro_batches, results, updating, checkpointing, moved)
     )
+    if activations == "keep" and not inference and kept.saved:
+        text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
+        found = (*found, Variant("move", text, lambda: moved(kept, "auto"), micro_batches))
     decision = decide(
         workload,
         capacities,
@@ -182,18 +213,27 @@ def plan_within(
         call=call,
         capacities=capacities,
         hardware=hardware,
-        activation_bytes=activations,
+        activation_bytes=peaks,
+        activations=activations,
         nvme_directories=nvme_directories,
         profile_name=profile_name,
         inference=inference,
     )
     told("combining what is faster")
-    lighter = light if not checkpointing and "with checkpointing" in activations else None
+    lighter = light if not checkpointing and "with checkpointing" in peaks else None
     better = combined(decision, capacities, hardware, lighter)
     made = as_plan(decision, checkpointing=checkpointing)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
         made = replace(made, combined=as_plan(better, checkpointing=lightened).to_dict())
+    if activations != "keep" and not inference:
+        told("comparing what may become of activations")
+        ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
+        if kept_light is not None and not checkpointing:
+            ways |= {"checkpointed": (kept_light, "keep"), "checkpointed, auto": (kept_light, "auto")}
+        asked = Setting(capacities, chunk_bytes, updating=updating)
+        compared = activation_choices(ways, moved, asked, hardware, micro_batches)
+        made = replace(made, activation_choices=compared)
     told("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
@@ -243,13 +283,14 @@ _PARTS = (2, 4, 8, 16)
 
 
 def _variants(
-    call: Call,
+    call: TracedCall,
     light: Workload | None,
     workload: Workload,
     micro_batches: int,
     results: Results,
     updating: Updating,
     checkpointing: bool,
+    moved: Callable[[Workload | None], Workload | None],
 ) -> Iterator[Variant]:
     """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
     streamed = updating.streamed_gradients
@@ -265,12 +306,12 @@ def _variants(
             if workload.rows % parts == 0:
                 size = f"{parts} micro-batches of {workload.rows // parts}"
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
-                made = functools.cache(functools.partial(of, divided(call, parts), results))
+                made = functools.cache(lambda of=of, parts=parts: moved(of(divided(call, parts), results)))
                 yield Variant(kind, text, made, micro_batches * parts, streamed)
         for parts in reversed(_PARTS):
             if micro_batches % parts == 0:
                 text = f"{how}join {parts} micro-batches to one of {parts * workload.rows}"
-                made = functools.cache(functools.partial(of, joined(call, parts), results))
+                made = functools.cache(lambda of=of, parts=parts: moved(of(joined(call, parts), results)))
                 yield Variant(kind.replace("divide", "join"), text, made, micro_batches // parts)
 
 

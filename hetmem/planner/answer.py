@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import product
@@ -15,12 +15,13 @@ from typing import Any
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import GIB, MIB, round_up
+from hetmem.planner.activations import scaled
 from hetmem.planner.decide import Decision
-from hetmem.planner.model import Call
+from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
-from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Judged, Setting, arranged, judged
+from hetmem.planner.reservation import arrange, check_device
+from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, judged, not_whole
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
@@ -29,7 +30,7 @@ from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
 
 def plan_of(
     decision: Decision,
-    call: Call,
+    call: TracedCall,
     capacities: Capacities,
     hardware: HardwareProfile,
     activation_bytes: dict[str, int],
@@ -38,6 +39,7 @@ def plan_of(
     *,
     checkpointing: bool = False,
     inference: bool = False,
+    activations: str = "keep",
 ) -> Plan:
     """The plan that `decision` of `call` amounts to. `profile_name`: what `hardware` can be loaded by."""
     workload, best, count = decision.workload, decision.candidate, decision.micro_batches
@@ -71,7 +73,9 @@ def plan_of(
         binding=binding,
         link_bytes=dict(best.result.bytes) if best else {},
         flops=workload.flops * count,
+        activations=activations,
         activation_bytes=activation_bytes,
+        activation_choices=(),
         chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
         slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
         chunk_bytes=chunk_bytes,
@@ -100,6 +104,52 @@ def plan_of(
     )
 
 
+_TIMES = 64.0
+"""So many times as large a batch is not looked beyond, nor a part of it below."""
+
+
+def activation_choices(
+    ways: Mapping[str, tuple[Workload, str]],
+    moved: Callable[[Workload | None, str], Workload | None],
+    asked: Setting,
+    hardware: HardwareProfile,
+    micro_batches: int,
+) -> tuple[dict[str, Any], ...]:
+    """For each of `ways`, a workload and what `manage(activations=…)` does with it: the `choice`, the seconds of a step
+    (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
+    found = []
+    for choice, (kept, how) in ways.items():
+        workload = moved(kept, how) or kept
+        best = first_that_fits(workload, asked, hardware, micro_batches, steps=2)
+        lower, upper = 1 / _TIMES, _TIMES
+
+        def fits(factor: float, kept: Workload = kept, how: str = how) -> bool:
+            larger = scaled(kept, factor)
+            return _has_room(moved(larger, how) or larger, asked)
+
+        for _ in range(12):
+            middle = math.sqrt(lower * upper)
+            lower, upper = (middle, upper) if fits(middle) else (lower, middle)
+        found.append(
+            {
+                "choice": choice,
+                "step_seconds": best.result.seconds if isinstance(best, Judged) else None,
+                "moved_bytes": sum(move.nbytes for move in workload.moves),
+                "times": lower,
+            }
+        )
+    return tuple(found)
+
+
+def _has_room(workload: Workload, asked: Setting) -> bool:
+    """Whether each operator has room on the device, and what moves in host memory."""
+    for setting in dict.fromkeys((asked, not_whole(workload, asked))):
+        with suppress(NoRoom):
+            check_device(workload, arranged(workload, setting), setting.capacities)
+            return True
+    return False
+
+
 def _optimizer(how: Updating) -> dict[str, Any]:
     """The options that are not the default ones."""
     options: dict[str, Any] = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
@@ -123,6 +173,8 @@ def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, in
         roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
     if best.result.update_slot_bytes:
         roles["device"][SENT_STATES] = best.result.update_slot_bytes
+    if decision.workload.away_bytes:
+        roles["host"]["activations"] = decision.workload.away_bytes
     homes = sum(roles["device"].values())
     roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
     roles["device"]["activations"] = best.result.non_model_peak_bytes

@@ -20,11 +20,15 @@ from torch.overrides import TorchFunctionMode
 from hetmem.engine.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
-from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
+from hetmem.schedule.saved import SavedInterval
+from hetmem.schedule.trace import NEVER
+from hetmem.torch_private import TorchDispatchMode, storage_references, tree_leaves, tree_map
 
 _NAMED_BYTES = 1 << 16
 """Smaller tensors are not what fills a device."""
 _KINDS = 5
+_LOOKED_AT = 16
+"""So many of those saved last are looked at each time, as in a run."""
 _WIDE = 4
 """A weight that is so many times higher than wide is a table of a vocabulary, or of logits."""
 
@@ -89,6 +93,11 @@ class _Tracer:
         self._dtypes: Counter[str] = Counter()
         self._uses = _Uses(self)
         self._depth = 0
+        self._in_backward = False
+        self._saved: dict[int, SavedInterval] = {}
+        """What autograd has saved and not used yet, by the storage."""
+        self._held_by_graph: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        self._intervals: list[SavedInterval] = []
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor] | None
@@ -113,6 +122,7 @@ class _Tracer:
                     with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                         loss = loss_of(self._model(*args, **kwargs))
                     self._boundary(Kind.BACKWARD, "backward")
+                    self._in_backward = True
                     loss.backward()
                     self._boundary(Kind.END, "end of backward")
         finally:
@@ -129,6 +139,7 @@ class _Tracer:
             *rows_and_tokens((args, kwargs)),
             self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
             *self._at_peak(),
+            saved=tuple(self._intervals),
         )
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
@@ -204,11 +215,16 @@ class _Tracer:
     def _pack(self, tensor: torch.Tensor) -> Any:
         index = self._owners.get(self._key(tensor)) if tensor.layout is torch.strided else None
         if index is None:
-            return tensor if tensor.grad_fn is None else tensor.detach()
+            kept = tensor if tensor.grad_fn is None else tensor.detach()
+            self._save(kept)
+            return kept
         return _Saved(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Saved):
+            interval = self._saved.pop(self._key(packed), None) if packed.layout is torch.strided else None
+            if interval is not None:
+                interval.used_at = len(self._events) - 1
             return packed  # type: ignore[no-any-return]
         self._boundary(Kind.SAVED, f"backward of {self._specs[packed.index].name}", (packed.index,))
         view = self._view(packed.index)
@@ -218,6 +234,22 @@ class _Tracer:
         tensor = torch.as_strided(base, packed.size, packed.stride, packed.offset)
         self.paused = paused
         return tensor
+
+    def _save(self, kept: torch.Tensor) -> None:
+        """Note what autograd saves in the forward, and from when on only the graph holds it, as a run looks for it."""
+        if self._in_backward or kept.layout is not torch.strided:
+            return
+        key, now = self._key(kept), len(self._events) - 1
+        if key in self._sizes:
+            if key not in self._saved:
+                self._saved[key] = SavedInterval(self._sizes[key], now)
+                self._intervals.append(self._saved[key])
+            self._held_by_graph.setdefault(key, []).append(weakref.ref(kept))
+        for other, interval in list(self._saved.items())[-_LOOKED_AT:]:
+            if interval.free_at == NEVER:
+                held = sum(reference() is not None for reference in self._held_by_graph.get(other, ()))
+                if storage_references(other) <= held + 1:  # Python's own object of it
+                    interval.free_at = now
 
     def _gradient(self, parameter: torch.Tensor) -> None:
         index = self.by_id[id(parameter)]

@@ -29,7 +29,7 @@ Builder = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A model to be built, and how it is called."""
 
     build_model: Builder
@@ -44,13 +44,13 @@ class Call:
             object.__setattr__(self, "batch", dict(self.batch))
 
 
-def trace(call: Call, results: Results | None = None, *, inference: bool = False) -> Workload:
+def trace(call: TracedCall, results: Results | None = None, *, inference: bool = False) -> Workload:
     """The workload of one forward and backward, or (`inference`) of a forward. `results`: what other traces have
     learned. Raises `PlanError`."""
     return _run(call, _build(call.build_model), results, inference=inference)
 
 
-def trace_real(call: Call) -> Workload:
+def trace_real(call: TracedCall) -> Workload:
     """As `trace`, by one forward and backward on this machine's processor, for control flow that depends on values.
 
     Takes the memory of that, with parameters as operators see them. Tensors of the batch without values are zeros.
@@ -58,7 +58,7 @@ def trace_real(call: Call) -> Workload:
     return _run(call, _build(call.build_model, "cpu"), None, "cpu")
 
 
-def traced(call: Call, results: Results | None = None) -> Workload | None:
+def traced(call: TracedCall, results: Results | None = None) -> Workload | None:
     """As `trace`; None if the model refuses the call."""
     try:
         return trace(call, results)
@@ -66,7 +66,7 @@ def traced(call: Call, results: Results | None = None) -> Workload | None:
         return None
 
 
-def checkpointed(call: Call, results: Results | None = None) -> Workload | None:
+def checkpointed(call: TracedCall, results: Results | None = None) -> Workload | None:
     """The same with every repeated layer checkpointed; None if the model has no repeated layers or refuses it."""
     model = _build(call.build_model)
     layers = [layer for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) > 1 for layer in part]
@@ -98,17 +98,17 @@ class _Recomputed(nn.Module):
         return self._forward(*args, **kwargs)
 
 
-def divided(call: Call, parts: int) -> Call:
+def divided(call: TracedCall, parts: int) -> TracedCall:
     """The same call with a batch of one `parts`-th of the rows."""
     return _with_rows(call, lambda tensor: tensor[: tensor.shape[0] // parts])
 
 
-def joined(call: Call, parts: int) -> Call:
+def joined(call: TracedCall, parts: int) -> TracedCall:
     """The same call with a batch of `parts` times the rows."""
     return _with_rows(call, lambda tensor: tensor.to("meta").repeat(parts, *[1] * (tensor.dim() - 1)))
 
 
-def _with_rows(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
+def _with_rows(call: TracedCall, change: Callable[[torch.Tensor], torch.Tensor]) -> TracedCall:
     """`change` what has as many rows as the batch."""
     rows = rows_of(call.batch, 0)
     return replace(
@@ -146,7 +146,7 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
 
 
 def _run(
-    call: Call, model: nn.Module, results: Results | None, device: str = "meta", *, inference: bool = False
+    call: TracedCall, model: nn.Module, results: Results | None, device: str = "meta", *, inference: bool = False
 ) -> Workload:
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
     made, results = call.loss, results or Results()
@@ -223,7 +223,7 @@ def _scalar(loss: Any) -> torch.Tensor:
     )
 
 
-def in_bfloat16(call: Call) -> Call:
+def in_bfloat16(call: TracedCall) -> TracedCall:
     """The same with weights, and inputs, that are in bfloat16 at home, too."""
 
     def build() -> nn.Module:
@@ -238,7 +238,7 @@ def in_bfloat16(call: Call) -> Call:
     return replace(call, build_model=build, batch=batch, mixed_precision=None, setup=setup)
 
 
-def with_adapters(call: Call, rank: int) -> Call:
+def with_adapters(call: TracedCall, rank: int) -> TracedCall:
     """The same with frozen weights in bfloat16, and adapters of `rank` beside every linear layer but the last one, as
     `peft` puts them there. Raises `PlanError` for a rank that is none."""
     if rank < 1:
@@ -289,7 +289,7 @@ def hugging_face_call(
     mixed_precision: torch.dtype | None,
     inputs: Mapping[str, torch.Tensor] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-) -> Call:
+) -> TracedCall:
     """The model that `config_file` names in `architectures`, with a batch of `batch` rows, of `sequence` tokens where
     it takes tokens; `inputs` take the place of those of their names. Raises `PlanError`."""
     try:
@@ -321,7 +321,7 @@ def hugging_face_call(
         _check_positions(model, path, sequence)
         return model
 
-    return Call(build, {**made, **(inputs or {})}, loss, mixed_precision)
+    return TracedCall(build, {**made, **(inputs or {})}, loss, mixed_precision)
 
 
 def _class_of(config: Any, path: Path, transformers: Any) -> Any:

@@ -27,7 +27,7 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
 }
 """What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 _WIDTH = 76
 _MOST = 1e40
 KEPT = "kept for homes on the device"
@@ -64,7 +64,9 @@ class Plan:
     ones. `alternatives`: the same training done differently, where that fits: `advice`, `micro_batches`, `step_seconds`
     and `activation_bytes` of each, the fastest first. `approximations`: the same of what changes the mathematics.
     `combined`: the plan, as of `to_dict`, with all done that is faster together and has the same bits; None if this one
-    is that. `inference`: forwards alone. `setup`: code that comes before the model is managed.
+    is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
+    `step_seconds` (None if it does not fit), `moved_bytes`, and how many `times` as large a batch or sequence fits.
+    `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
     model: str
@@ -86,7 +88,9 @@ class Plan:
     binding: str | None
     link_bytes: dict[str, int]
     flops: int
+    activations: str
     activation_bytes: dict[str, int]
+    activation_choices: tuple[dict[str, Any], ...]
     chunk_waste: float
     slot_bytes: int
     chunk_bytes: int | None
@@ -145,6 +149,7 @@ class Plan:
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
             "chunk_bytes": None if self.chunk_bytes is None else _size(self.chunk_bytes),
             "hardware": json.dumps(self.profile_name) if self.profile is not None and self.profile_name else None,
+            "activations": None if self.activations == "keep" else json.dumps(self.activations),
         }
         return self._budget_as_written(), *(f"{name}={value}" for name, value in said.items() if value is not None)
 
@@ -319,6 +324,8 @@ _RULES = {
         lambda value: all(value[option] in OPTIONS.get(option, ()) for option in value),
     ),
     "at_peak": _each(what=str, bytes=int),
+    "activations": ("keep, offload or auto", lambda value: value in ("keep", "offload", "auto")),
+    "activation_choices": _each(choice=str, moved_bytes=int, times=float),
     **dict.fromkeys(("alternatives", "approximations"), _ALTERNATIVES),
     **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes"), _with(*TIERS)),
 }

@@ -92,6 +92,11 @@ def _tiers(plan: Plan) -> Iterator[str]:
         yield _wrapped(f"budget: the peak and {margin}{back}; planned within {limits}")
     others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
     yield _wrapped(f"activations: {', '.join(others)}")
+    for each in plan.activation_choices:
+        seconds, tokens = each["step_seconds"], format(int(plan.tokens * each["times"]), ",")
+        how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
+        most = f"batches or sequences up to {each['times']:.1f} times as large fit, {tokens} tokens"
+        yield _wrapped(f"activations={each['choice']}: {how}, {format_size(each['moved_bytes'])} moved; {most}")
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")

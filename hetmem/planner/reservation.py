@@ -91,6 +91,13 @@ def arrange(
 ) -> Arrangement:
     """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
     Raises `NoRoom` where the run would raise `BudgetError`."""
+    if workload.away_bytes > capacities.host_bytes:
+        raise NoRoom(
+            f"activations take {format_size(workload.away_bytes)} of host memory",
+            Tier.HOST,
+            workload.away_bytes - capacities.host_bytes,
+        )
+    capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
 
     def saved(sizes: Sequence[int], arriving: Sequence[int]) -> int:
         gradients = sum(sizes) - sum(set_aside(arriving, capacities.host_bytes)) if streamed_gradients else 0

@@ -155,6 +155,11 @@ class Notes:
             )
         self.peaks.note(self.chunk_bytes(), live)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether an activation of `nbytes` may come before it is used."""
+        needed = self._tracer.own_bytes + self._traffic.gradient_bytes() + nbytes
+        return self.chunk_bytes() + needed <= self._capacities.usable_bytes
+
     def _set_limit(self, non_model_bytes: int) -> None:
         if not self._streams:
             return

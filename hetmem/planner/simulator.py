@@ -119,6 +119,8 @@ class SimulatedTraffic:
         self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
+        self.ahead_bytes = 0
+        """Of activations that come to the device, up to their use."""
         self._commands: deque[tuple[Fetch | Write, bool]] = deque()
         self._executing = False
 
@@ -303,10 +305,10 @@ class SimulatedTraffic:
         arrived()
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients that have not left the device yet."""
+        """Bytes of gradients, and of activations, that have not left the device yet or come before their use."""
         while self._gradient_ends and self._gradient_ends[0][0] <= self.now:
             self._gradient_bytes -= self._gradient_ends.popleft()[1]
-        return self._gradient_bytes
+        return self._gradient_bytes + self.ahead_bytes
 
     def wait_for_gradients(self) -> None:
         """Every gradient is at home."""

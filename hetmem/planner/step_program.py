@@ -12,6 +12,7 @@ from operator import sub
 
 from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.errors import CapacityError
+from hetmem.planner.activations import SimulatedActivations
 from hetmem.planner.reservation import ROLES, Arrangement, crossing, facts_of, fits, moved, to_the_device
 from hetmem.planner.simulated_updates import (
     BACKWARD,
@@ -24,7 +25,7 @@ from hetmem.planner.simulated_updates import (
 )
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
-from hetmem.schedule.blocks import Block
+from hetmem.schedule.blocks import Block, in_flight_bytes
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import STEP, Tier
 from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, StreamedShare
@@ -59,6 +60,10 @@ class Rehearsal:
         self._register()
         there = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
         self._notes = Notes(self._traffic, capacities, ground, there)
+        self._activations: SimulatedActivations | None = None
+        if workload.moves:
+            window = in_flight_bytes(capacities.device_bytes)
+            self._activations = SimulatedActivations(self._traffic, workload.moves, window, self._notes.has_room)
         self._seconds = [
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
             for event in workload.events
@@ -150,8 +155,13 @@ class Rehearsal:
         return traffic.now, traffic.stall_seconds, *moved, *numbers
 
     def _micro_batch(self) -> None:
+        moves = self._activations
         for index, event in enumerate(self._workload.events):
+            if moves is not None:
+                moves.before(index)
             self._event(index, event)
+            if moves is not None:
+                moves.after(index)
 
     def _part_of(self, chunks: set[int]) -> float:
         """The share of the trained elements that lie in `chunks`."""

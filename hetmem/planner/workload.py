@@ -15,6 +15,7 @@ from itertools import takewhile
 
 from hetmem.base.hardware import DeviceProfile
 from hetmem.schedule.layout import ParameterSpec
+from hetmem.schedule.saved import SavedInterval
 
 
 class Kind(Enum):
@@ -82,6 +83,15 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """A storage of `nbytes` that leaves the device behind the event `leaves_at`, and is back for that at `used_at`."""
+
+    leaves_at: int
+    used_at: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """One training step but for the optimizer. `compute_itemsizes[i]` is what parameter i takes on the device.
 
@@ -103,6 +113,12 @@ class Workload:
     """The largest of what is alive beside parameters at its peak: what it is, and the bytes of all such tensors."""
     logits_bytes: int = 0
     """Of them, those whose last dimension is that of the vocabulary."""
+    saved: tuple[SavedInterval, ...] = ()
+    """What autograd saves of anything but parameters; its clock are the events."""
+    moves: tuple[Move, ...] = ()
+    """What of it leaves the device meanwhile."""
+    away_bytes: int = 0
+    """The most that is in host memory at one time then."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.dtype, self.rows, len(self.parameters), len(self.events)))  # of thousands

@@ -153,7 +153,7 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
             f"the end of one to the end of the next. The timeline shows the last forward and what followed."
         )
     if window is not None:
-        if not runtime.memory.streams:
+        if not runtime.memory.uses_copies:
             missing.append("Every chunk has its home on the device: nothing moves, and no moments are recorded.")
         if window.forgotten:
             missing.append(f"The log has forgotten the beginning of the window: {', '.join(window.forgotten)}.")

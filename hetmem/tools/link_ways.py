@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -51,7 +51,7 @@ def measure_ways(
     Needs 4 bytes an element of host memory, 4 of the device, 16 MiB, and 4 bytes for `side` squared. Each time is the
     median of `rounds`.
     """
-    engine, kernel = cuda_copies.Way.COPY_ENGINE, cuda_copies.Way.KERNEL
+    engine, kernel = cuda_copies.CopyPath.COPY_ENGINE, cuda_copies.CopyPath.KERNEL
     with LinkCrossing(device, kernels, elements, side) as crossing:
         engines = [crossing.seconds(engine, BLOCKS[0], rounds, inwards=inwards) for inwards in (True, False)]
         grids = [
@@ -65,6 +65,19 @@ def measure_ways(
     )
     products = f"{crossing.products} products of {side} x {side}" if crossing.products else "no products"
     return replace(best, source=f"measured: {said}, {elements:,} elements beside {products}")
+
+
+def link_rates(scale: int = 1) -> Iterator[tuple[str, str, float]]:
+    """Yield route, way and bytes a second at home of float32 weights and gradients that are cast on their way."""
+    device, kernels, elements = CudaDevice(), backend(), _WAY_ELEMENTS // scale
+    tried = [(cuda_copies.CopyPath.COPY_ENGINE, 1)]
+    tried += [(cuda_copies.CopyPath.KERNEL, blocks) for blocks in BLOCKS if kernels.native]
+    with LinkCrossing(device, kernels, elements, _PRODUCT_SIDE // scale) as crossing:
+        for inwards, route in ((True, "host to device"), (False, "device to host")):
+            for path, blocks in tried:
+                taken = crossing.seconds(path, blocks, 7, inwards=inwards, beside=False)
+                kernel = path is cuda_copies.CopyPath.KERNEL
+                yield route, f"cast, kernel of {blocks} blocks" if kernel else "cast, copy engine", 4 * elements / taken
 
 
 class LinkCrossing:
@@ -83,7 +96,7 @@ class LinkCrossing:
     def __enter__(self) -> LinkCrossing:
         self._unpin = self._device.pin(self._host)
         self._home = torch.frombuffer(self._host.buffer(0, self._host.nbytes), dtype=torch.float32)
-        engine = cuda_copies.Way.COPY_ENGINE
+        engine = cuda_copies.CopyPath.COPY_ENGINE
         alone = [self.seconds(engine, BLOCKS[0], 3, inwards=inwards) for inwards in (True, False)]
         self.products = 1
         self.products = max(1, round(max(alone) / self.products_seconds(3)))
@@ -97,7 +110,9 @@ class LinkCrossing:
         """Of the products alone."""
         return statistics.median(timed(self._multiply, rounds, on_device=True))
 
-    def seconds(self, way: cuda_copies.Way, blocks: int, rounds: int, *, inwards: bool, beside: bool = True) -> float:
+    def seconds(
+        self, way: cuda_copies.CopyPath, blocks: int, rounds: int, *, inwards: bool, beside: bool = True
+    ) -> float:
         """Until weights are on the device (`inwards`) or gradients in host memory, and, `beside` them, the products are
         done too: the median of `rounds`."""
         moves = Moves(self._device.torch_device, self._kernels, cuda_copies.Ways(way, way, blocks), lambda tensor: True)
@@ -123,7 +138,7 @@ def fastest(weights_engine: float, weights: Grids, gradients_engine: float, grad
     chosen, grids = [], [1]
     for engine, grid in ((weights_engine, weights), (gradients_engine, gradients)):
         by_kernel = min(grid.values()) < engine
-        chosen.append(cuda_copies.Way.KERNEL if by_kernel else cuda_copies.Way.COPY_ENGINE)
+        chosen.append(cuda_copies.CopyPath.KERNEL if by_kernel else cuda_copies.CopyPath.COPY_ENGINE)
         if by_kernel:
             grids.append(min(blocks for blocks, taken in grid.items() if taken <= _ALIKE * min(grid.values())))
     return cuda_copies.Ways(chosen[0], chosen[1], max(grids))

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -19,7 +20,7 @@ import psutil
 import torch
 
 from hetmem.base.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
-from hetmem.base.units import MIB
+from hetmem.base.units import MIB, format_size
 from hetmem.cpu import AdamWStep, adamw
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
@@ -27,6 +28,7 @@ from hetmem.memory import nvme_requests
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.update_split import UPDATE_BYTES
+from hetmem.tools.link_ways import link_rates
 from hetmem.tools.measuring import measure, ordinary_torch
 
 _COPY_BYTES = 256 * MIB
@@ -83,6 +85,39 @@ def probe(
     )
 
 
+@ordinary_torch()
+def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> list[Transferred]:
+    """Measure what moves bytes here: host memory, the drive of `nvme_dir` (None: the temporary directory) by each way
+    to ask it, and, where torch sees a GPU, its link by the copy engine and by kernels. Nothing is kept."""
+    scale = 16 if quick else 1
+    found = [Transferred("host memory", "copy", _copy_rate(scale), 1.0)]
+    samples = _disk(Path(nvme_dir or tempfile.gettempdir()), _DISK_BYTES // scale)
+    for route, rates in (
+        ("NVMe, read", [sample.read_bytes_per_second for sample in samples]),
+        ("NVMe, write", [sample.write_bytes_per_second for sample in samples]),
+    ):
+        asked = (f"{sample.depth} x {format_size(sample.block_bytes)}" for sample in samples)
+        found += [Transferred(route, way, rate, rate / max(rates)) for way, rate in zip(asked, rates, strict=True)]
+    if torch.cuda.is_available():
+        _, up, down, _ = _gpu(scale)
+        ceilings = {"host to device": up.bytes_per_second, "device to host": down.bytes_per_second}
+        found += [Transferred(route, "copy", rate, 1.0) for route, rate in ceilings.items()]
+        for route, way, rate in link_rates(scale):
+            found.append(Transferred(route, way, rate, rate / ceilings[route]))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """Bytes a second over `route` by one `way`, and what part that is of the ceiling: the plain copy over it, or the
+    fastest way to ask a drive."""
+
+    route: str
+    way: str
+    bytes_per_second: float
+    of_ceiling: float
+
+
 def _busy() -> str:
     """What other processes take of the cores, where that spoils measurements; else nothing."""
     share = psutil.cpu_percent(_LOOKED_SECONDS) / 100
@@ -104,12 +139,15 @@ def seconds(work: Callable[[], object], rounds: int = 5) -> float:
 
 
 def _host(scale: int) -> HostProfile:
-    nbytes = _COPY_BYTES // scale
-    source, target = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
-    copy = nbytes / seconds(lambda: target.copy_(source))
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     total = int(psutil.virtual_memory().total)
-    return HostProfile(total, usable_cores(), copy, _update_rate(_UPDATE_ELEMENTS // scale), nodes)
+    return HostProfile(total, usable_cores(), _copy_rate(scale), _update_rate(_UPDATE_ELEMENTS // scale), nodes)
+
+
+def _copy_rate(scale: int) -> float:
+    nbytes = _COPY_BYTES // scale
+    source, target = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
+    return nbytes / seconds(lambda: target.copy_(source))
 
 
 def _update_rate(elements: int) -> float:

@@ -34,7 +34,8 @@ def test_no_step_compiles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("numba")
-    for kept in (update._verified_loop, norm._verified_loop, compact._compact_kernel, compact._8_bit_kernel):
+    kernels = (update._verified_loop, norm._verified_loop, norm._compare_loop)
+    for kept in (*kernels, compact._compact_kernel, compact._8_bit_kernel):
         kept.cache_clear()
     compiled: list[str] = []
     compile_loop = loops.compile_loop

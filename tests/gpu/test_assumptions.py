@@ -45,7 +45,7 @@ def test_torch_takes_registered_memory_for_pinned(registered: torch.Tensor) -> N
 
 
 def test_kernels_reach_registered_memory_at_the_host_s_own_addresses() -> None:
-    """Else `Ways(Way.COPY_ENGINE, Way.COPY_ENGINE)` is the only way: `load_ways` must give it."""
+    """Else `Ways(CopyPath.COPY_ENGINE, CopyPath.COPY_ENGINE)` is the only way: `load_ways` must give it."""
     if not backend().native:
         pytest.skip(backend().reason)
     runtime = importlib.import_module("cupy").cuda.runtime

@@ -16,7 +16,7 @@ from torch import nn
 
 import hetmem
 from hetmem.cuda.backend import Backend, TorchBackend, backend
-from hetmem.memory.cuda_copies import PIECE_BYTES, Way, Ways
+from hetmem.memory.cuda_copies import PIECE_BYTES, CopyPath, Ways
 from hetmem.memory.cuda_device import CudaDevice, pci_address
 from hetmem.memory.mapping import Mapping
 from tests.cuda.vectors import assert_same, ordinary
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(Way, Way)]
+WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(CopyPath, CopyPath)]
 NUMEL = 2 * PIECE_BYTES // 4 + 12345  # three pieces, the last an odd one
 
 

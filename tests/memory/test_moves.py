@@ -14,11 +14,11 @@ from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.engine.harness import Recipe, Tower, pair, token_batches, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
-from tests.memory.tested import Mapping, Segments, Way, Ways, cuda_copies
+from tests.memory.tested import CopyPath, Mapping, Segments, Ways, cuda_copies
 
 __all__ = ["cuda"]  # a fixture
 
-WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(Way, Way)]
+WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(CopyPath, CopyPath)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 4096  # bytes of a staging buffer here
 
@@ -68,7 +68,7 @@ class Machine:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("first", ["copies", "casts"])
-@pytest.mark.parametrize("ways", [Ways(weights=way) for way in Way], ids=lambda ways: ways.weights.name)
+@pytest.mark.parametrize("ways", [Ways(weights=way) for way in CopyPath], ids=lambda ways: ways.weights.name)
 def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
     cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, first: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("ways", [Ways(gradients=way) for way in Way], ids=lambda ways: ways.gradients.name)
+@pytest.mark.parametrize("ways", [Ways(gradients=way) for way in CopyPath], ids=lambda ways: ways.gradients.name)
 @pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
 def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, add: bool) -> None:
     machine = Machine(ways, kernels)
@@ -187,7 +187,7 @@ def test_the_copy_engine_does_not_wait_for_casts_while_a_buffer_is_free(cuda: Fa
 @pytest.mark.parametrize("inwards", [True, False], ids=["weights", "gradients"])
 def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda, inwards: bool) -> None:
     """Each has streams of its own; the one that asked last may run first."""
-    machine = Machine(Ways(weights=Way.COPY_ENGINE, gradients=Way.COPY_ENGINE), None)
+    machine = Machine(Ways(weights=CopyPath.COPY_ENGINE, gradients=CopyPath.COPY_ENGINE), None)
     streams = [Stream(), Stream()]
     here = [ordinary(2000, seed=seed) for seed in range(2)]
     sources = [machine.host(data) if inwards else data.bfloat16() for data in here]
@@ -234,12 +234,12 @@ def test_kernels_reach_only_into_memory_that_is_page_locked(
             machine.device.moves.copy_in(target, source)
             machine.device.moves.gradient_out(home, arrived, add=False)
         machine.settle("copies")
-        by_kernel = locked and ways.gradients is Way.KERNEL
+        by_kernel = locked and ways.gradients is CopyPath.KERNEL
         assert kernels.launched == ["cast_f32_bf16", *["gradient_bf16_f32_overwrite"] * by_kernel]
         staged = {name: staging.nbytes > 0 for name, staging in machine.device.moves._staging.items()}
         assert staged == {
-            "in": not locked or ways.weights is Way.COPY_ENGINE,
-            "out": not locked or ways.gradients is Way.COPY_ENGINE,
+            "in": not locked or ways.weights is CopyPath.COPY_ENGINE,
+            "out": not locked or ways.gradients is CopyPath.COPY_ENGINE,
         }
 
 
@@ -256,5 +256,5 @@ def test_training_by_kernels_equals_torch(
     plain, managed = pair(build_model, placement, tmp_path, **options)
     train_both(plain, managed, token_batches(6), Recipe(accumulation=2, clip=0.05, mixed=torch.bfloat16))
     added = any(name.endswith("_add") for name in kernels.launched)
-    assert added == (ways.gradients is Way.KERNEL)
+    assert added == (ways.gradients is CopyPath.KERNEL)
     assert "cast_f32_bf16" in kernels.launched

@@ -39,7 +39,7 @@ OF_THE_FAKE = (
     "executor.wait_for_one < executor.wait < gradients._send",
     "sampling.sample_of",
     "sampling.bits_at",
-    "tiles.as_array",
+    "workers.as_array",
 )
 WRITES = "write_check.compare < write_check.by_view"
 """A model that takes `weight.data` in forward may write to it: the one way to know is to look."""

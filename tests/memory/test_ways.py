@@ -11,8 +11,8 @@ import pytest
 from tests.cuda.shim import GPP, build_all
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, cuda
 from tests.memory.tested import (
+    CopyPath,
     CudaDevice,
-    Way,
     Ways,
     kernel_cache_directory,
     link_ways,
@@ -23,7 +23,7 @@ from tests.memory.tested import cuda_device as cuda_module
 
 __all__ = ["cuda"]  # a fixture
 
-MEASURED = Ways(Way.KERNEL, Way.COPY_ENGINE, 16, "measured")
+MEASURED = Ways(CopyPath.KERNEL, CopyPath.COPY_ENGINE, 16, "measured")
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def ways_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_was_kept_is_found_for_this_gpu_and_driver_alone(ways_path: Path) -> None:
     path = ways_path
-    other = Ways(Way.COPY_ENGINE, Way.KERNEL, 8, "another day")
+    other = Ways(CopyPath.COPY_ENGINE, CopyPath.KERNEL, 8, "another day")
     assert save_ways(MEASURED, "H1", "1.0") == path
     save_ways(other, "H2", "1.0")
     assert load_ways("H1", "1.0") == MEASURED
@@ -78,7 +78,7 @@ def test_without_a_home_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unmeasured_weights_come_by_the_copy_engine_and_gradients_leave_by_a_kernel() -> None:
-    assert (Ways().weights, Ways().gradients) == (Way.COPY_ENGINE, Way.KERNEL)
+    assert (Ways().weights, Ways().gradients) == (CopyPath.COPY_ENGINE, CopyPath.KERNEL)
     assert "not measured" in Ways().source
 
 
@@ -100,11 +100,11 @@ def test_a_device_takes_the_ways_that_were_measured_on_it(
 
 def test_the_fewest_blocks_that_do_as_well_as_any_are_taken() -> None:
     best = link_ways.fastest(1.0, {8: 1.4, 32: 1.2}, 1.0, {8: 1.5, 16: 0.61, 32: 0.6, 132: 0.6})
-    assert (best.weights, best.gradients, best.blocks) == (Way.COPY_ENGINE, Way.KERNEL, 16)
+    assert (best.weights, best.gradients, best.blocks) == (CopyPath.COPY_ENGINE, CopyPath.KERNEL, 16)
     best = link_ways.fastest(1.0, {8: 0.9, 32: 0.7}, 1.0, {8: 0.5, 32: 0.5})
-    assert (best.weights, best.gradients, best.blocks) == (Way.KERNEL, Way.KERNEL, 32)
+    assert (best.weights, best.gradients, best.blocks) == (CopyPath.KERNEL, CopyPath.KERNEL, 32)
     best = link_ways.fastest(0.5, {8: 0.5}, 0.4, {8: 0.5})
-    assert (best.weights, best.gradients) == (Way.COPY_ENGINE, Way.COPY_ENGINE)
+    assert (best.weights, best.gradients) == (CopyPath.COPY_ENGINE, CopyPath.COPY_ENGINE)
 
 
 @pytest.mark.skipif(GPP is None, reason="g++ is not installed")

@@ -11,7 +11,7 @@ from hetmem.cuda.segments import Segments
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_copies, cuda_device, host_pool, live_bytes, mapping, nvme_file, nvme_requests
-from hetmem.memory.cuda_copies import Way, Ways, load_ways, save_ways
+from hetmem.memory.cuda_copies import CopyPath, Ways, load_ways, save_ways
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_pool import HostPool
@@ -36,6 +36,7 @@ __all__ = [
     "PAGE_BYTES",
     "Backend",
     "ComputeStreams",
+    "CopyPath",
     "CudaDevice",
     "CudaStreams",
     "DevicePool",
@@ -58,7 +59,6 @@ __all__ = [
     "Tier",
     "TorchBackend",
     "TransferEngine",
-    "Way",
     "Ways",
     "_keep",
     "address_of",

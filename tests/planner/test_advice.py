@@ -17,7 +17,7 @@ import transformers
 
 import hetmem
 from hetmem.cli import main
-from hetmem.planner import Call, Plan, hugging_face_call, with_adapters
+from hetmem.planner import Plan, TracedCall, hugging_face_call, with_adapters
 from hetmem.planner.plan import KEPT
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128}
@@ -284,7 +284,7 @@ def test_adapters_are_those_that_peft_makes() -> None:
         return sorted((parameter.requires_grad, tuple(parameter.shape)) for parameter in model.parameters())
 
     theirs = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules="all-linear"))
-    assert sizes(with_adapters(Call(build, None), 4).build_model()) == sizes(theirs)
+    assert sizes(with_adapters(TracedCall(build, None), 4).build_model()) == sizes(theirs)
 
 
 def test_a_model_that_leaves_no_room_for_activations_is_streamed(

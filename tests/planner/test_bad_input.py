@@ -125,7 +125,7 @@ def test_one_real_step_is_the_way_out() -> None:
     plan = planner.plan(Looks, torch.randn(4, 64), BUDGET, real=True)
     assert plan.fits
     assert plan.parameters == 64 * 64 + 3 * 64
-    uses = planner.trace_real(planner.Call(Looks, torch.randn(4, 64))).events
+    uses = planner.trace_real(planner.TracedCall(Looks, torch.randn(4, 64))).events
     assert sum(event.operator == "linear" for event in uses) == 2
 
 
@@ -168,7 +168,7 @@ def test_figures_in_another_unit_are_absurd_and_named(
 def test_a_plan_of_another_version_is_to_be_made_again(tmp_path: Path) -> None:
     plan = planner.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
     (tmp_path / "old.json").write_text(json.dumps({**plan.to_dict(), "version": 1}))
-    with pytest.raises(planner.PlanError, match=r"version: expected 6, got 1: another hetmem made it; plan again"):
+    with pytest.raises(planner.PlanError, match=r"version: expected 7, got 1: another hetmem made it; plan again"):
         planner.Plan.load(tmp_path / "old.json")
 
 

@@ -114,7 +114,7 @@ def test_a_run_streams_what_was_planned_with_the_planned_bytes_and_peaks(
     overlap: str,
 ) -> None:
     # a real step: on `meta` statistics of norms are as wide as on a GPU, and on this device they are narrower
-    workload = trace_real(planner.Call(GPT, BATCH, None, mixed_precision))
+    workload = trace_real(planner.TracedCall(GPT, BATCH, None, mixed_precision))
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
     planned = Rehearsal(
         workload,
@@ -162,7 +162,7 @@ def test_a_run_with_streamed_gradients_moves_what_was_planned_for_them(
     model: type[nn.Module],
 ) -> None:
     """They stay on the device where their update is made there, so that more is updated there, with fewer bytes."""
-    workload = trace_real(planner.Call(model, BATCH, None, mixed_precision))
+    workload = trace_real(planner.TracedCall(model, BATCH, None, mixed_precision))
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
     planned, visible = (
         Rehearsal(

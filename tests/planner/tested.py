@@ -8,7 +8,7 @@ from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_siz
 from hetmem.planner import Plan, PlanError, step_program
 from hetmem.planner.decide import Decision, Variant, decide
 from hetmem.planner.meta_results import Results
-from hetmem.planner.model import Call, checkpointed, divided, trace, trace_real
+from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT, SENT_STATES
 from hetmem.planner.reservation import ROLES, arrange, fits, state_bytes
 from hetmem.planner.search import (
@@ -48,7 +48,6 @@ __all__ = [
     "ROLES",
     "SENT_STATES",
     "Block",
-    "Call",
     "Capacities",
     "Complete",
     "CopyState",
@@ -77,6 +76,7 @@ __all__ = [
     "StreamingGain",
     "ThreadCosts",
     "Tier",
+    "TracedCall",
     "Update",
     "Updating",
     "Variant",

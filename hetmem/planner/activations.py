@@ -1,0 +1,173 @@
+"""Activations that leave the device, in a plan: the workload without them, and their way over the simulator's links.
+
+`schedule.saved` says which, as it does for a run (`activations.choice`). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hetmem.planner.reservation import arrange
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.workload import Event, Move, Phase, Workload
+from hetmem.schedule.blocks import in_flight_bytes
+from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.saved import to_leave
+from hetmem.schedule.trace import NEVER
+
+LEAST_BYTES = 256 << 10
+"""As `activations.offload` has it."""
+_LEAST_PART = 4096
+_MANY_CHUNKS = 4
+"""So many of the largest chunks have room for copies, if the model has so many."""
+
+
+def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool) -> Workload:
+    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto"."""
+    least = max(1, min(LEAST_BYTES, capacities.device_bytes // _LEAST_PART))
+    saved = [each for each in workload.saved if each.nbytes >= least and each.free_at < each.used_at < NEVER]
+    needed = [event.peak_bytes for event in workload.events]
+    room, crossing = room_bytes(workload, capacities), 2 * in_flight_bytes(capacities.device_bytes)
+    if all_leave:
+        chosen = set(range(len(saved)))
+    elif chosen := to_leave(saved, needed, room):
+        chosen = to_leave(saved, needed, room if by_the_caller else room - crossing)
+    return without(workload, tuple(Move(saved[at].free_at, saved[at].used_at, saved[at].nbytes) for at in chosen))
+
+
+def room_bytes(workload: Workload, capacities: Capacities) -> int:
+    """What the device has for all but homes that must be there, and as many copies as let some come before their use;
+    as `DeviceRoom.saved_bytes`."""
+    try:
+        ground = arrange(workload, capacities).ground
+    except NoRoom:  # which is said where it is searched for
+        return capacities.usable_bytes
+    if ground.resident:
+        return capacities.usable_bytes - ground.whole_bytes
+    spans = [chunk.span for chunk in ground.chunks]
+    copies = min(sum(spans), _MANY_CHUNKS * max(spans)) * ground.slot_bytes
+    return capacities.usable_bytes - min(copies, capacities.chunk_cap_bytes)
+
+
+def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:
+    """`workload` with what `moves` take away not on the device meanwhile."""
+    if not moves:
+        return workload
+    away = [0] * (len(workload.events) + 1)
+    for move in moves:  # away between the two events, in neither
+        away[move.leaves_at + 1] += move.nbytes
+        away[move.used_at] -= move.nbytes
+    events, most, now = [], 0, 0
+    for event, change in zip(workload.events, away, strict=False):
+        now += change
+        most = max(most, now)
+        events.append(_less(event, now) if now else event)
+    return replace(workload, events=tuple(events), moves=moves, away_bytes=most)
+
+
+def scaled(workload: Workload, factor: float) -> Workload:
+    """`workload`, of which nothing has left, with a batch or a sequence so many times as large: bytes grow with it."""
+
+    def phase(of: Phase) -> Phase:
+        return replace(of, peak_bytes=int(of.peak_bytes * factor))
+
+    events = tuple(
+        replace(
+            event,
+            live_bytes=int(event.live_bytes * factor),
+            during=phase(event.during),
+            after=phase(event.after),
+        )
+        for event in workload.events
+    )
+    saved = tuple(replace(each, nbytes=int(each.nbytes * factor)) for each in workload.saved)
+    return replace(workload, events=events, saved=saved)
+
+
+def _less(event: Event, nbytes: int) -> Event:
+    def phase(of: Phase) -> Phase:
+        return replace(of, peak_bytes=max(0, of.peak_bytes - nbytes))
+
+    live = max(0, event.live_bytes - nbytes)
+    return replace(event, live_bytes=live, during=phase(event.during), after=phase(event.after))
+
+
+@dataclass(slots=True, eq=False)
+class _Away:
+    """A storage that has left. `state`: "home", "coming", or "here"."""
+
+    nbytes: int
+    state: str = "home"
+
+
+class SimulatedActivations:
+    """`activations.offload` on the simulator's links: out behind what made it, back in the order of the backward, as
+    far ahead as a window and the device's room allow."""
+
+    def __init__(
+        self, traffic: SimulatedTraffic, moves: tuple[Move, ...], window_bytes: int, has_room: Callable[[int], bool]
+    ) -> None:
+        """`has_room`: whether so many bytes more may come before their use."""
+        self._traffic, self._window, self._has_room = traffic, window_bytes, has_room
+        self._out: dict[int, list[int]] = defaultdict(list)
+        self._in: dict[int, list[int]] = defaultdict(list)
+        self._sizes = [move.nbytes for move in moves]
+        self._order = sorted(range(len(moves)), key=lambda at: moves[at].used_at)
+        for at, move in enumerate(moves):
+            self._out[move.leaves_at].append(at)
+            self._in[move.used_at].append(at)
+        self._away: dict[int, _Away] = {}
+        self._next = 0
+
+    def before(self, event: int) -> None:
+        """Have what the event uses on the device."""
+        for at in self._in.get(event, ()):
+            away = self._away.pop(at, None)
+            if away is None:
+                continue
+            if away.state == "home":
+                self._fetch(away)
+            while away.state != "here":
+                self._traffic.wait_for_one()
+            self._traffic.ahead_bytes -= away.nbytes
+            self._fetch_ahead()
+
+    def after(self, event: int) -> None:
+        """Have what only the graph holds from now on leave."""
+        traffic = self._traffic
+        for at in self._out.get(event, ()):
+            nbytes = self._sizes[at]
+            self._away[at], self._next = _Away(nbytes), 0
+            if traffic.device_to_host.rate.by_the_caller:
+                traffic.send_home(nbytes)
+            else:
+                traffic.send_gradient(-1, nbytes, nbytes)
+
+    def _fetch(self, away: _Away) -> None:
+        traffic, link = self._traffic, self._traffic.host_to_device
+        traffic.ahead_bytes += away.nbytes
+        if link.rate.by_the_caller:
+            traffic.now = link.send(traffic.now, away.nbytes)
+            away.state = "here"
+            return
+        away.state = "coming"
+
+        def arrived() -> None:
+            away.state = "here"
+
+        traffic.copy_beside(link, away.nbytes, arrived)
+
+    def _fetch_ahead(self) -> None:
+        if self._traffic.host_to_device.rate.by_the_caller:
+            return
+        while self._next < len(self._order):
+            away = self._away.get(self._order[self._next])
+            if away is not None and away.state == "home":
+                if self._traffic.ahead_bytes and self._traffic.ahead_bytes + away.nbytes > self._window:
+                    return
+                if not self._has_room(away.nbytes):
+                    return
+                self._fetch(away)
+            self._next += 1

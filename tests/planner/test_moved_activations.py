@@ -1,0 +1,93 @@
+"""Plans whose activations move: the bytes and peaks of a run, and what each choice comes to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import hetmem
+from hetmem import testing
+from hetmem.planner import load_profile
+from hetmem.planner.plan import Plan
+from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep
+
+BATCH = torch.zeros(ROWS, WIDTH)
+
+
+def planned(device: int, activations: str = "auto", **options: int) -> Plan:
+    """Of `Deep`, on a device that the caller copies to, as the simulated one without link speeds."""
+    machine = load_profile("l4")
+    links = {name: replace(getattr(machine, name), by_the_caller=True) for name in ("host_to_device", "device_to_host")}
+    budget = hetmem.Budget(device=device, host="16MiB", device_chunks=192 * KIB)
+    machine = replace(machine, device=replace(machine.device, allocator_share=0.0), **links)
+    return hetmem.plan(Deep, (BATCH,), budget, machine, chunk_bytes=16 * KIB, activations=activations, **options)
+
+
+@pytest.mark.parametrize(("size", "activations"), [(512, "auto"), (1024, "auto"), (1024, "offload"), (8192, "auto")])
+def test_bytes_and_peaks_are_those_of_a_run(size: int, activations: str) -> None:
+    plan = planned(size * KIB, activations)
+    assert plan.fits
+    model = hetmem.manage(Deep(), plan=plan, device="sim")
+    optimizer = hetmem.AdamW(model.parameters())
+    for _ in range(4):
+        before = testing.of(model).link_bytes()["device_to_host"]
+        model(BATCH).backward()
+        moved = testing.of(model).link_bytes()["device_to_host"] - before
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    device = hetmem.report(model).to_dict()["tiers"]["device"]
+    hetmem.release(model)
+    assert abs(plan.link_bytes["device_to_host"] - moved) <= SAVED, "one storage, that looks held for a little longer"
+    assert device["peak_bytes"] == pytest.approx(plan.peak_bytes["device"], rel=0.03)
+    away = plan.role_bytes["host"].get("activations", 0)
+    assert abs(away - moved + sum(p.numel() * 4 for p in Deep().parameters())) <= SAVED
+
+
+def test_each_choice_says_whether_it_fits_and_how_large_a_batch_may_be() -> None:
+    choices = {each["choice"]: each for each in planned(1024 * KIB).activation_choices}
+    assert choices["keep"]["step_seconds"] is None
+    assert choices["keep"]["times"] < 1 < choices["auto"]["times"] <= choices["offload"]["times"]
+    assert 0 == choices["keep"]["moved_bytes"] < choices["auto"]["moved_bytes"] < choices["offload"]["moved_bytes"]
+    assert choices["auto"]["step_seconds"] <= choices["offload"]["step_seconds"]
+    rows = int(ROWS * choices["auto"]["times"])
+    budget = hetmem.Budget(device=1024 * KIB, host="64MiB", device_chunks=192 * KIB)
+    model = hetmem.manage(Deep(), budget, device="sim", chunk_bytes=16 * KIB, activations="auto")
+    model(torch.zeros(rows * 9 // 10, WIDTH)).backward()
+    with pytest.raises(hetmem.errors.DeviceOutOfMemoryError):
+        model(torch.zeros(rows * 3 // 2, WIDTH)).backward()
+
+
+def test_a_plan_that_does_not_fit_says_that_moving_would_help() -> None:
+    plan = planned(1024 * KIB, "keep")
+    assert not plan.fits
+    assert any('activations="auto"' in advice for advice in plan.advice)
+    assert 'activations="auto"' in planned(1024 * KIB).code()
+
+
+def test_host_memory_for_activations_is_a_part_of_what_is_missing() -> None:
+    machine = load_profile("l4")
+    budget = hetmem.Budget(device=1024 * KIB, host="2MiB", device_chunks=192 * KIB)
+    with pytest.raises(hetmem.errors.ManageError, match="activations must be"):
+        hetmem.plan(Deep, (BATCH,), budget, machine, activations="some")  # type: ignore[arg-type]
+    plan = hetmem.plan(Deep, (BATCH,), budget, machine, activations="auto")
+    assert not plan.fits
+    assert plan.missing_bytes["host"] > 0
+
+
+def build() -> nn.Module:
+    return Deep()
+
+
+def test_the_command_line_says_each_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    from hetmem.cli import main
+
+    sizes = ["--device-memory", "1MiB", "--host-memory", "16MiB", "--hardware", "l4"]
+    arguments = ["plan", f"{__name__}:build", "--input", f"{ROWS}x{WIDTH}:float32", *sizes, "--activations", "auto"]
+    assert main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for part in ("activations=keep: does not fit", "activations=auto:", "times as large fit", 'activations="auto"'):
+        assert part in said
