@@ -45,6 +45,7 @@ SEED = 20
 CORPUS_BYTES = 1_000_000
 BATCH_SIZE = 4
 NVME_MEMORY = "256MiB"
+CHUNK_BYTES = "48KiB"  # of which the matrices are multiples: 1.4 % unused, where the size found by default has 3.5 %
 STEPS, CHECK_STEPS, WARMUP_STEPS, STEPS_PER_REPORT = 300, 20, 10, 10
 ADAMW: dict[str, Any] = {"lr": 1.5e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 STATE_BYTES_PER_PARAMETER = 16  # fp32 weight, gradient, first and second moment
@@ -329,6 +330,7 @@ def run(config: GPTConfig, options: argparse.Namespace, nvme_dir: str) -> None:
         budget_of(options, device, nvme_dir),
         device="sim" if device == "cpu" else device,
         mixed_precision=dtype if options.mixed else None,
+        chunk_bytes=CHUNK_BYTES,
     )
     optimizer = hetmem.AdamW(model.parameters(), **ADAMW)
 

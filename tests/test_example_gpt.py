@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hetmem
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, StateError
 
@@ -73,7 +74,7 @@ class FakeHetmem:
         self.budget = sizes
         return SimpleNamespace(**sizes)
 
-    def manage(self, model: nn.Module, budget: Any, device: Any, mixed_precision: Any) -> nn.Module:
+    def manage(self, model: nn.Module, budget: Any, device: Any, mixed_precision: Any, chunk_bytes: str) -> nn.Module:
         self.device = device
         return model if mixed_precision is None else MixedModel(model)
 
@@ -129,6 +130,13 @@ def test_default_states_are_at_least_eight_device_budgets_and_more_than_device_a
     device_bytes, host_bytes = (parse_size(size) for size in (options.device_memory, options.host_memory))
     assert states_bytes >= 8 * device_bytes
     assert states_bytes > device_bytes + host_bytes
+
+
+def test_at_most_a_fiftieth_of_its_chunks_is_unused(tmp_path: Path) -> None:
+    options = example.parse_options([])
+    budget = hetmem.Budget(options.device_memory, options.host_memory, example.NVME_MEMORY, tmp_path)
+    model = hetmem.manage(example.GPT(example.GPTConfig()), budget, device="sim", chunk_bytes=example.CHUNK_BYTES)
+    assert hetmem.report(model).to_dict()["chunk_waste"] <= 0.02
 
 
 def test_an_untrained_model_is_no_better_than_chance() -> None:
