@@ -67,11 +67,6 @@ class CudaDevice(Device):
     def __repr__(self) -> str:
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
 
-    def describe(self) -> str:
-        """Its name and number, and the driver's version."""
-        name = torch.cuda.get_device_name(self.torch_device)
-        return f"{name} (cuda:{self.torch_device.index}, driver {driver_version()})"
-
     @cached_property
     def node(self) -> int | None:
         """The NUMA node it hangs on; None where there is one node only, or it is unknown."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hetmem.base.units import format_size, parse_size
+from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Memory, address_of, elements, without_graph
 from hetmem.memory.mapping import Mapping, free_host_bytes
@@ -113,10 +113,6 @@ class Device:
     def cores(self) -> tuple[int, ...]:
         return ()
 
-    def describe(self) -> str:
-        """Say what it is, for people."""
-        return type(self).__name__
-
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Return a pool of `slots` slots of `slot_bytes` each; its memory is taken only as slots are used."""
         return DevicePool(slot_bytes, slots, self.torch_device, self.allocate)
@@ -195,12 +191,6 @@ class SimDevice(Device):
         super().__init__(None if memory is None else parse_size(memory, "SimDevice(memory)"))
         self.host_to_device = _speed(host_to_device, "SimDevice(host_to_device=…)")
         self.device_to_host = _speed(device_to_host, "SimDevice(device_to_host=…)")
-
-    def describe(self) -> str:
-        """Say what it is, and the speed of its links if they have one."""
-        speeds = {"to it": self.host_to_device, "from it": self.device_to_host}
-        told = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
-        return ", ".join(["simulated device", *told])
 
     def __repr__(self) -> str:
         return f"SimDevice(memory={self.memory_bytes})"

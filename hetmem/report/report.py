@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from hetmem.base.config import VERSION
+from hetmem.base.units import format_size
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
-from hetmem.memory.device import SimDevice
+from hetmem.memory.device import Device, SimDevice
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
 from hetmem.report.step import step_section
 from hetmem.report.text import line, table
@@ -128,11 +129,20 @@ def _head(model: torch.nn.Module) -> dict[str, Any]:
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     return {
-        "device": memory.device.describe(),
+        "device": _device(memory.device),
         "hardware": None if runtime.hardware is None else runtime.hardware.name,
         "options": {**options, "optimizers": optimizers},
         "versions": versions,
     }
+
+
+def _device(device: Device) -> str:
+    """What it is, and the speed of links that it was told."""
+    if not isinstance(device, SimDevice):
+        return f"{torch.cuda.get_device_name(device.torch_device)} ({device.torch_device})"
+    speeds = {"to it": device.host_to_device, "from it": device.device_to_host}
+    told = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
+    return ", ".join(["simulated device", *told])
 
 
 def _step(window: Window, tiers: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
