@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
+from benchmarks import nearest_codes
 from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, Task, adamw_8_bit_tasks, adamw_compact_tasks, adamw_tasks
 from hetmem.cpu.workers import WorkerPool
-from hetmem.cuda import reference
 
 SEED, CORPUS_BYTES, HELD_OUT_BYTES = 20, 4_000_000, 200_000
 LAYERS, HEADS, WIDTH, CONTEXT, BATCH = 4, 4, 128, 64, 16
@@ -117,8 +117,8 @@ def eight_bits_to_nearest(computed: Tensor, key: int) -> Update:
 
     def store() -> None:
         for form, state, moment in (("snorm8", m, m_codes), ("unorm8", v.sqrt_(), root_codes)):
-            reference.quantise(form, state, moment.codes, moment.scales)
-            reference.dequantise(form, state, moment.codes, moment.scales)
+            nearest_codes.quantise(form, state, moment.codes, moment.scales)
+            nearest_codes.dequantise(state, moment.codes, moment.scales)
         v.square_()
 
     return lambda step, grad: [lambda: [task() for task in adamw_tasks(step, p, grad, m, v, computed)] and store()]

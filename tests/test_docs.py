@@ -77,7 +77,7 @@ def test_what_is_kept_from_the_reference_is_there() -> None:
         entry.thing.__name__: entry.thing for _, found in build_api.sections() for entry in found if not entry.depth
     }
     for name, members in build_api.FOR_HETMEM.items():
-        assert [member for member in members if member not in vars(things[name])] == []
+        assert [member for member in members if not hasattr(things[name], member)] == []
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------

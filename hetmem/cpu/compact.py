@@ -9,8 +9,8 @@ change below a 512th of itself, which is most of them; a first moment of 8 bits 
 
 Chance is a hash of (key, step, element, which state) without any memory: the same for any number of threads, tile size
 or arrangement in chunks, and in a run that goes on from a checkpoint. `loops.mix` has Wellons's lowbias32 (2018).
-8 bits: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), with the linear codes of
-`hetmem.cuda.quantise`: snorm8 for the first moment, unorm8 for the root of the second.
+8 bits: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), with linear codes: -127 to 127 for the
+first moment, 0 to 255 for the root of the second.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def adamw_8_bit_tasks(
 ) -> list[Task]:
     """`adamw_compact_tasks` with both moments in 8 bits; `param` float32 or bfloat16. `first` must begin a group.
 
-    A group with an element that is not finite decodes to NaN from then on, as `hetmem.cuda.quantise` has it.
+    A group with an element that is not finite decodes to NaN from then on.
     """
     check_flat(param, grad, exp_avg.codes, exp_avg_sq.codes, compute_copy)
     assert first % GROUP_ELEMENTS == 0, f"element {first} does not begin a group of {GROUP_ELEMENTS}"

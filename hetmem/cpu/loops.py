@@ -24,7 +24,7 @@ import numpy as np
 Loop = Callable[..., Any]
 
 GROUP = 256
-"""Elements with one scale in `adamw_8_bit`; as in hetmem.cuda.quantise."""
+"""Elements with one scale in `adamw_8_bit`."""
 
 LANES = 64
 ROWS = 4

@@ -1,4 +1,4 @@
-"""CUDA kernels that cast, scale, step, quantise and gather; each with a launcher and a torch reference.
+"""CUDA kernels that cast, scale, step and sum up; each with a launcher and a torch reference.
 
 `backend.backend()` says where they run and why. Each `*.cu` holds kernels, the module of the same name their launchers;
 `reference` does the same work in torch; `segments` makes the tables of what is moved. The same sources are compiled

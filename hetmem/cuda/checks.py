@@ -30,15 +30,6 @@ def check_flat(tensor: torch.Tensor, what: str, dtypes: Collection[torch.dtype],
         raise ValueError(f"{what}: expected at least {numel} elements, got {tensor.numel()}")
 
 
-def check_aligned(tensor: torch.Tensor, what: str, nbytes: int) -> None:
-    """Refuse memory that does not start at a multiple of `nbytes`."""
-    if tensor.data_ptr() % nbytes != 0:
-        raise ValueError(
-            f"{what}: expected an address that is a multiple of {nbytes} bytes, got {tensor.data_ptr():#x}, "
-            f"{tensor.data_ptr() % nbytes} bytes after one"
-        )
-
-
 def check_blocks(blocks: int | None, work: int) -> int:
     """The grid: `blocks` if given, else one block per item of work, up to what any device can hold at once."""
     if blocks is not None and blocks < 1:

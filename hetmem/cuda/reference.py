@@ -14,16 +14,11 @@ import torch
 
 from hetmem.cuda.segments import Segments
 
-BLOCK_ELEMENTS = 256
-"""Elements that share a scale; quantise.cu says the same."""
-
 RUN_ELEMENTS, LANES = 4096, 64
 """Elements whose squares are summed up together, in so many lanes; squares.cu says the same."""
 
 PART_ELEMENTS = 1 << 20
 """What AdamW computes at a time: its temporaries take some 80 bytes an element."""
-
-LARGEST = {"snorm8": 127.0, "unorm8": 255.0, "unorm16": 65535.0, "e4m3": 448.0}
 
 
 def cast(segments: Segments, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -95,32 +90,6 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return torch.where(inexact, bits + torch.where(away, 1, -1), bits).view(torch.float64).float()
 
 
-def quantise(form: str, source: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """`hetmem.cuda.quantise.quantise`."""
-    numel, largest = source.numel(), LARGEST[form]
-    x = torch.nn.functional.pad(source, (0, -numel % BLOCK_ELEMENTS)).view(-1, BLOCK_ELEMENTS)
-    if form.startswith("unorm"):
-        x = torch.where(x < 0, 0.0, x)
-    greatest = x.abs().amax(dim=1) if numel else x.new_zeros(0)
-    scale = torch.where(greatest.isfinite(), _over(greatest, largest), torch.nan)
-    scales[: scale.numel()] = scale
-    usable = (scale > 0)[:, None]
-    ratio = torch.where(usable, x / torch.where(usable, scale[:, None], 1.0), 0.0)
-    if form == "e4m3":
-        code = ratio.clamp(-largest, largest)
-    else:
-        least = torch.where(usable & (x > 0), 1.0, 0.0) if form.startswith("unorm") else torch.full_like(x, -largest)
-        code = torch.maximum(ratio.round().clamp(max=largest), least)
-    codes[:numel] = code.flatten()[:numel].to(torch.int32 if form != "e4m3" else torch.float32).to(codes.dtype)
-
-
-def dequantise(form: str, destination: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """`hetmem.cuda.quantise.dequantise`."""
-    numel = destination.numel()
-    scale = scales[: -(-numel // BLOCK_ELEMENTS)].repeat_interleave(BLOCK_ELEMENTS)[:numel]
-    destination.copy_(codes[:numel].float() * scale.to(codes.device))
-
-
 def square_sums(values: torch.Tensor) -> torch.Tensor:
     """`hetmem.cuda.squares.square_sums`, of values of any dtype: the sums, where `values` are. In parts, as temporaries
     take half a byte an element."""
@@ -142,13 +111,3 @@ def by_halves(numbers: torch.Tensor) -> torch.Tensor:
         first, second = numbers.chunk(2, dim=-1)
         numbers = first + second
     return numbers[..., 0]
-
-
-def gather_rows(table: torch.Tensor, indices: torch.Tensor, destination: torch.Tensor) -> None:
-    """`hetmem.cuda.gather.gather_rows`."""
-    known = (indices >= 0) & (indices < table.shape[0])
-    if table.shape[0] == 0:
-        destination.fill_(torch.nan)
-        return
-    rows = table[torch.where(known, indices, 0).to(table.device)].to(destination)
-    destination.copy_(torch.where(known.to(destination.device)[:, None], rows, torch.nan))

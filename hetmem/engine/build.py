@@ -254,8 +254,7 @@ def build_memory(
         )
         if built is None:  # else when that has no use but as homes
             memory.page_lock()
-        if not ground.missing_bytes:  # else the optimizer, which may keep less than AdamW, says what is missing
-            memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}
+        memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}
         memory.reserve(memory.chunks, Role.PARAM)
         memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
     except BaseException:

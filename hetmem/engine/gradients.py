@@ -19,6 +19,7 @@ from hetmem.engine.param_views import (
     clear_zeroed,
     is_home,
     is_home_gradient,
+    is_kept,
     leave_gradient_to_holders,
     move_gradient,
     show_gradient,
@@ -33,6 +34,10 @@ from hetmem.schedule.trace import Tier
 
 class GradientListener(Protocol):
     """Hears of gradients and of homes that move: an optimizer that may update while a backward runs."""
+
+    def optimizer_options(self) -> dict[str, Any]:
+        """What its optimizer was made with that changes when and where it updates, for reports."""
+        ...
 
     @property
     def begins_early(self) -> bool:
@@ -332,7 +337,7 @@ class GradientSink:
         kept = chunk.gradient_dtype  # in which a sum, or what a hook makes of it, may not be exact
         if kept is not None and (adds or arrived.dtype is not kept or has_hooks_of_the_user(managed.parameter)):
             self._widen(chunk)
-        if not adds and managed.grad_home is not None:
+        if not adds and managed.grad_home is not None and is_kept(managed):
             leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()

@@ -60,6 +60,8 @@ class Memory:
     staying: dict[Chunk, None] = field(default_factory=dict)
     """The chunks whose homes are on the device for want of room elsewhere."""
     _staying_bytes: int = 0
+    uses_copies: bool = field(init=False)
+    """Whether operators see copies, not the homes, which are all on the device in the dtype that computes then."""
     usable_bytes: int = field(init=False)
     """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
     _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Memory:
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.uses_copies = not self.resident or self.mixed_precision is not None
         unusable = 0 if self.device.watched else int(ALLOCATOR_SHARE * self.device_bytes)
         self.usable_bytes = self.device_bytes - unusable
         host = self.host_pool.mapping.address
@@ -97,11 +100,6 @@ class Memory:
     def parameters(self) -> Iterator[ManagedParameter]:
         """Yield the parameters that have moved home by now."""
         return (managed for chunk in self.chunks for managed in chunk.parameters)
-
-    @property
-    def uses_copies(self) -> bool:
-        """Whether operators see copies, not the homes, which are all on the device in the dtype that computes then."""
-        return not self.resident or self.mixed_precision is not None
 
     @property
     def moved_bytes(self) -> int:
@@ -247,7 +245,7 @@ class Memory:
                     chunk.homes[role].away = away
                 else:
                     self._gradient_places[chunk] = away
-        self.resident = False
+        self.resident, self.uses_copies = False, True
         self.copied = True
         self.page_lock()
 

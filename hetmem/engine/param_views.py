@@ -75,37 +75,28 @@ class Bindings:
         except RuntimeError:  # it has no memory: sparse, of a transform, of code that is being traced
             return None
 
-    def open_device(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> torch.Tensor:
-        """Return the view of `managed` in device slot `slot`, made at its first use there."""
-        if managed.device is None:
-            dtype = managed.chunk.compute_dtype
-            view = managed.device = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
+    def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
+        """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`."""
+        dtype = chunk.compute_dtype
+        for managed in chunk.parameters:
+            if managed.device is not None:
+                continue
+            managed.device = view = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
             storage = view.untyped_storage()
             managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
-            del storage  # which counts
+            del storage  # which counts; that it was asked for once does, too
             managed.device_references = references(managed.device_storage)
             if managed.numel:
                 self.by_address[managed.device_address] = managed
                 self.by_storage[managed.device_storage] = managed
-        return managed.device
-
-    def open_all(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """The views of all parameters of `chunk`, whose copy is in device slot `slot`."""
-        for managed in chunk.parameters:
-            if managed.device is None:
-                self.open_device(managed, pool, slot)
 
     def close_device(self, chunk: Chunk) -> None:
         """Forget the device views of `chunk`, whose slot goes to another one."""
         for managed in chunk.parameters:
             if managed.device is not None:
                 if managed.numel:
-                    self._forget_device(managed)
+                    del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
                 managed.device = None
-
-    def _forget_device(self, managed: ManagedParameter) -> None:
-        del self.by_address[managed.device_address]
-        del self.by_storage[managed.device_storage]
 
     # ---- what a parameter is now -------------------------------------------------------------------------------
 
@@ -214,7 +205,7 @@ class Bindings:
                 f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
                 f"`kept = self.weight.data`): keep a clone of it"
             )
-        self._forget_device(managed)
+        del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
         managed.device = None
 
 
@@ -281,8 +272,10 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
         parameter.grad = gradient
         return
     home = parameter.data
-    alike = type(gradient) is not Widened  # which has no memory that a parameter could have
-    parameter.data = gradient if alike else stand_in(gradient, gradient.dtype, gradient.device)
+    if type(gradient) is Widened:  # it has no memory that a parameter could have
+        parameter.data = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
+    else:
+        parameter.data = gradient
     try:
         parameter.grad = gradient
     finally:

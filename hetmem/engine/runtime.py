@@ -85,7 +85,8 @@ class Runtime:
         """What the run's plan, if it has one, expects of it; for its report."""
         self.give_leases_up: Callable[[], bool | None] = lambda: False
         """Called where copies that are used at once have no room: whether some are used no more."""
-        self._held: dict[int, ManagedParameter] = {}
+        self._held: dict[ManagedParameter, None] = {}
+        """Those whose copies tensors hold, in the order in which they were first seen to be held."""
         self._holds_all = False
         self._untracked: set[int] = set()
         self._ended: Hashable | None = None
@@ -145,7 +146,13 @@ class Runtime:
             expected = int(expected / self.tracer.growth)
         on_device, staged = residency.taken
         chunk_bytes = on_device.used * memory.device_pool.slot_bytes + memory.device_home_bytes
-        self.statistics.device_in_use(chunk_bytes, expected)
+        peaks = self.statistics
+        if (
+            chunk_bytes > peaks.chunk_peak_bytes
+            or expected > peaks.non_model_peak_bytes
+            or chunk_bytes + expected > peaks.device_peak_bytes
+        ):
+            peaks.device_in_use(chunk_bytes, expected)
         staging = staged.used * memory.host_pool.slot_bytes
         seen = self.events.now(), operator, blocks, chunk_bytes, expected, staging
         self.events.moments.append(_tuple(MomentSeen, seen))
@@ -229,15 +236,8 @@ class Runtime:
             with self.unwatched():
                 room.before_moment(moment)
         self._saw(moment, operator, blocks)
-        slot = residency.use_again(block)
-        if slot is None:
-            self._acquire_all(operator, (managed,), blocks)
-            return True
-        if self._engine.ordered:
-            traffic.executor.order_behind_making(slot)
-        if managed.device is None:
-            with self.unwatched():
-                self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
+        residency.reach(blocks, DEVICE)
+        self._acquire_device(managed, block, operator)
         return True
 
     def use_all(self, operator: str) -> bool:
@@ -277,26 +277,17 @@ class Runtime:
                 if self._engine.ordered:
                     self.traffic.executor.order_behind_making(slot)
                 if any(managed.device is None for managed in chunk.parameters):
-                    self.bindings.open_all(chunk, memory.device_pool, slot)
+                    self.bindings.open_device(chunk, memory.device_pool, slot)
         self.tracer.all_at_once(moment)
         self._saw(moment, operator, known)
         return True
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""
-        acquire_again, acquired = self.traffic.residency.acquire_again, 0
+        acquired = 0
         try:
             for managed, block in zip(used, blocks, strict=True):
-                slot = acquire_again(block, DEVICE)
-                if slot is None:
-                    with self.unwatched():
-                        self._acquire_device(managed, block, operator)
-                else:
-                    if self._engine.ordered:
-                        self.traffic.executor.order_behind_making(slot)
-                    if managed.device is None:
-                        with self.unwatched():
-                            self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
+                self._acquire_device(managed, block, operator)
                 acquired += 1
         except BaseException:
             for block in blocks[:acquired]:
@@ -340,8 +331,8 @@ class Runtime:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
                 if untracked or managed.data_taken:
                     self._untracked.add(id(managed))
-                if id(managed) not in self._held:
-                    self._held[id(managed)] = managed
+                if managed not in self._held:
+                    self._held[managed] = None
                     continue
             managed.data_taken = False
             homes = managed.chunk.homes  # as `param_block`
@@ -406,26 +397,32 @@ class Runtime:
             self._let_go()
         if self._engine.anything_over():
             self.traffic.executor.poll()
-        operator, key = f"backward of {managed.name}", id(managed)
-        if key in self._held:
+        operator = f"backward of {managed.name}"
+        if managed in self._held:
             self._moment(operator, (param_block(managed),))
         else:
             if not self._acquire_one(operator, managed):
                 block = param_block(managed)
                 self._moment(operator, (block,))
                 self._acquire_all(operator, (managed,), (block,))
-            self._held[key] = managed
+            self._held[managed] = None
         assert managed.device is not None
         return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
-        try:
-            slot = self._acquire_with_more_room(block)
-        except CapacityError as error:
-            wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
-            raise self.room.shortage.error(operator, self.room.non_model_bytes, wanted) from error
-        if managed.device is None:
-            self.bindings.open_all(managed.chunk, self.memory.device_pool, slot)
+        """Begin a lease of the copy of `managed`, and have its view; none is begun if this raises."""
+        slot = self.traffic.use(block)
+        if slot is not None and managed.device is not None:
+            return
+        with self.unwatched():
+            if slot is None:
+                try:
+                    slot = self._acquire_with_more_room(block)
+                except CapacityError as error:
+                    wanted = managed.chunk.spec.span * self.memory.device_pool.slot_bytes
+                    raise self.room.shortage.error(operator, self.room.non_model_bytes, wanted) from error
+            if managed.device is None:
+                self.bindings.open_device(managed.chunk, self.memory.device_pool, slot)
 
     def _acquire_with_more_room(self, block: int) -> int:
         """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
@@ -453,7 +450,7 @@ class Runtime:
 
     def notice_writes_by_hooks(self) -> None:
         """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""
-        for managed in list(self._held.values()):
+        for managed in list(self._held):
             self._notice_write(managed)
 
     def _notice_write(self, managed: ManagedParameter) -> None:
@@ -462,7 +459,7 @@ class Runtime:
         managed.parameter.__class__ = managed.kind
         try:
             if managed.parameter._version != managed.version:
-                held = rests and id(managed) in self._held and managed.device is not None
+                held = rests and managed in self._held and managed.device is not None
                 with self.unwatched():
                     self.writes.by_operator(managed) if held else self.writes.by_user(managed)
         finally:
@@ -506,8 +503,8 @@ class Runtime:
         """Release the copies whose last holder is gone."""
         if not self._held:
             return
-        for key, managed in [*self._held.items()]:
-            if self._untracked and key in self._untracked:
+        for managed in [*self._held]:
+            if self._untracked and id(managed) in self._untracked:
                 self.writes.by_view(managed)
             parameter = managed.parameter
             kind, parameter.__class__ = type(parameter), managed.kind
@@ -515,16 +512,19 @@ class Runtime:
             if version != managed.version:
                 self._notice_write(managed)
             if managed.device is None or references(managed.device_storage) <= managed.device_references:
-                del self._held[key]
+                del self._held[managed]
                 if self._untracked:
-                    self._untracked.discard(key)
-                self.traffic.release(param_block(managed), DEVICE)
+                    self._untracked.discard(id(managed))
+                homes = managed.chunk.homes  # as `param_block`
+                block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+                assert block is not None, f"{managed.name} has its home on the device"
+                self.traffic.release(block, DEVICE)
 
     def renew_what_is_held(self) -> None:
         """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward,
         or a user looks at it: what it shows becomes what the weight is by now. Outside compute, and before it."""
         self._let_go()
-        for managed in list(self._held.values()):
+        for managed in list(self._held):
             if not self.traffic.copy_counts(managed.chunk):
                 block = param_block(managed)
                 self._acquire_device(managed, block, f"a kept view of {managed.name}")

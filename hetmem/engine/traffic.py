@@ -22,7 +22,7 @@ from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Tier
+from hetmem.schedule.trace import DEVICE, Tier
 from hetmem.schedule.tracer import StepTracer
 
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
@@ -87,9 +87,6 @@ class Traffic:
         """Begin a lease of `block` on `tier` and return its slot, once the copy is there. None is begun if this
         raises."""
         residency = self.residency
-        if tier is Tier.DEVICE and (slot := residency.acquire_again(block, tier)) is not None:
-            self.executor.order_behind_making(slot)
-            return slot
         events, state = self._events, residency.state(block, tier)
         missing = tier is Tier.DEVICE and state is not CopyState.VALID
         if missing:
@@ -110,6 +107,23 @@ class Traffic:
         self._log_unfetched(block, tier)
         slot = residency.place(block, tier)
         if tier is Tier.DEVICE:
+            self.executor.order_behind_making(slot)
+        return slot
+
+    def use(self, block: int) -> int | None:
+        """Begin a lease of the copy of `block` on the device and return its slot; None, and none is begun, if it is not
+        there yet. None is begun if this raises."""
+        used = self.residency.use(block, DEVICE)
+        if used is None:
+            return None
+        slot, commands = used
+        if commands:
+            try:
+                self.execute(commands)
+            except BaseException:
+                self.release(block, DEVICE)
+                raise
+        if self.engine.ordered:
             self.executor.order_behind_making(slot)
         return slot
 

@@ -157,7 +157,8 @@ class WriteCheck:
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as the backward that is over has left them."""
-        self._gradients_left.update((managed, _gradient(managed)) for managed in arrived)
+        for managed in arrived:
+            self._gradients_left[managed] = _gradient(managed)
 
     def edited_gradients(self) -> list[ManagedParameter]:
         """Return the parameters whose gradients were cleared, or written to with a version, since the last backwards:

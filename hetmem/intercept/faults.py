@@ -73,8 +73,14 @@ _ASKS: dict[Any, _Asks] = {
     **dict.fromkeys((torch.Tensor.is_floating_point, torch.is_floating_point), _Asks.IS_FLOATING),
 }
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_POINTERS = {torch.Tensor.data_ptr, *_getters("__cuda_array_interface__")}
-"""What says where a weight lies: it stays there until the call of the module around that is over."""
+_POINTERS = {
+    torch.Tensor.data_ptr,
+    torch.Tensor.untyped_storage,
+    torch.Tensor.storage,
+    *_getters("__cuda_array_interface__"),
+}
+"""What says where a weight lies: it stays there until the call of the module around that is over. The handle of a
+storage is one for all that ask for it, and who holds that is not counted."""
 _SET_DATA = _TENSOR.data.__set__
 _GET_DATA = _TENSOR.data.__get__
 

@@ -82,7 +82,11 @@ class Leases:
         top = _top_hooks(True)
         if top is not None and type(top[0]) is not Pack:
             call.displaced = self._saved.displace_others()
-        self.keep(call, used)
+        if not call.used:
+            self._bound.append(call)
+        for managed in used:
+            managed.bound += 1
+        call.used += used
         if self.casts.alive:
             self.casts.renew(fresh)
 

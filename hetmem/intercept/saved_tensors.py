@@ -71,7 +71,7 @@ class SavedTensors:
     """
 
     def __init__(self, runtime: Runtime, segments: Segments, activations: Activations | None) -> None:
-        self._runtime, self.segments = runtime, segments
+        self.runtime, self.segments = runtime, segments
         self.activations = activations
         """What moves everything but weights; None = it stays on the device."""
         self.casts = Casts(runtime)
@@ -83,7 +83,7 @@ class SavedTensors:
     @called_by_autograd
     def on_backward(self) -> None:
         """Something that this has saved is needed."""
-        if self._runtime.memory.uses_copies:
+        if self.runtime.memory.uses_copies:
             self.segments.on_backward()
 
     def enter(self, compute: Compute) -> None:
@@ -123,7 +123,7 @@ class SavedTensors:
             if not isinstance(place, Saved) or place.dtype is not place.managed.chunk.compute_dtype:
                 return others(tensor)
             managed = place.managed
-            with self._runtime.unwatched():
+            with self.runtime.unwatched():
                 bound = tensor.untyped_storage().data_ptr() == managed.device_address
                 there = tensor.detach() if bound and managed.device is not None else self.unpack(place)
                 given = torch.nn.Parameter(there, False) if tensor is managed.parameter else there
@@ -131,21 +131,21 @@ class SavedTensors:
         packed = others(given)
         if in_backward():  # a checkpoint compares what it keeps there with what it was given before
             return packed
-        with torch_private.NoFunctions(), self._runtime.unwatched():
+        with torch_private.NoFunctions(), self.runtime.unwatched():
             given.data = managed.home.as_strided(place.size, place.stride, place.offset)
         return _OfWeight(place, packed)
 
     @called_by_autograd
     def bring(self, kept: torch.Tensor, place: Saved) -> torch.Tensor:
         """What autograd gets back of the weight at `place`, of which others have kept `kept`."""
-        if self._runtime.bindings.of_storage(kept) is place.managed:
+        if self.runtime.bindings.of_storage(kept) is place.managed:
             return self.unpack(place)
-        with self._runtime.unwatched():
-            return kept.to(self._runtime.memory.device.torch_device, place.dtype)
+        with self.runtime.unwatched():
+            return kept.to(self.runtime.memory.device.torch_device, place.dtype)
 
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """What autograd is to keep instead of `tensor`."""
-        managed = self._runtime.bindings.of_storage(tensor)
+        managed = self.runtime.bindings.of_storage(tensor)
         if managed is None or (managed.data_sets and _is_view_of_copy(tensor, managed)):
             return _kept(tensor)
         return self._place_of(managed, tensor)
@@ -155,7 +155,7 @@ class SavedTensors:
         of autocast would hold a copy of the whole model."""
         base = tensor if tensor._base is None else tensor._base
         cast: Any = base.grad_fn
-        if cast is None or cast.__class__ is not _CAST or tensor._version or not self._runtime.memory.uses_copies:
+        if cast is None or cast.__class__ is not _CAST or tensor._version or not self.runtime.memory.uses_copies:
             return None
         managed = self._by_id.get(id(getattr(cast.next_functions[0][0], "variable", None)))
         if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
@@ -178,19 +178,19 @@ class SavedTensors:
 
     def unpack(self, packed: Saved) -> torch.Tensor:
         """What autograd gets back."""
-        if self._runtime.bindings.resting:
-            self._runtime.bindings.end_rest()
+        if self.runtime.bindings.resting:
+            self.runtime.bindings.end_rest()
         managed = packed.managed
         if torch.is_grad_enabled() and torch_private.current_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
         if self.segments.unseen or nobody_sees():
             return self._view(packed, managed)
-        with self._runtime.unwatched():
+        with self.runtime.unwatched():
             return self._view(packed, managed)
 
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
         """Return what autograd gets back, which no mode of the user's sees."""
-        device = self._runtime.saved(managed)  # may wait for an update of it
+        device = self.runtime.saved(managed)  # may wait for an update of it
         parameter = managed.parameter
         kind, parameter.__class__ = type(parameter), managed.kind
         version, parameter.__class__ = parameter._version, kind  # as `version_now`
@@ -233,17 +233,19 @@ class Pack(Hook):
                 if self._moves and (view := self._view(saved, tensor)) is not None:
                     return self._saved, view, 0
                 return self._saved, tensor.detach(), tensor._version
+            if storage in saved.by_storage:
+                managed = saved.by_storage[storage]
+                if managed.bound and not managed.data_sets and storage == managed.device_storage:
+                    return saved, _place_of(managed, tensor, tensor.stride()), 0
+                return self._pack(tensor)
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # it has none that can be asked for
             return self._pack(tensor)
-        if address not in saved.by_address:
-            if self._moves and (view := self._view(saved, tensor)) is not None:
-                return self._saved, view, 0
-            return self._saved, tensor if node is None else tensor.detach(), tensor._version
-        managed = saved.by_address[address]
-        if managed.bound and not managed.data_sets and address == managed.device_address:
-            return saved, _place_of(managed, tensor, tensor.stride()), 0
-        return self._pack(tensor)
+        if address in saved.by_address:
+            return self._pack(tensor)
+        if self._moves and (view := self._view(saved, tensor)) is not None:
+            return self._saved, view, 0
+        return self._saved, tensor if node is None else tensor.detach(), tensor._version
 
     @called_by_autograd
     def _pack(self, tensor: torch.Tensor) -> _Packed:
@@ -312,7 +314,7 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     whose, kept, version = packed
     kind = type(kept)
     if kind is Saved:  # most are not, and cost as little as they can
-        if not whose.segments.in_backward:
+        if not whose.runtime.in_backward:
             whose.on_backward()
         compiler = set_compiler(None)
         try:
@@ -323,7 +325,7 @@ def _unpack(packed: _Packed) -> torch.Tensor:
             if compiler is not None:
                 set_compiler(compiler)
     saved = None if whose is None else whose()
-    if saved is not None and not saved.segments.in_backward:
+    if saved is not None and not saved.runtime.in_backward:
         saved.on_backward()
     if kind is SavedView:
         return _fetched(kept)  # type: ignore[arg-type]

@@ -218,6 +218,8 @@ class TransferEngine:
         self._copier = copier(weakly(self._copied_over), self._finished.put)
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
+        self._by_caller = {link for link in self._copied if not self.ordered and self._copier.unlimited(link)}
+        """Links over which the caller copies as the copier would."""
         self.clock = self._copier.clock
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
@@ -227,7 +229,12 @@ class TransferEngine:
 
     def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
         """Run `work` here and now, at the link's speed, behind all compute so far."""
-        self._copier.now(_tuple(Job, (tag, link, work, nbytes)))
+        if link in self._by_caller:
+            start = time.perf_counter()
+            work()
+            self._copied_over(_tuple(Job, (tag, link, work, nbytes)), start, time.perf_counter())
+        else:
+            self._copier.now(_tuple(Job, (tag, link, work, nbytes)))
 
     def unlimited(self, link: Link) -> bool:
         """Whether a copy over `link` costs the same wherever it is done."""

@@ -98,11 +98,6 @@ def arrange(
             workload.away_bytes - capacities.host_bytes,
         )
     capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
-
-    def saved(sizes: Sequence[int], arriving: Sequence[int]) -> int:
-        gradients = sum(sizes) - sum(set_aside(arriving, capacities.host_bytes)) if streamed_gradients else 0
-        return gradients + int(sum(sizes) * _SAVED[moments])
-
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -111,7 +106,8 @@ def arrange(
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
         beside_bytes=workload.peak_live_bytes,
-        saved_bytes=saved,
+        roles=STAGED_ROLES - streamed_gradients - _SAVED[moments],
+        lends=streamed_gradients,
         third_state=False,
     )
     ground = replace(ground, moments=moments)

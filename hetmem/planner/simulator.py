@@ -164,11 +164,12 @@ class SimulatedTraffic:
         """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
         self.events += 1
         residency = self.residency
-        if residency.acquire_again(block, tier) is not None:
-            return
-        commands = residency.acquire(block, tier, load=load)
+        used = residency.use(block, tier)
+        commands = residency.acquire(block, tier, load=load) if used is None else used[1]
         if commands:
             self.execute(commands, urgent=block)
+        if used is not None:
+            return
         state = residency.state
         if state(block, tier) is not VALID:
             self.hasten(block)

@@ -253,7 +253,8 @@ class Cache:
     def meet(self, block: int) -> None:
         """Note that `block` of the use just reached has a copy, which is in use from now on."""
         self.schedule.met.add(block)
-        self.unused.discard(block)
+        if block in self.unused:
+            self.unused.remove(block)
         self._changed.add(block)
 
     def meet_all(self, blocks: Collection[int]) -> None:
@@ -309,8 +310,18 @@ class Cache:
 
     def fetched_ahead(self, lookahead: int) -> int:
         """Count the blocks that were fetched ahead of a use within the next `lookahead`, which has not come."""
-        end = self.schedule.position + lookahead
-        return sum(self.schedule.next_use(block) < end for block in self.unused)
+        schedule, count = self.schedule, 0
+        now, met = schedule.now, schedule.met
+        uses = schedule.between(schedule.position, schedule.position + lookahead)
+        for block in self.unused:
+            if block in now and block not in met:
+                count += 1
+                continue
+            for blocks in uses:
+                if block in blocks:
+                    count += 1
+                    break
+        return count
 
     def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
         """Return the first block that the next `fed_ahead` uses read and that is neither on this tier nor `staged`, of

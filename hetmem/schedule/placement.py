@@ -5,11 +5,12 @@ Pure: sizes and capacities in; numbers, tiers or a reasoned refusal out. A run a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
+from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
@@ -229,16 +230,18 @@ def survey(
     copies: bool,
     chunk_bytes: int | None,
     beside_bytes: int = 0,
-    saved_bytes: Callable[[Sequence[int], Sequence[int]], int] | None = None,
+    roles: float = STAGED_ROLES,
+    lends: bool = False,
     third_state: bool = True,
 ) -> Ground:
     """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
 
     `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
-    = searched. `beside_bytes`: what is known to be on the device beside chunks. `saved_bytes`: what less than
-    AdamW's gradients and states chunks of so many bytes take, whose gradients arrive in so many. `third_state`: the
-    optimizer may keep one more state than AdamW, so NVMe is opened where only that one exceeds host memory and staging
-    still fits there. Raises `NoRoom`, which says the tier, the missing bytes and the parameter that needs them.
+    = searched. `beside_bytes`: what is known to be on the device beside chunks. `roles`: what the homes of a trained
+    chunk take elsewhere than on the device, as a multiple of its parameters. `lends`: beside them, a few gradients are
+    lent homes. `third_state`: the optimizer may keep one more state than AdamW, so NVMe is opened where only that one
+    exceeds host memory and staging still fits there. Raises `NoRoom`, which says the tier, the missing bytes and the
+    parameter that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
@@ -273,15 +276,16 @@ def survey(
     if not resident:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
         missing -= round_down(host_bytes, PAGE_BYTES)
-        if saved_bytes is not None:
-            spans = ((layout.chunks[index].span * elements, arriving[index]) for index in sorted(with_states))
-            missing -= saved_bytes(trained_sizes, [count * size for count, size in spans])
+        missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))
+        if lends:
+            sizes = (layout.chunks[index].span * elements * arriving[index] for index in with_states)
+            missing += sum(set_aside(sizes, host_bytes))
         if uses_nvme:  # what is too large for the rest of one tier lies on the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.usable_bytes - beside_bytes)
         device -= min(total, _LEAST_SLOTS + max(chunk.span for chunk in layout.chunks)) * slot_bytes
-        sizes = {index: STAGED_ROLES * role_sizes[index] for index in with_states}
-        staying, missing = _staying(layout, sizes, missing, device)
+        trained = {index: role_sizes[index] for index in with_states}
+        staying, missing = _staying(layout, trained, missing, device, roles)
     return Ground(
         layout,
         itemsize,
@@ -301,14 +305,18 @@ def survey(
     )
 
 
-def _staying(layout: Layout, sizes: Mapping[int, int], missing: int, room: int) -> tuple[frozenset[int], int]:
-    """The chunks, of `sizes` with all roles, that stay in `room` bytes of the device so that `missing` ones find a
-    place, and what is missing then. Large ones come last: no more than is missing is to lie there."""
+def _staying(
+    layout: Layout, sizes: Mapping[int, int], missing: int, room: int, roles: float
+) -> tuple[frozenset[int], int]:
+    """The chunks, whose parameters take `sizes`, that stay in `room` bytes of the device with all roles, so that
+    `missing` ones find a place elsewhere, where each takes `roles`; and what is missing then. Large ones come last: no
+    more than is missing is to lie there."""
     chosen = set[int]()
     for chunk in sorted(layout.chunks, key=lambda chunk: chunk.span):
-        if missing > 0 and sizes.get(chunk.index, room + 1) <= room:
+        size = sizes.get(chunk.index, room + 1)
+        if missing > 0 and STAGED_ROLES * size <= room:
             chosen.add(chunk.index)
-            missing, room = missing - sizes[chunk.index], room - sizes[chunk.index]
+            missing, room = missing - int(roles * size), room - STAGED_ROLES * size
     return frozenset(chosen), max(0, missing)
 
 

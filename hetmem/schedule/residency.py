@@ -167,11 +167,6 @@ class Residency:
         self._supply.prefetch(cache, commands)
         return commands
 
-    def use_again(self, block: int) -> int | None:
-        """`reach`, and `acquire_again`, of `block` alone on the device: most uses are of one block that is there."""
-        self._device.reach((block,))
-        return self.acquire_again(block, DEVICE)
-
     def use_all(self, blocks: Sequence[int], uses: Sequence[int]) -> list[int]:
         """So many `uses` more of each of `blocks`, whose copies on the device are VALID, in a segment in which nothing
         moves: their first slots."""
@@ -185,20 +180,21 @@ class Residency:
         cache.meet_all(blocks)
         return [copy.slot for copy in found]
 
-    def acquire_again(self, block: int, tier: Tier) -> int | None:
-        """Do as `acquire` where the copy is VALID and nothing is to be begun; return its first slot. None, and the
-        use does not count, where `acquire` is to be asked; most uses are of the first kind."""
+    def use(self, block: int, tier: Tier) -> tuple[int, list[Command]] | None:
+        """Do as `acquire` where the copy is VALID, as most are: its first slot, and what is to be carried out. None,
+        and the use does not count, where it is not."""
         cache = self._caches[tier]
         if block not in cache.copies or (copy := cache.copies[block]).state is not VALID:
             return None
         cache.meet(block)
-        if self._supply.would_begin(cache):
-            return None
         ledger = self._ledger
         ledger.tick = copy.last_use = ledger.tick + 1
         self.counts.acquires += 1
         copy.uses += 1
-        return copy.slot
+        commands: list[Command] = []
+        if not self._supply.waiting:
+            self._supply.prefetch(cache, commands)
+        return copy.slot, commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
         """Take one waiting use of `block` back and say why it cannot be had: for a request that is still WAITING
@@ -224,7 +220,8 @@ class Residency:
         commands: list[Command] = []
         if not uses and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
-        self._supply.go_on(cache, commands)
+        if self._supply.waiting or tier is HOST or cache.slots.used > cache.limit:
+            self._supply.go_on(cache, commands)
         return commands
 
     def release_all(self, blocks: Iterable[int]) -> list[Command]:

@@ -32,7 +32,8 @@ class Supply:
         self._lookahead = lookahead
         self._fed_ahead = _FED_AHEAD * lookahead
         self._at_once = at_once
-        self._waiting: list[tuple[Tier, int]] = []
+        self.waiting: list[tuple[Tier, int]] = []
+        """Requests, the oldest first."""
         self._suspended: set[int] = set()
         self._held: set[int] = set()
         for cache in self._caches:
@@ -42,13 +43,13 @@ class Supply:
 
     def request(self, block: int, tier: Tier) -> None:
         """The WAITING copy of `block` on `tier` is wanted; `serve` sees to it."""
-        if (tier, block) not in self._waiting:
-            self._waiting.append((tier, block))
+        if (tier, block) not in self.waiting:
+            self.waiting.append((tier, block))
             self._ledger.note(block, "acquire on", tier)
 
     def requested(self, block: int, tier: Tier) -> bool:
         """Whether a request for `block` on `tier` waits."""
-        return (tier, block) in self._waiting
+        return (tier, block) in self.waiting
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
         """One use of a WAITING copy less, of a request that cannot be served; says why it cannot."""
@@ -57,7 +58,7 @@ class Supply:
         copy.uses -= 1
         copy.waiting -= 1
         if not copy.waiting:
-            self._waiting.remove((tier, block))
+            self.waiting.remove((tier, block))
             if copy.slot >= 0:
                 copy.state = STALE  # it had a stale copy before it asked
                 self._caches[tier].touch(block)
@@ -86,11 +87,11 @@ class Supply:
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
         where only the device has `changed`."""
-        if not self._waiting:
+        if not self.waiting:
             return
         refused: dict[Tier, int] = {}
-        for tier, block in list(self._waiting):
-            if (tier, block) not in self._waiting:
+        for tier, block in list(self.waiting):
+            if (tier, block) not in self.waiting:
                 continue  # feeding the device has started it meanwhile
             if tier > changed or (tier is DEVICE and block in self._suspended):
                 continue
@@ -102,7 +103,7 @@ class Supply:
                 source = HOST
             if not self._find_place(block, tier, copy, refused, commands):
                 continue
-            self._waiting.remove((tier, block))
+            self.waiting.remove((tier, block))
             if copy.load:
                 self._ledger.fetch(block, source, tier, copy, commands)
             else:
@@ -123,35 +124,27 @@ class Supply:
                 if staged.uses == 0:
                     staging.remove(block)
                 return False
-            if (HOST, block) in self._waiting:
-                self._waiting.remove((HOST, block))
+            if (HOST, block) in self.waiting:
+                self.waiting.remove((HOST, block))
             self._ledger.fetch(block, NVME, HOST, staged, commands)
         return staged.state is VALID
 
     def go_on(self, cache: Cache, commands: list[Command]) -> None:
-        """Evict what is too much, serve requests, then prefetch: a copy of `cache` has one use less."""
+        """Evict what is too much, and serve requests: a copy of `cache` has one use less. Staging prefetches, too; the
+        device does at the next use, which begins as soon as this one is asked for."""
         if cache.slots.used > cache.limit:
             self.trim(cache, commands)
-        self.serve(commands, cache.tier)
-        self.prefetch(cache, commands)
+        if self.waiting:
+            self.serve(commands, cache.tier)
+        elif cache.tier is HOST:
+            self.prefetch(cache, commands)
 
     # ---- prefetching -------------------------------------------------------------------------------------------
-
-    def would_begin(self, cache: Cache) -> bool:
-        """Return whether `prefetch` of `cache` has anything to try."""
-        staging = self._caches[HOST]
-        if self._waiting:
-            return False
-        if not self._has_enough(cache) and cache.missing(self._lookahead, 1):
-            return True
-        if cache is staging or not staging.slots.count or self._has_enough(staging):
-            return False
-        return bool(staging.missing(self._lookahead, 1)) or self._unfed() is not None
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
         device, staging = self._caches
-        if self._waiting:
+        if self.waiting:
             return
         self._begin(cache, commands)
         if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
@@ -160,17 +153,15 @@ class Supply:
     def _has_enough(self, cache: Cache) -> bool:
         """Return whether nothing more is fetched ahead: on the device by the copies whose uses have not come, so that
         it does not depend on when transfers end; in staging by the loads in flight, which keep the drive busy."""
-        most = self._at_once[cache.tier]
-        if cache.tier is HOST:
-            return cache.loading >= most
-        return len(cache.unused) >= most and cache.fetched_ahead(self._lookahead) >= most
+        ahead = cache.loading if cache.tier is HOST else cache.fetched_ahead(self._lookahead)
+        return ahead >= self._at_once[cache.tier]
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
         device, staging = self._caches
-        missing: list[int] = []
-        if not self._has_enough(cache):
-            ahead = cache.loading if cache is staging else cache.fetched_ahead(self._lookahead)
-            missing = cache.missing(self._lookahead, self._at_once[cache.tier] - ahead)
+        more = self._at_once[cache.tier] - (cache.loading if cache is staging else 0)
+        missing = cache.missing(self._lookahead, more) if more > 0 else []
+        if missing and cache is device and cache.unused:
+            missing = missing[: max(0, more - cache.fetched_ahead(self._lookahead))]
         if missing and cache is staging and self._comes_later(missing[0]):
             return
         if cache is device and device.fed_ahead:
@@ -187,7 +178,7 @@ class Supply:
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
         cache = self._caches[tier]
-        if not self._waiting and block not in cache.copies and block not in self._held:
+        if not self.waiting and block not in cache.copies and block not in self._held:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # it is renewed, for whenever it is used
 
@@ -272,7 +263,7 @@ class Supply:
             victims = cache.harmless_victims(span, needed_at)
         else:
             # What is staged for another request is spared: two could take it from each other for ever.
-            spared = {block for other, block in self._waiting if other is not cache.tier}
+            spared = {block for other, block in self.waiting if other is not cache.tier}
             if not cache.writing or cache.writing_slots(span) < span:
                 victims = cache.victims(span, spared)
             else:  # a write on its way makes room, but what is clean and not needed for long gives way at once

@@ -18,7 +18,7 @@ from hetmem.tools.measuring import timed
 Grids = Mapping[int, float]
 """Seconds of a kernel by the number of its blocks."""
 
-BLOCKS = (8, 16, 32, 64, 132)
+BLOCKS = (2, 4, 8)
 _WAY_ELEMENTS = 64 * MIB
 _PRODUCT_SIDE = 8192
 _ALIKE = 1.03  # times that are closer than this are equal

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import hetmem
+from benchmarks import nearest_codes
 from tests.cpu.tested import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
@@ -224,16 +225,15 @@ def make_codes(numel: int) -> tuple[Codes8Bit, Codes8Bit]:
 
 def decode(moment: Codes8Bit) -> torch.Tensor:
     wide = torch.empty(moment.codes.numel())
-    form = "snorm8" if moment.codes.dtype is torch.int8 else "unorm8"
-    reference.dequantise(form, wide, moment.codes, moment.scales)
+    nearest_codes.dequantise(wide, moment.codes, moment.scales)
     return wide
 
 
 def check_codes(actual: Codes8Bit, x: torch.Tensor, chance: torch.Tensor) -> None:
-    """The scales are those of `hetmem.cuda.quantise`; a code is x / scale + chance rounded down, within the range."""
+    """The scales are those of codes rounded to nearest; a code is x / scale + chance rounded down, within the range."""
     nearest = Codes8Bit(torch.empty_like(actual.codes), torch.empty_like(actual.scales))
     form, largest = ("snorm8", 127) if actual.codes.dtype is torch.int8 else ("unorm8", 255)
-    reference.quantise(form, x, nearest.codes, nearest.scales)
+    nearest_codes.quantise(form, x, nearest.codes, nearest.scales)
     assert_equal(actual.scales, nearest.scales, "scales")
     scale = actual.scales.repeat_interleave(GROUP_ELEMENTS)[: x.numel()]
     ratio = (x / scale + (chance / 65536).float()).floor().clamp(-largest if largest == 127 else 0, largest)

@@ -14,12 +14,10 @@ from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles
 from hetmem.cuda import reference
 from hetmem.cuda.adam import ADAMS, adamw
 from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.gather import GATHERS, gather_rows
 from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
-from hetmem.cuda.quantise import Format, dequantise, quantise, scales_numel
 from hetmem.cuda.segments import Segments
 from hetmem.cuda.squares import square_sums
-from tests.cuda.vectors import BITS, HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
+from tests.cuda.vectors import HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----
 
@@ -196,114 +194,6 @@ def check_adamw_equals_the_host(place: Place) -> None:
                 update.update_by_torch(step, *tensors)
                 for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=False):
                     assert_same(buffer.result(), expected, f"{name}, {dtype}: {role}")
-
-
-# ---- Quantisation. ----
-
-
-def quantisation_input(form: Format, numel: int) -> torch.Tensor:
-    """Blocks of ordinary numbers, of one value, of zeros, subnormal, huge, with a NaN and with an infinity."""
-    data = ordinary(numel)
-    blocks = data[: numel // 256 * 256].view(-1, 256)
-    for index, change in enumerate((
-        lambda x: x.zero_(),
-        lambda x: x.mul_(1e-42),
-        lambda x: x.fill_(1e-45),
-        lambda x: x.mul_(1e37),
-        lambda x: x[17:18].fill_(torch.nan),
-        lambda x: x[255:].fill_(torch.inf),
-        lambda x: x.copy_(torch.arange(256) - 127.5),  # ties
-        lambda x: x.copy_(torch.arange(256)),
-        lambda x: x.copy_(torch.linspace(0, 448, 256).round(decimals=1)),
-        lambda x: x[3:4].fill_(1e6),
-        lambda x: x.copy_(torch.arange(256) * 2.0**-148),  # the scale rounds to one: codes beyond the largest
-        lambda x: x.neg_(),
-    )):  # fmt: skip
-        if index < len(blocks):
-            change(blocks[index])
-    return (
-        data if form in (Format.SNORM8, Format.E4M3) else torch.where(torch.arange(numel) % 64 == 63, data, data.abs())
-    )
-
-
-def check_quantise(place: Place) -> None:
-    for form in Format:
-        for numel in (0, 1, 7, 255, 256, 257, 2048, 16 * 256 + 131):
-            data = quantisation_input(form, numel)
-            source = place.buffer(data)
-            codes = place.buffer(torch.zeros(numel, dtype=form.dtype))
-            scales = place.buffer(torch.zeros(scales_numel(numel)))
-            values = place.buffer(torch.zeros(numel))
-            quantise(place.backend, form, source.view, codes.view, scales.view, blocks=1)
-            dequantise(place.backend, form, codes.view, scales.view, values.view, blocks=1)
-            place.synchronize()
-            expected = torch.zeros(numel, dtype=form.dtype), torch.zeros(scales_numel(numel)), torch.zeros(numel)
-            reference.quantise(form.value, data, *expected[:2])
-            reference.dequantise(form.value, expected[2], *expected[:2])
-            what = f"{form}, {numel}"
-            assert_same(scales.result(), expected[1], f"scales, {what}")
-            assert_same(
-                codes.result().view(BITS[form.dtype.itemsize]), expected[0].view(BITS[form.dtype.itemsize]), what
-            )
-            assert_same(values.result(), expected[2], f"values, {what}")
-
-
-def check_dequantise_every_code(place: Place) -> None:
-    for form in Format:
-        bits = torch.arange(256 ** min(form.dtype.itemsize, 2), dtype=torch.int32)
-        codes = bits.to(torch.uint8).view(form.dtype) if form.dtype.itemsize == 1 else bits.to(torch.uint16)
-        scale = ordinary(scales_numel(bits.numel()))
-        buffers = place.buffer(codes), place.buffer(scale), place.buffer(torch.zeros(bits.numel()))
-        dequantise(place.backend, form, *(buffer.view for buffer in buffers))
-        place.synchronize()
-        expected = codes.float() * scale.repeat_interleave(256)
-        assert_same(buffers[2].result(), expected, str(form))
-
-
-def check_quantise_keeps_its_promises(place: Place) -> None:
-    """Against the definition, not the reference: half a step of error, nothing positive lost, broken blocks all NaN."""
-    data = ordinary(4096)
-    for form, largest in ((Format.SNORM8, 127), (Format.UNORM8, 255), (Format.UNORM16, 65535), (Format.E4M3, 448)):
-        signed = form in (Format.SNORM8, Format.E4M3)
-        given = data.clone() if signed else data.abs()
-        given[300] = torch.nan
-        buffers = [place.buffer(tensor) for tensor in (given, torch.zeros(4096, dtype=form.dtype), torch.zeros(16))]
-        values = place.buffer(torch.zeros(4096))
-        source, codes, scales = (buffer.view for buffer in buffers)
-        quantise(place.backend, form, source, codes, scales)
-        dequantise(place.backend, form, codes, scales, values.view)
-        place.synchronize()
-        result = values.result()
-        assert result[256:512].isnan().all()
-        sound = torch.cat([torch.arange(256), torch.arange(512, 4096)])
-        got, wanted = result[sound].double(), given[sound].double()
-        step = wanted.view(-1, 256).abs().amax(1, keepdim=True).repeat(1, 256).flatten() / largest
-        if form is Format.E4M3:
-            error = torch.maximum(wanted.abs() / 16, step * 2**-10) * (1 + 1e-6)
-        else:
-            error = torch.where(wanted.abs() < step / 2, step, step / 2) * (1 + 1e-4) if not signed else step * 0.50001
-        assert ((got - wanted).abs() <= error).all(), form
-        assert signed or (got[wanted > 0] > 0).all()
-
-
-# ---- Gathered rows. ----
-
-
-def check_gather(place: Place) -> None:
-    for source_dtype, dtype in sorted(GATHERS, key=str):
-        for rows, width in ((7, 1), (7, 8), (9, 24), (5, 13), (3, 2048), (3, 4104), (4, 0), (1, 33)):
-            table = ordinary(rows * width, source_dtype).view(rows, width)
-            for shift in (0, 1):
-                indices = torch.tensor([0, rows - 1, 0, -1, rows, rows // 2, -(2**62), 2**40])
-                source, which = place.buffer(table.flatten(), shift, pinned=True), place.buffer(indices)
-                destination = place.buffer(torch.zeros(len(indices) * width, dtype=dtype), shift)
-                out = destination.view.view(len(indices), width)
-                gather_rows(place.backend, source.view.view(rows, width), which.view, out, blocks=3)
-                place.synchronize()
-                expected = torch.zeros(len(indices), width, dtype=dtype)
-                reference.gather_rows(table, indices, expected)
-                assert_same(destination.result(), expected.flatten(), f"{source_dtype} to {dtype}, {rows} x {width}")
-                assert expected[3:5].isnan().all()
 
 
 CHECKS: dict[str, Callable[[Place], None]] = {

@@ -19,9 +19,7 @@ from hetmem.cuda import nvrtc
 from hetmem.cuda.adam import SCALARS, adamw
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
 from hetmem.cuda.cast import cast
-from hetmem.cuda.gather import gather_rows
 from hetmem.cuda.gradient import gradient_out
-from hetmem.cuda.quantise import BLOCK_ELEMENTS, Format, dequantise, quantise
 from hetmem.cuda.segments import TILE_ELEMENTS, Segments
 from hetmem.cuda.squares import square_sums
 from tests.cuda.kernel_checks import CHECKS
@@ -92,26 +90,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "squares, dtypes": (
         lambda: square_sums(TORCH, zeros(8, torch.float64), zeros(1, torch.float64)),
         r"values: expected torch\.float32 or .*, got torch\.float64",
-    ),
-    "quantise, codes": (
-        lambda: quantise(TORCH, Format.UNORM16, zeros(8), zeros(8, torch.uint8), zeros(1)),
-        r"codes: expected torch\.uint16, got torch\.uint8",
-    ),
-    "quantise, scales": (
-        lambda: quantise(TORCH, Format.SNORM8, zeros(257), zeros(257, torch.int8), zeros(1)),
-        "scales: expected at least 2 elements, got 1",
-    ),
-    "dequantise, alignment": (
-        lambda: dequantise(TORCH, Format.SNORM8, zeros(9, torch.int8)[1:], zeros(1), zeros(8)),
-        "codes: expected an address that is a multiple of 16 bytes, got 0x[0-9a-f]+, 1 bytes after one",
-    ),
-    "gather, shapes": (
-        lambda: gather_rows(TORCH, zeros(8).view(2, 4), zeros(3, torch.int64), zeros(8).view(2, 4)),
-        r"gather_rows: expected a table \(rows, width\), .* got \(2, 4\), \(3,\) and \(2, 4\)",
-    ),
-    "gather, indices": (
-        lambda: gather_rows(TORCH, zeros(8).view(2, 4), zeros(2, torch.int32), zeros(8).view(2, 4)),
-        r"indices: expected torch\.int64, got torch\.int32",
     ),
     "segments, negative": (
         lambda: Segments([(0, -1, 2)], "cpu") and None,
@@ -275,11 +253,6 @@ def test_a_chunk_of_parameters_is_cut_in_one_pass() -> None:
 
 
 def test_python_and_cuda_agree_on_their_constants() -> None:
-    text = "".join((SOURCES / name).read_text() for name in ("floats.cuh", "quantise.cu", "gather.cu"))
-    for line in (
-        f"const int THREADS = {THREADS};",
-        f"const int GROUP = {GROUP_ELEMENTS};",
-        "const int BLOCK = 32 * GROUP;",
-    ):
+    text = (SOURCES / "floats.cuh").read_text()
+    for line in (f"const int THREADS = {THREADS};", f"const int GROUP = {GROUP_ELEMENTS};"):
         assert line in text
-    assert BLOCK_ELEMENTS == 32 * GROUP_ELEMENTS

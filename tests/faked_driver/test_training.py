@@ -116,6 +116,47 @@ def test_a_custom_function_gets_weights_and_gives_gradients_on_the_device(
     hetmem.release(train(expected, placement, tmp_path, build, mixed_precision=mixed, device="cuda"))
 
 
+class ByInterface(torch.autograd.Function):
+    """A product with a weight that CuPy, or Numba, would find by the interface that they share, after all else was used
+    that there is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, use_others: Any) -> torch.Tensor:
+        found = weight.detach().__cuda_array_interface__
+        use_others()
+        ctx.save_for_backward(x, weight)
+        memory = (ctypes.c_uint8 * (weight.numel() * weight.itemsize)).from_address(found["data"][0])
+        values = torch.frombuffer(bytearray(memory), dtype=weight.dtype).view(found["shape"])
+        return x * values.to(x.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] * weight, (grads[0] * x).sum(0), None
+
+
+class Interfaced(Small):
+    """Its first layer's output is scaled so, by a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.linspace(0.5, 1.5, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(ByInterface.apply(x, self.factors, self.use_others))
+
+    def use_others(self) -> None:
+        with torch.no_grad():
+            for block in self.blocks:
+                block(torch.zeros(1, 64, device="cuda", dtype=block.up.bias.dtype))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_array_interface_of_a_weight_is_right_for_the_call_of_its_module(placement: str, tmp_path: Path) -> None:
+    expected = steps_of(Interfaced, mixed=None, where="cuda" if placement == "resident" else "cpu")
+    hetmem.release(train(expected, placement, tmp_path, Interfaced, device="cuda"))
+
+
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: str, tmp_path: Path) -> None:
     fails = [True]

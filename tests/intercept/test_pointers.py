@@ -13,6 +13,8 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from tests import made
+from tests.cuda.shim import GPP
 from tests.engine.harness import (
     WIDTH,
     Recipe,
@@ -88,6 +90,115 @@ def test_a_function_that_reads_a_weight_through_its_address_finds_it(
 ) -> None:
     modules = pair(Kernels, placement, tmp_path, mixed_precision=mixed, sanitize=sanitize)
     train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(mixed=mixed))
+
+
+EXTENSION = """
+#include <torch/library.h>
+
+static const float* remembered = nullptr;
+
+static void remember(const at::Tensor& weight) { remembered = weight.data_ptr<float>(); }
+
+static at::Tensor product(const at::Tensor& x, int64_t columns) {
+  at::Tensor y = x.new_zeros({x.size(0), columns});
+  for (int64_t row = 0; row < x.size(0); row++)
+    for (int64_t column = 0; column < columns; column++)
+      for (int64_t at = 0; at < x.size(1); at++)
+        y.data_ptr<float>()[row * columns + column] +=
+            x.data_ptr<float>()[row * x.size(1) + at] * remembered[column * x.size(1) + at];
+  return y;
+}
+
+TORCH_LIBRARY(hetmem_pointers, library) {
+  library.def("remember(Tensor weight) -> ()", &remember);
+  library.def("product(Tensor x, int columns) -> Tensor", &product);
+}
+"""
+"""An operator that takes the address of a weight, and one that computes with what lies there later."""
+
+
+def extension() -> str:
+    home = Path(torch.__file__).parent
+    flags = ["-O1", "-std=c++20", "-shared", "-fPIC"]
+    links = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{home / 'lib'}"]
+
+    def build(path: Path) -> None:
+        source = path.with_suffix(".cpp")
+        source.write_text(EXTENSION)
+        made.run([str(GPP), *flags, f"-I{home / 'include'}", str(source), "-o", str(path), *links])
+
+    return str(made.kept("pointers.so", (EXTENSION, torch.__version__, flags, made.version_of(str(GPP))), build))
+
+
+class ByExtension(torch.autograd.Function):
+    """As `ByPointer`, in C++."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, owner: Any) -> torch.Tensor:
+        torch.ops.hetmem_pointers.remember(weight)
+        owner.use_others()
+        ctx.save_for_backward(x, weight)
+        y: torch.Tensor = torch.ops.hetmem_pointers.product(x.contiguous(), len(weight))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        turned = weight.t().contiguous()
+        torch.ops.hetmem_pointers.remember(turned)
+        return torch.ops.hetmem_pointers.product(grads[0].contiguous(), x.shape[1]), grads[0].t() @ x, None
+
+
+class RawByExtension(Raw):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = ByExtension.apply(x, self.weight, self)
+        return y
+
+
+class Extended(Kernels):
+    def __init__(self) -> None:
+        super().__init__()
+        self.raw = nn.ModuleList(RawByExtension(list(self.others)) for _ in range(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(GPP is None, reason="g++ is not installed")
+@streamed
+def test_an_extension_in_cpp_that_keeps_the_address_of_a_weight_finds_it_there(placement: str, tmp_path: Path) -> None:
+    torch.ops.load_library(extension())
+    modules = pair(Extended, placement, tmp_path)
+    train_both(*modules, vector_batches(3, 4, WIDTH), Recipe())
+
+
+class Storages(nn.Module):
+    """Reads its own weight, and that of another module, by their storages, after all else was used that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.lender, self.weight = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.sizes: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weight, self.lender.weight
+        storages = [weight.untyped_storage() for weight in weights]
+        assert storages[0].data_ptr() == self.weight.data_ptr()
+        for other in self.others:
+            x = torch.tanh(other(x))
+        for weight, storage in zip(weights, storages, strict=True):
+            self.sizes.add(storage.nbytes())
+            x = x @ read(storage.data_ptr(), torch.empty(weight.shape)).t()
+        return x
+
+
+@streamed
+def test_a_storage_is_of_one_weight_alone_and_is_right_until_the_call_is_over(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(Storages, placement, tmp_path)
+    with torch.no_grad():
+        for batch in vector_batches(3, 4, WIDTH):
+            assert torch.equal(plain(*batch), managed(*batch))
+    assert managed.sizes == {WIDTH * WIDTH * 4}
+    assert not testing.of(managed).holds_views()
 
 
 class Holds(nn.Module):

@@ -77,8 +77,8 @@ def test_without_a_home_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) ->
         save_ways(MEASURED, "H1", "1.0")
 
 
-def test_unmeasured_weights_come_by_the_copy_engine_and_gradients_leave_by_a_kernel() -> None:
-    assert (Ways().weights, Ways().gradients) == (CopyPath.COPY_ENGINE, CopyPath.KERNEL)
+def test_what_is_unmeasured_goes_by_the_copy_engine() -> None:
+    assert (Ways().weights, Ways().gradients, Ways().blocks) == (CopyPath.COPY_ENGINE, CopyPath.COPY_ENGINE, 8)
     assert "not measured" in Ways().source
 
 

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hetmem
 from hetmem import testing
+from hetmem.base.units import GIB
 from hetmem.cli import main
+from tests.engine.harness import WIDTH, adamws, vector_batches
+from tests.optim.test_streamed_gradients import train_apart
 from tests.planner.tested import KEPT, KIB, MIB, format_seconds, planner
 from tests.test_planning import BATCH, GPT
 
@@ -100,6 +104,30 @@ def test_the_peaks_of_a_run_with_these_options_are_the_planned_ones(
 def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[str, str], tmp_path: Path) -> None:
     plan = planned(room(where, tmp_path), micro_batches=3, **options)
     assert_peaks(plan, *run(plan, options, micro_batches=3))
+
+
+@pytest.mark.parametrize(("layers", "options"), [(164, {}), (196, STREAMED)], ids=["visible", "streamed"])
+def test_a_model_of_nine_tenths_of_device_and_host_is_planned_and_trains(layers: int, options: dict[str, str]) -> None:
+    """80 GiB of device and 104 GiB of host memory in small: at 16 bytes a parameter 11 B of them, streamed 13 B."""
+    scale = 16 * 1024
+    budget = hetmem.Budget(device=80 * GIB // scale, host=104 * GIB // scale)
+    batches = vector_batches(2, 4, WIDTH, dtype=BF16)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+
+    plan = planner.plan(build, batches[0], budget, mixed_precision=BF16, loss=lambda y: y.float().mean(), **options)
+    plain, managed = build(), hetmem.manage(build(), plan=plan, device="sim")
+    assert 16 * scale * sum(p.numel() for p in managed.parameters()) >= 16 * 11e9 * 0.99
+    optimizers = adamws(plain, managed, **options)
+    train_apart(plain, managed, optimizers, batches, BF16)
+    homes = {tier: figures["homes"] for tier, figures in hetmem.report(managed).to_dict()["tiers"].items()}
+    assert homes["device"]["exp_avg"] > 0
+    if not options:  # others move to what an allocator of a GPU would leave unused
+        expected = plan.role_bytes["device"]
+        assert homes["host"] == plan.role_bytes["host"]
+        assert homes["device"] == {role: expected[role] for role in homes["device"]}
 
 
 def test_streamed_gradients_take_one_backward_planned_or_run() -> None:

@@ -47,7 +47,8 @@ def test_a_prefetch_gives_up_only_what_is_needed_later() -> None:
     visit(r, 1, DEVICE)
     assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)], periodic=False)) == []
     assert use(r, 0, DEVICE) == [], "0 is in use, and 1 is used before 2"
-    assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
+    assert r.release(0, DEVICE) == [], "the next use begins as soon"
+    assert use(r, 1, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
 
 
 def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
@@ -57,7 +58,8 @@ def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
     visit(r, 1, DEVICE)
     assert r.expect(DEVICE, Schedule([(0,), (2,), (1,), (2,), (1,), (0,)], periodic=False)) == []
     assert use(r, 0, DEVICE) == []
-    assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
+    assert r.release(0, DEVICE) == []
+    assert use(r, 2, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
 
 
 def test_staging_prefetches_never_take_turns_in_one_slot() -> None:

@@ -150,10 +150,13 @@ class ResidencyMachine(RuleBasedStateMachine):
         use = Use(block, tier, load=not overwrite)
         self.asked.append(use)
         self.event("reach", (block,), tier)
-        if self.residency.acquire_again(block, tier) is None:
+        used = self.residency.use(block, tier)
+        if used is None:
             self.event("acquire", block, tier, load=use.load)
-        else:  # the same as an `acquire` that begins nothing: one takes its place when all is told again
-            self.log.append(("acquire", lambda: (block, tier), {"load": use.load}, []))
+        else:  # the same as an `acquire`: one takes its place when all is told again
+            self.log.append(("acquire", lambda: (block, tier), {"load": use.load}, used[1]))
+            for command in used[1]:
+                self.begin_command(command)
             self.note_arrivals()
         if waits:
             self.answer_until(lambda: use.slot >= 0)
