@@ -11,7 +11,7 @@ from hetmem.base.config import refuse_environment
 refuse_environment(torch.__version__)  # before what follows fails by something else
 
 from hetmem.api import manage, managed, release
-from hetmem.base.config import Budget
+from hetmem.base.config import VERSION, Budget
 from hetmem.memory.device import SimDevice
 from hetmem.optim.adamw import AdamW
 from hetmem.report.live import progress
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hetmem.checkpoint import load, load_weights, save
     from hetmem.planner import plan
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 __all__ = [
     "FIFO",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from hetmem import planner, testing
 from hetmem.base.hardware import ProfileError
-from hetmem.base.units import KIB, MIB
+from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.intercept import registry
 from hetmem.planner.model import checkpointed, divided, trace
 from hetmem.planner.reservation import ROLES, arrange
@@ -302,9 +303,18 @@ def test_a_plan_says_all_there_is_to_know() -> None:
     text = str(small_plan())
     for word in ("fits", "device", "host", "<- binds", "tokens/s", "largest model of this shape", "overlap"):
         assert word in text
-    refused = str(planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="2MiB", device_chunks="1MiB")))
+    refused = planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="2MiB", device_chunks="1MiB"))
     for word in ("DOES NOT FIT", "missing: ", "on host", "cheapest: add an NVMe directory"):
-        assert word in refused
+        assert word in str(refused)
+    assert repr(refused).startswith("<Plan of GPT: does not fit; missing: host ")
+
+
+def test_a_prompt_shows_a_plan_in_one_line_and_a_notebook_the_whole() -> None:
+    plan = small_plan()
+    assert repr(plan).startswith(f"<Plan of GPT: {format_seconds(plan.step_seconds or 0)} a step, ")
+    assert " binds; peak: device " in repr(plan)
+    assert "\n" not in repr(plan)
+    assert plan._repr_html_() == f"<pre>{html.escape(str(plan))}</pre>"
 
 
 @pytest.mark.parametrize("name", planner.known_profiles())

@@ -15,6 +15,9 @@ from typing import Any, Literal, get_args
 from hetmem.base.units import format_size, parse_size
 from hetmem.errors import BudgetError, ManageError
 
+VERSION = "0.2.0"
+"""Of hetmem; what packages are built with."""
+
 Size = int | str
 OverlapName = Literal["off", "backward", "forward"]
 GradientsName = Literal["visible", "streamed"]

@@ -27,6 +27,7 @@ _UNITS = {
     "g": 1 << 30,
     "t": 1 << 40,
 }
+_SPARKS = "▁▂▃▄▅▆▇█"
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -84,3 +85,9 @@ def round_up(value: int, multiple: int) -> int:
 def round_down(value: int, multiple: int) -> int:
     """The greatest multiple of `multiple` that is not above `value`."""
     return value // multiple * multiple
+
+
+def sparks(seconds: list[float]) -> str:
+    """Show `seconds` as bars, the longest of them the highest."""
+    longest = max(seconds, default=0.0)
+    return "".join(_SPARKS[min(7, int(8 * each / longest))] for each in seconds) if longest else ""

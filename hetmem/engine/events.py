@@ -97,6 +97,14 @@ class _Mark(NamedTuple):
     since: float = 0.0
 
 
+class Fed(NamedTuple):
+    """A forward of the whole model began, with so many `tokens`; `trains`: a backward may follow."""
+
+    at: float
+    tokens: int
+    trains: bool
+
+
 class EventLog:
     """The last entries of each kind, oldest first.
 
@@ -125,8 +133,7 @@ class EventLog:
         self.stall_seconds = self.host_wait_seconds = 0.0
         self.awaited = -1
         """The block that waits are for."""
-        self.fed: deque[tuple[float, int]] = deque(maxlen=entries)
-        """When each forward of the whole model began, and of how many tokens."""
+        self.fed: deque[Fed] = deque(maxlen=entries)
         self.tokens = 0
         self._segment: tuple[str, float] | None = None
         self._begin_marked = False
@@ -135,9 +142,9 @@ class EventLog:
         self._resumed: float | None = None
         """When the stretch began whose end is read next; None outside of segments."""
 
-    def feed(self, tokens: int) -> None:
-        """Note that a forward of the whole model begins, with `tokens`."""
-        self.fed.append((self.now(), tokens))
+    def feed(self, tokens: int, *, trains: bool) -> None:
+        """Note that a forward of the whole model begins; see `Fed`."""
+        self.fed.append(Fed(self.now(), tokens, trains))
         self.tokens += tokens
 
     def begin_segment(self, what: str) -> None:

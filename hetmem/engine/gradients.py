@@ -35,6 +35,10 @@ from hetmem.schedule.trace import Tier
 class GradientListener(Protocol):
     """Hears of gradients and of homes that move: an optimizer that may update while a backward runs."""
 
+    def optimizer_options(self) -> dict[str, Any]:
+        """What its optimizer was made with that changes when and where it updates, for reports."""
+        ...
+
     @property
     def begins_early(self) -> bool:
         """Whether it begins updates within a backward."""

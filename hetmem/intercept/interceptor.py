@@ -75,6 +75,7 @@ class Interception:
     def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: str = "keep") -> None:
         self.runtime = runtime
         self.activations: Activations | None = None
+        self.activations_asked = activations
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = Segments(runtime)
@@ -231,7 +232,7 @@ class Interception:
                     runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
                 runtime.writes.notice_all()
                 key, size, tokens = signature(module, args, kwargs)
-                runtime.events.feed(tokens)
+                runtime.events.feed(tokens, trains=torch.is_grad_enabled())
             for managed in runtime.parameters if runtime.memory.uses_copies else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
@@ -453,6 +454,8 @@ class Interception:
             if ended.task < 0:
                 self.runtime.bindings.go_home()
                 self._saved.casts.go_home()
+                if not torch.is_grad_enabled():
+                    self.runtime.events.end_segment()  # no backward follows: what the program does next is no compute
         if not here and not self._backwards:
             if self.runtime.bindings.away:  # of a model that could not leave the device
                 self.runtime.bindings.all_home()

@@ -178,6 +178,7 @@ class SteppingOptimizer(Protocol):
 
     overlap: Overlap
     gradients: Gradients
+    max_grad_norm: float | None
     rule: Rule
     states: States
     token: object

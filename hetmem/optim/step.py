@@ -65,6 +65,12 @@ class Stepper:
         self.runtime.traffic.executor.workers.add(self._updates)
         interception.gradients.listeners.add(self)
 
+    def optimizer_options(self) -> dict[str, Any]:
+        """What the optimizer was made with that changes when and where it updates, for reports."""
+        optimizer = self._optimizer
+        names = {"overlap": optimizer.overlap.value, "gradients": optimizer.gradients.value}
+        return {"class": type(optimizer).__name__, **names, "max_grad_norm": optimizer.max_grad_norm}
+
     @property
     def _optimizer(self) -> SteppingOptimizer:
         """Whoever has dropped it wants no more updates of it: it is held only by those that are begun."""

@@ -5,6 +5,7 @@ Checks every field of a file before a run or a reader relies on it.
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hetmem.base.config import Budget
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.planner.plan_text import TIERS, described
+from hetmem.planner.plan_text import TIERS, described, line
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),
@@ -39,7 +40,7 @@ class PlanError(HetmemError, ValueError):
     """A model cannot be planned, or a plan cannot be read; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What a managed run will do. Bytes and seconds; the dicts' keys are the tiers, roles and resources by name.
 
@@ -281,6 +282,13 @@ class Plan:
 
     def __str__(self) -> str:
         return described(self)
+
+    def __repr__(self) -> str:
+        return line(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        return f"<pre>{html.escape(described(self))}</pre>"
 
 
 def _is(value: Any, kind: Any) -> bool:

@@ -36,6 +36,16 @@ _RESOURCES = {
 }
 
 
+def line(plan: Plan) -> str:
+    """`plan` in one line: whether it fits, how fast it is, what binds, and the peak of each tier."""
+    if not plan.fits or plan.step_seconds is None or plan.binding is None:
+        missing = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in plan.missing_bytes.items() if nbytes)
+        return f"<Plan of {plan.model}: does not fit; missing: {missing or 'see str()'}>"
+    peaks = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in plan.peak_bytes.items() if nbytes)
+    binds = _RESOURCES.get(plan.binding, plan.binding)
+    return f"<Plan of {plan.model}: {format_seconds(plan.step_seconds)} a step, {binds} binds; peak: {peaks}>"
+
+
 def described(plan: Plan, saved_as: str | None = None) -> str:
     """The whole of `plan`, one figure a line. `saved_as`: the file that the plan of the block is in."""
     parts = [*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))]

@@ -19,7 +19,22 @@ SCHEMA_VERSION = 3
 
 _HOW = "save one with hetmem.report(model).save('run.json')"
 _KEYS = (
-    *("created_at", "model", "parameters", "steps", "tiers", "links", "fetches", "evictions", "faults"),
+    *(
+        "created_at",
+        "model",
+        "device",
+        "hardware",
+        "options",
+        "versions",
+        "history",
+        "parameters",
+        "steps",
+        "tiers",
+        "links",
+        "fetches",
+        "evictions",
+        "faults",
+    ),
     *("staging_faults", "stall_seconds", "host_wait_seconds", "chunks", "chunk_bytes", "chunk_waste"),
     *("bytes_per_parameter", "missing", "step", "timeline"),
 )

@@ -20,14 +20,13 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from hetmem.base.units import GIB, format_seconds, format_size
+from hetmem.base.units import GIB, format_seconds, format_size, sparks
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.report.files import write_atomically
 
 PUBLISH_SECONDS = 1.0
 COLUMNS = 79
-_SPARKS = "▁▂▃▄▅▆▇█"
 _REMEMBERED = 60
 _watched: WeakKeyDictionary[Runtime, Watch] = WeakKeyDictionary()
 
@@ -121,18 +120,12 @@ def line(status: dict[str, Any]) -> str:
     speeds = [(_LINKS[link], speed / GIB) for link, speed in status["links"].items() if speed]
     moved = [f"{name} {speed:.{int(speed < 10)}f}" for name, speed in speeds]
     links = [f"{' '.join(moved)} GiB/s"] if moved else []
-    parts = [*_work(status), *links, _sparks(status["history"][-8:]), *full]
+    parts = [*_work(status), *links, sparks(status["history"][-8:]), *full]
     text = ""
     for part in parts:
         if len(text) + len(part) + 2 <= COLUMNS:
             text += f"  {part}" if text and part else part
     return text.ljust(COLUMNS)
-
-
-def _sparks(seconds: list[float]) -> str:
-    """Bars as high as the step times, the longest of them the highest."""
-    longest = max(seconds, default=0.0)
-    return "".join(_SPARKS[min(7, int(8 * each / longest))] for each in seconds) if longest else ""
 
 
 # ---- the files -------------------------------------------------------------------------------------------------------
@@ -200,8 +193,8 @@ def _block(status: dict[str, Any]) -> str:
     seen, work = f"{status['age_seconds']:.0f} s ago", "  ".join(_work(status))
     name = str(status["model"])[: max(4, COLUMNS - len(f"{status['process']}  {work}{seen}") - 4)]
     head = f"{status['process']}  {name}  {work}"
-    sparks = _sparks(status["history"])
-    times = [f"step time {sparks} up to {format_seconds(max(status['history']))}"] if sparks else []
+    bars = sparks(status["history"])
+    times = [f"step time {bars} up to {format_seconds(max(status['history']))}"] if bars else []
     rest = [f"  {line[: COLUMNS - 2]}" for line in ("  ".join(tiers), "  ".join(links), *times) if line]
     return "\n".join([f"{head[: COLUMNS - len(seen) - 2]:{COLUMNS - len(seen)}}{seen}", *rest])
 

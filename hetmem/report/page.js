@@ -13,7 +13,7 @@ function element(tag, className, text) {
 }
 
 const FORMATS = {
-  bytes: formatBytes, seconds: formatSeconds, share: formatShare, count: (value) => value.toLocaleString("en-US"),
+  bytes: formatBytes, seconds: formatSeconds, share: formatShare, count: (value) => Math.round(value).toLocaleString("en-US"),
   plain: (value) => value.toFixed(2),
 };
 
@@ -42,13 +42,16 @@ const TERMS = {
   host_optimizer: "Host optimizer", nvme_read: "NVMe read", nvme_write: "NVMe write",
 };
 
+/** Whether it is of a drive that is not there. */
+const unused = (name) => name.startsWith("nvme") && !data.tiers.nvme.capacity_bytes;
+
 function fillVerdict() {
   const step = data.step;
   if (!step) return;
   byId("verdict").hidden = false;
   const [first] = step.sentence.split(":");
   byId("sentence").append(element("b", "", first), step.sentence.slice(first.length));
-  for (const term of Object.keys(step.terms)) {
+  for (const term of Object.keys(step.terms).filter((name) => !unused(name) && (step.of === "step" || step.terms[name]))) {
     const binds = term === step.binding ? " binds" : "";
     const track = element("div", "track"), fill = element("div", "fill");
     fill.style.width = `${Math.min(100, (step.terms[term] / step.seconds) * 100)}%`;
@@ -59,9 +62,9 @@ function fillVerdict() {
       element("span", "figure quiet", formatShare(step.terms[term] / step.seconds)));
     byId("terms").append(row);
   }
-  const total = element("p", "total quiet", "The full width is the whole step, ");
+  const total = element("p", "total quiet", `The full width is the whole ${step.of}, `);
   total.append(shows(element("span"), "step.seconds", "seconds"),
-    ". No step can be shorter than its longest term; the longest takes ", shows(element("span"), "step.overlap", "share"), " of it.");
+    `. No ${step.of} can be shorter than its longest term; the longest takes `, shows(element("span"), "step.overlap", "share"), " of it.");
   byId("terms").append(total);
 }
 
@@ -69,26 +72,54 @@ function fillNumbers() {
   const step = data.step, tiers = data.tiers;
   const ofBudget = (tier) => (tier.capacity_bytes ? `${formatShare(tier.peak_bytes / tier.capacity_bytes)} of ${formatBytes(tier.capacity_bytes)}` : "no budget");
   const stepNumbers = !step ? [] : [
-    ["Step time", "step.seconds", "seconds", `${step.moments.toLocaleString("en-US")} moments`],
-    ["Overlap", "step.overlap", "share", "longest term / step time"],
-    ["Stalled in the step", "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
-    ["Host waits in the step", "step.host_wait_seconds", "seconds", "the training thread"],
-    ["Faults in the step", "step.faults", "count", "uses that found no copy on its way"],
+    [step.of === "step" ? "Step time" : "Forward time", "step.seconds", "seconds", `${step.moments.toLocaleString("en-US")} moments`],
+    ...(step.tokens ? [["Tokens a second", "step.tokens_per_second", "count", `${step.tokens.toLocaleString("en-US")} in the ${step.of}`]] : []),
+    ["Overlap", "step.overlap", "share", `longest term / ${step.of} time`],
+    [`Stalled in the ${step.of}`, "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
+    [`Host waits in the ${step.of}`, "step.host_wait_seconds", "seconds", "the training thread"],
+    [`Faults in the ${step.of}`, "step.faults", "count", "uses that found no copy on its way"],
   ];
   const numbers = [
     ...stepNumbers,
     ["Device peak", "tiers.device.peak_bytes", "bytes", ofBudget(tiers.device)],
     ["Host peak", "tiers.host.peak_bytes", "bytes", ofBudget(tiers.host)],
-    ["NVMe peak", "tiers.nvme.peak_bytes", "bytes", ofBudget(tiers.nvme)],
+    ...(unused("nvme") ? [] : [["NVMe peak", "tiers.nvme.peak_bytes", "bytes", ofBudget(tiers.nvme)]]),
     ["Bytes per parameter", "bytes_per_parameter", "plain", "homes on all tiers"],
     ["Chunk waste", "chunk_waste", "share", "of the bytes of chunks"],
-    ...(step ? [["Written to NVMe a day", "step.nvme_written_bytes_per_day", "bytes", "at this pace, without a pause"]] : []),
+    ...(step && !unused("nvme") ? [["Written to NVMe a day", "step.nvme_written_bytes_per_day", "bytes", "at this pace, without a pause"]] : []),
   ];
   for (const [name, key, format, note] of numbers) {
     const tile = element("div");
     tile.append(element("dt", "", name), shows(element("dd"), key, format), element("dd", "", note));
     byId("numbers").append(tile);
   }
+}
+
+// ---- history --------------------------------------------------------------------------------------------------------
+const MOST_BARS = 120;
+
+/** One bar for each step, or for the longest of some neighbours; what compute waited in it is red. */
+function fillHistory() {
+  const { of, seconds, stall_seconds: stalls, tokens } = data.history;
+  if (seconds.length < 2) return;
+  byId("history").hidden = false;
+  const longest = Math.max(...seconds), sorted = [...seconds].sort((a, b) => a - b);
+  const median = sorted[sorted.length >> 1], every = Math.ceil(seconds.length / MOST_BARS);
+  byId("history").querySelector("h2").textContent = `The last ${seconds.length} ${of}s`;
+  for (let first = 0; first < seconds.length; first += every) {
+    const group = [...Array(Math.min(every, seconds.length - first)).keys()].map((offset) => first + offset);
+    const index = group.reduce((best, other) => (seconds[other] > seconds[best] ? other : best));
+    const bar = element("div"), stalled = element("i");
+    bar.style.height = `${(seconds[index] / longest) * 100}%`;
+    stalled.style.height = `${Math.min(1, stalls[index] / seconds[index]) * 100}%`;
+    const speed = tokens[index] ? `, ${Math.round(tokens[index] / seconds[index]).toLocaleString("en-US")} tokens/s` : "";
+    bar.title = `${of} ${index + 1} of ${seconds.length}: ${formatSeconds(seconds[index])}, stalled ${formatSeconds(stalls[index])}${speed}`;
+    bar.append(stalled);
+    byId("bars").append(bar);
+  }
+  const said = `${formatSeconds(sorted[0])} to ${formatSeconds(longest)}, median ${formatSeconds(median)}`;
+  byId("bars").setAttribute("aria-label", `Seconds of the last ${seconds.length} ${of}s: ${said}`);
+  byId("history").querySelector("p").textContent = `${said}; stalls are red.${every > 1 ? ` Each bar is the longest of ${every}.` : ""}`;
 }
 
 // ---- what was planned -------------------------------------------------------------------------------------------------
@@ -120,7 +151,7 @@ function fillTable(table, heads, rows) {
 }
 
 function fillLinks() {
-  fillTable(byId("links"), ["Link", "Moved", "Busy", "Rate"], Object.entries(data.links).map(([name, link]) => [
+  fillTable(byId("links"), ["Link", "Moved", "Busy", "Rate"], Object.entries(data.links).filter(([name]) => !unused(name)).map(([name, link]) => [
     element("td", "", TERMS[name]), shows(element("td"), `links.${name}.bytes`, "bytes"),
     shows(element("td"), `links.${name}.seconds`, "seconds"),
     element("td", "", link.seconds ? `${formatBytes(link.bytes / link.seconds)}/s` : "–"),
@@ -344,6 +375,7 @@ function listenToTheme() {
 
 fillHead();
 fillVerdict();
+fillHistory();
 fillNumbers();
 fillPlanned();
 fillLinks();

@@ -7,7 +7,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from hetmem.report.text import table
+from hetmem.report.text import made_with, table
 
 
 def page_text(data: dict[str, Any]) -> str:
@@ -20,6 +20,7 @@ def page_text(data: dict[str, Any]) -> str:
         ),
         "{{data}}": _json_in_script(data),
         "{{table}}": html.escape(table(data)),
+        "{{made_with}}": html.escape(made_with(data)),
     }
     page = source.joinpath("page.html").read_text(encoding="utf-8")
     before = 0

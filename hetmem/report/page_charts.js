@@ -258,11 +258,12 @@ class Lanes {
     this.legend = [["--accent", "Busy"], ["--bad", "The step waited"]];
     this.timeline = timeline;
     const model = timeline.segments.filter(([what]) => what !== "step");
+    const infers = timeline.covers === "forward" && !timeline.updates.from_us.length;
     const launched = timeline.launched.filter(([what]) => what !== "step");
     const moved = timeline.transfers;
     const ofLink = (link) => moved.link.map((_, index) => index).filter((index) => moved.link[index] === link);
     this.lanes = [
-      { name: "Forward and backward", busy: union(model.map((s) => s[1]), model.map((s) => s[2])) },
+      { name: infers ? "Forward" : "Forward and backward", busy: union(model.map((s) => s[1]), model.map((s) => s[2])) },
       ...(launched.length ? [{ name: "Launching", busy: union(launched.map((s) => s[1]), launched.map((s) => s[2])) }] : []),
       { name: "Host optimizer", busy: union(timeline.updates.from_us, timeline.updates.until_us) },
       ...LINK_NAMES.map((name, link) => {
@@ -270,7 +271,7 @@ class Lanes {
         return { name, link, indices, busy: union(indices.map((i) => moved.from_us[i]), indices.map((i) => moved.until_us[i])) };
       }),
       { name: "Stalls", colour: "--bad", busy: union(timeline.stalls.from_us, timeline.stalls.until_us) },
-    ].filter(({ name, busy }) => busy.length || !name.startsWith("NVMe")); // of a drive that is not used
+    ].filter(({ name, busy }) => busy.length || !(name.startsWith("NVMe") || (infers && name !== "Stalls"))); // not used
   }
 
   height() { return this.lanes.length * 34 + 2; }

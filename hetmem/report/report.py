@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import platform
 from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -16,15 +17,17 @@ from typing import Any
 
 import torch
 
+from hetmem.base.config import VERSION
+from hetmem.base.units import format_size
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
-from hetmem.memory.device import SimDevice
+from hetmem.memory.device import Device, SimDevice
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
 from hetmem.report.step import step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
-from hetmem.report.window import Window, last_window
+from hetmem.report.window import Window, history, last_window
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
 
@@ -66,7 +69,8 @@ class MemoryReport:
 
 def report(model: torch.nn.Module) -> MemoryReport:
     """What `model`, a managed module, did so far, once the transfers that it asked for are over: bytes and seconds on
-    every link, homes and peaks of every tier, and the terms of the last whole step.
+    every link, homes and peaks of every tier, the terms of the last whole step (of a model that only infers, forward),
+    and the history of all.
 
     Raises `ManageError` if it is not managed, and the error of a transfer that failed.
     """
@@ -76,13 +80,13 @@ def report(model: torch.nn.Module) -> MemoryReport:
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     layout, tiers = runtime.memory.layout, _tiers(runtime)
     window = last_window(runtime.events)
-    whole = window is not None and window.covers == "step"
     parameters = sum(parameter.numel for parameter in runtime.parameters)
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
         "created_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "model": type(model).__name__,
+        **_head(model),
         "parameters": parameters,
         "steps": statistics.steps,
         "tiers": tiers,
@@ -103,10 +107,48 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "bytes_per_parameter": (_home_bytes(runtime.chunks) + runtime.memory.spare_bytes) / max(1, parameters),
         "planned": None if runtime.prediction is None else dict(runtime.prediction),
         "missing": _missing(runtime, window),
-        "step": step_section(window, tiers) if window is not None and whole else None,
+        "history": history(runtime.events),
+        "step": _step(window, tiers, runtime) if window is not None and window.whole else None,
         "timeline": _timeline(runtime, window) if window is not None else None,
     }
     return MemoryReport(data)
+
+
+def _head(model: torch.nn.Module) -> dict[str, Any]:
+    """What the run was made with: the device, the profile of the machine, options, and versions."""
+    interception = registry.of_module(model)
+    runtime = interception.runtime
+    memory = runtime.memory
+    options = {
+        "mixed_precision": memory.mixed_precision and str(memory.mixed_precision).removeprefix("torch."),
+        "activations": interception.activations_asked,
+        "sanitize": runtime.sanitize,
+    }
+    optimizers = [listener.optimizer_options() for listener in interception.gradients.listeners]
+    versions = {"hetmem": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return {
+        "device": _device(memory.device),
+        "hardware": None if runtime.hardware is None else runtime.hardware.name,
+        "options": {**options, "optimizers": optimizers},
+        "versions": versions,
+    }
+
+
+def _device(device: Device) -> str:
+    """What it is, and the speed of links that it was told."""
+    if not isinstance(device, SimDevice):
+        return f"{torch.cuda.get_device_name(device.torch_device)} ({device.torch_device})"
+    speeds = {"to it": device.host_to_device, "from it": device.device_to_host}
+    told = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
+    return ", ".join(["simulated device", *told])
+
+
+def _step(window: Window, tiers: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
+    infers = window.covers == "forward"
+    tokens = runtime.events.fed[-1].tokens if infers else history(runtime.events)["tokens"][-1]
+    return step_section(window, tiers, tokens)
 
 
 def _missing(runtime: Runtime, window: Window | None) -> list[str]:
@@ -114,7 +156,7 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
     missing = []
     if window is None:
         missing.append("Nothing ran yet: call the model, then ask again.")
-    elif window.covers == "forward":
+    elif not window.whole:
         done = "one optimizer step was" if runtime.statistics.steps == 1 else "no two optimizer steps were"
         missing.append(
             f"No whole training step was seen, so there are no terms of its time: {done} taken, and a step lasts from "

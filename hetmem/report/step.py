@@ -35,8 +35,9 @@ LAUNCH_BOUND = 0.5
 SECONDS_PER_DAY = 86400
 
 
-def step_section(window: Window, tiers: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The `step` section of a report. `window` covers a whole step; `tiers` is the section of that name."""
+def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int = 0) -> dict[str, Any]:
+    """The `step` section of a report. `window` covers a whole step, or a whole forward of inference, that `tokens` went
+    into; `tiers` is the section of that name."""
     seconds = window.end - window.start
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
@@ -51,7 +52,10 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]]) -> dict[str, 
         if window.start <= transfer.start < window.end:  # writes that a step asks for may end after it
             moved[transfer.link.value] += transfer.nbytes
     section = {
+        "of": window.covers,
         "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
         "terms": terms,
         "binding": binding,
         "overlap": terms[binding] / seconds if seconds else 0.0,
@@ -101,12 +105,14 @@ def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
     """What binds this step, how far it is from the bound, and what to change."""
     binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
     term = step["terms"][binding]
-    text = f"{TERM_NAMES[binding]} binds: {format_seconds(term)} of a step of {format_seconds(seconds)}."
+    of, on_inference = step["of"], step["of"] == "forward"
+    text = f"{TERM_NAMES[binding]} binds: {format_seconds(term)} of a {of} of {format_seconds(seconds)}."
     if binding == "launching":
         caught_up = format_seconds(step["caught_up_seconds"])
         return f"{text} For {caught_up} the device waited for the thread that launches. {_advice(binding, tiers)}"
+    advice = _inference_advice if on_inference else _advice
     if step["overlap"] >= GOOD_OVERLAP:
-        return f"{text} {_advice(binding, tiers)}"
+        return f"{text} {advice(binding, tiers)}"
     longest = max(exposed, key=lambda name: exposed[name])
     rest = seconds - term
     if exposed[longest] < 0.25 * rest:
@@ -117,7 +123,7 @@ def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
     updating = {binding, longest} - {"compute"} <= _UPDATING and "compute" in (binding, longest)
     return (
         f"{text} The other {format_seconds(rest)} are not hidden behind it: {_inside(TERM_NAMES[longest])} alone takes "
-        f"{format_seconds(exposed[longest])} of them. {_OVERLAP if apart and updating else _advice(longest, tiers)}"
+        f"{format_seconds(exposed[longest])} of them. {_OVERLAP if apart and updating else advice(longest, tiers)}"
     )
 
 
@@ -130,6 +136,24 @@ _OVERLAP = 'hetmem.AdamW(overlap="backward") updates while the backward goes on,
 def _inside(name: str) -> str:
     """A name of a term within a sentence."""
     return name if name.startswith("NVMe") else name[0].lower() + name[1:]
+
+
+def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
+    """`_advice` where nothing is trained: each forward needs each weight once, however many tokens it is of."""
+    if binding == "host_to_device":
+        homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
+        return (
+            f"More sequences a forward use each weight that crosses for more tokens; a larger Budget(device=…) keeps "
+            f"more of the {format_size(homes)} in host memory on the device; mixed_precision halves their bytes."
+        )
+    if binding.startswith("nvme"):
+        return (
+            f"Budget(host=…) raised by {format_size(tiers['nvme']['used_bytes'])} would leave nothing on NVMe; more "
+            f"sequences a forward use each weight that is read for more tokens."
+        )
+    return (
+        "Memory is not the limit: a faster device or a smaller dtype would shorten it; more sequences share a forward."
+    )
 
 
 def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:

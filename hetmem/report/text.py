@@ -7,11 +7,12 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hetmem.base.units import format_seconds, format_size
+from hetmem.base.units import format_seconds, format_size, sparks
 from hetmem.report.step import TERM_NAMES
 
 _WIDTH = 88
 _BAR = 24
+_SHOWN = 40
 _ALIKE = 0.03
 _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("compute", "host_optimizer")}
 
@@ -19,9 +20,9 @@ _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("
 def table(data: dict[str, Any]) -> str:
     """The report for a terminal; plain text without colours, at most 88 columns."""
     head = f"{data['model']}, {data['parameters']:,} parameters, {data['created_at'][:16].replace('T', ' ')} UTC"
-    parts = [_wrapped(head), _tiers(data), _links(data)]
+    parts = [f"{_wrapped(head)}\n{_wrapped(made_with(data))}", _tiers(data), _links(data)]
     if data["step"] is not None:
-        parts.append(_step(data["step"]))
+        parts.append(_step(data))
     if data.get("planned") is not None:
         parts.append(_planned(data))
     parts.append(_summary(data))
@@ -31,9 +32,29 @@ def table(data: dict[str, Any]) -> str:
 def line(data: dict[str, Any]) -> str:
     """The report in one line: how far it is, how fast, and what binds."""
     step = data["step"]
-    speed = f"{format_seconds(step['seconds'])} a step, {TERM_NAMES[step['binding']]} binds" if step else "no step"
+    speed = (
+        f"{format_seconds(step['seconds'])} a {step['of']}, {TERM_NAMES[step['binding']]} binds" if step else "no step"
+    )
     peaks = [f"{name} {format_size(tier['peak_bytes'])}" for name, tier in data["tiers"].items() if tier["peak_bytes"]]
     return f"<MemoryReport of {data['model']}: {_number_of(data['steps'], 'step')}, {speed}; peak: {', '.join(peaks)}>"
+
+
+def made_with(data: dict[str, Any]) -> str:
+    """The device, the profile, options that are no defaults, and versions, as one sentence."""
+    options = dict(data["options"])
+    optimizers = options.pop("optimizers", [])
+    said = [data["device"], *([f"profile {data['hardware']}"] if data["hardware"] else [])]
+    said += [f"{name}={value}" for name, value in options.items() if value not in (None, False, "keep")]
+    for optimizer in optimizers:
+        chosen = {name: value for name, value in optimizer.items() if value not in (None, "off", "visible")}
+        name = chosen.pop("class")
+        said.append(f"{name}({', '.join(f'{key}={value}' for key, value in chosen.items())})")
+    return ", ".join([*said, *(f"{name} {version}" for name, version in data["versions"].items())])
+
+
+def unused(data: dict[str, Any], name: str) -> bool:
+    """Whether the tier, link or term called `name` is of a drive that is not there."""
+    return name.startswith("nvme") and not data["tiers"]["nvme"]["capacity_bytes"]
 
 
 def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
@@ -41,7 +62,8 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
     rows = []
     for label, keys, show in _COMPARED:
         left, right = _at(a, keys), _at(b, keys)
-        if left is not None or right is not None:
+        of_no_drive = label.startswith("NVMe") and not (left or right)
+        if (left is not None or right is not None) and not of_no_drive:
             texts = ["-" if value is None else show(value) for value in (left, right)]
             rows.append([label, *texts, _change(left, right, points=show is _share)])
     both = ((name_a, a), (name_b, b))
@@ -55,6 +77,8 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
 
 def _verdict(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
     """Which of two steps is faster, and the term or the stalls that changed most with it."""
+    if a["of"] != b["of"]:
+        return f"Verdict: none, as {name_a} tells of a {a['of']} and {name_b} of a {b['of']}."
     ratio = b["seconds"] / a["seconds"]
     if abs(ratio - 1) < _ALIKE:
         return f"Verdict: both take as long, within {_share(_ALIKE)}."
@@ -63,7 +87,9 @@ def _verdict(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> 
     alike = {name: change for name, change in changes.items() if (change > 0) is (ratio > 1)}
     most = max(alike, key=lambda name: abs(alike[name]), default="")
     faster, slower, factor = (name_b, name_a, 1 / ratio) if ratio < 1 else (name_a, name_b, ratio)
-    saved = f"; most of that in {most}, {format_seconds(abs(alike[most]))} less a step" if most and alike[most] else ""
+    saved = (
+        f"; most of that in {most}, {format_seconds(abs(alike[most]))} less a {a['of']}" if most and alike[most] else ""
+    )
     return f"Verdict: {faster} is {factor:.2f} times as fast as {slower}{saved}."
 
 
@@ -78,6 +104,7 @@ def _count(number: float) -> str:
 _COMPARED: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("Step time", ("step", "seconds"), format_seconds),
     *((name, ("step", "terms", term), format_seconds) for term, name in TERM_NAMES.items()),
+    ("Tokens a second", ("step", "tokens_per_second"), lambda value: f"{value:,.0f}"),
     ("Overlap", ("step", "overlap"), _share),
     ("Stalls in the step", ("step", "stall_seconds"), format_seconds),
     ("Host waits in the step", ("step", "host_wait_seconds"), format_seconds),
@@ -116,6 +143,8 @@ def _change(left: float | None, right: float | None, *, points: bool) -> str:
 def _tiers(data: dict[str, Any]) -> str:
     rows = []
     for name, tier in data["tiers"].items():
+        if unused(data, name):
+            continue
         share = _share(tier["peak_bytes"] / tier["capacity_bytes"]) if tier["capacity_bytes"] else "-"
         sizes = [format_size(tier[key]) for key in ("peak_bytes", "capacity_bytes")]
         rows.append([name, *sizes, share, format_size(tier["used_bytes"])])
@@ -125,21 +154,37 @@ def _tiers(data: dict[str, Any]) -> str:
 def _links(data: dict[str, Any]) -> str:
     rows = []
     for name, link in data["links"].items():
+        if unused(data, name):
+            continue
         rate = f"{format_size(link['bytes'] / link['seconds'])}/s" if link["seconds"] else "-"
         rows.append([name, format_size(link["bytes"]), format_seconds(link["seconds"]), rate])
     return grid(["link, all steps", "moved", "busy", "rate"], rows)
 
 
-def _step(step: dict[str, Any]) -> str:
-    rows = []
+def _step(data: dict[str, Any]) -> str:
+    step, rows = data["step"], []
     for term, seconds in step["terms"].items():
+        if unused(data, term) or (step["of"] == "forward" and not seconds):
+            continue
         share = seconds / step["seconds"]
         mark = "  binds" if term == step["binding"] else ""
         rows.append([TERM_NAMES[term], format_seconds(seconds), _share(share), "█" * round(share * _BAR) + mark])
-    head = [f"last step, {format_seconds(step['seconds'])}", "busy", "of step", ""]
+    head = [f"last {step['of']}, {format_seconds(step['seconds'])}", "busy", f"of {step['of']}", ""]
     terms = grid(head, rows, left=(0, 3))
     text = f"Overlap {_share(step['overlap'])}. {step['sentence']}{_written(step)}"
-    return terms + "\n\n" + _wrapped(text)
+    return f"{terms}\n\n{_wrapped(text)}\n{_wrapped(_history(data['history'], step))}"
+
+
+def _history(past: dict[str, Any], step: dict[str, Any]) -> str:
+    """How long all steps of the history took, as bars too, and the tokens a second of the last."""
+    seconds, speed = past["seconds"], ""
+    if step["tokens"]:
+        speed = f" {step['tokens_per_second']:,.0f} tokens/s in the last."
+    if not seconds:
+        return speed.strip()
+    low, middle, high = (format_seconds(sorted(seconds)[place]) for place in (0, len(seconds) // 2, -1))
+    lasted = f"{low} to {high}, median {middle}"
+    return f"{_number_of(len(seconds), past['of'])}: {sparks(seconds[-_SHOWN:])} {lasted}.{speed}"
 
 
 def _written(step: dict[str, Any]) -> str:

@@ -1,30 +1,37 @@
-"""The part of the event log that a report shows: the last whole training step, or the last forward if there is none.
+"""The part of the event log that a report shows: the last whole training step, or the last forward if there is none;
+and the history of all steps, or forwards.
 
 It selects entries by time and copies them; it knows nothing of chunks, tiers or what the entries mean.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
+from hetmem.report.intervals import overlap, union
 
 Entry = TypeVar("Entry")
 Timed = TypeVar("Timed", Span, Stall)
 
 TRAINING = ("forward", "backward")
 """The segments in which the model computes."""
+REMEMBERED = 500
+"""Steps of a history."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """Log entries that touch [start, end] (seconds of the log's clock), oldest first.
 
-    `covers` is "step" or "forward". Segments and stalls are the device's; `launched` and `host_waits` the host's: see
-    note "compute behind the host" in `engine.events`. `copies` reaches beyond `end`, so that what is present now tells
-    what was present then. `forgotten` names the kinds of entries whose beginning the log has lost.
+    `covers` is "step" or "forward"; `whole`: it is a whole step, or a whole forward of a model that is not trained.
+    Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "compute behind the host" in
+    `engine.events`. `copies` reaches beyond `end`, so that what is present now tells what was present then. `forgotten`
+    names the kinds of entries whose beginning the log has lost.
     """
 
     covers: str
@@ -41,14 +48,15 @@ class Window:
     launched: list[Span] = field(default_factory=list)
     host_waits: list[Span] = field(default_factory=list)
     caught_up: list[Span] = field(default_factory=list)
+    whole: bool = True
 
 
 def last_window(events: EventLog) -> Window | None:
     """The last whole step of `events`; without one, from the last forward on; None if nothing ran."""
-    segments = _copied(events.segments)
+    segments, inference = _copied(events.segments), only_infers(events)
     ends = [span.end for span in segments if span.what == "step"]
     if len(ends) >= 2:
-        return _window(events, "step", ends[-2], ends[-1], segments)
+        return _window(events, "step", ends[-2], ends[-1], segments, whole=True)
     forwards = [span.start for span in segments if span.what == "forward"]
     running = events.running()
     if running is not None:
@@ -57,10 +65,37 @@ def last_window(events: EventLog) -> Window | None:
             forwards.append(running[1])
     if not forwards:
         return None
-    return _window(events, "forward", forwards[-1], segments[-1].end, segments)
+    return _window(events, "forward", forwards[-1], segments[-1].end, segments, whole=inference and running is None)
 
 
-def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span]) -> Window:
+def only_infers(events: EventLog) -> bool:
+    """Whether no forward of the log could be followed by a backward."""
+    fed = _copied(events.fed)
+    return bool(fed) and not any(each.trains for each in fed)
+
+
+def history(events: EventLog) -> dict[str, Any]:
+    """The last steps, or forwards of a model that is not trained, as columns: seconds from the end of the one before,
+    what compute waited in them, and the tokens that were fed."""
+    of = "forward" if only_infers(events) else "step"
+    stalls, fed = _copied(events.stalls), _copied(events.fed)
+    full = [log[0][0] for log in (stalls, fed) if log and len(log) == events.stalls.maxlen]
+    since = max(full, default=0.0)  # what was before is forgotten
+    ends, asked = (
+        [span.end for span in _copied(spans) if span.what == of and span.end >= since][-REMEMBERED - 1 :]
+        for spans in (events.segments, events.launched if events.behind else events.segments)
+    )
+    waited = union((stall.start, stall.end) for stall in stalls)
+    at, sums = [each.at for each in fed], [0, *accumulate(each.tokens for each in fed)]
+    return {
+        "of": of,
+        "seconds": [end - start for start, end in pairwise(ends)],
+        "stall_seconds": [overlap(waited, start, end) for start, end in pairwise(ends)],
+        "tokens": [sums[bisect_left(at, end)] - sums[bisect_left(at, start)] for start, end in pairwise(asked)],
+    }
+
+
+def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span], *, whole: bool) -> Window:
     forgotten = []
     for kind in ("transfers", "moments", "copies", "faults", "stalls", "updates", "host_waits", "caught_up"):
         entries = getattr(events, kind)
@@ -85,6 +120,7 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
         spans(events.launched),
         spans(events.host_waits),
         spans(events.caught_up),
+        whole,
     )
 
 

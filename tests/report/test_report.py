@@ -15,11 +15,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hetmem
 from tests.engine.harness import PLACEMENTS, STREAMED, manage
 from tests.report.models import network, trained
-from tests.report.tested import compare, comparison, files, registry, render, show, table, trace_text
+from tests.report.tested import (
+    compare,
+    comparison,
+    files,
+    format_seconds,
+    format_size,
+    registry,
+    render,
+    show,
+    table,
+    trace_text,
+)
 
 LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
 
@@ -141,20 +153,81 @@ def test_a_model_that_never_ran_says_so(tmp_path: Path) -> None:
     hetmem.release(model)
 
 
-def test_a_model_without_an_optimizer_shows_its_last_forward(tmp_path: Path) -> None:
-    model = manage(network(), "host", tmp_path)
+def test_a_model_that_only_infers_shows_its_last_forward_with_terms_and_tokens(tmp_path: Path) -> None:
+    model = manage(nn.Sequential(nn.Embedding(32, 64), network()), "host", tmp_path)
     with torch.no_grad():
         for _ in range(3):
-            model(torch.ones(8, 64))
+            model(torch.zeros(4, 8, dtype=torch.long))
+            time.sleep(0.01)  # what a user does with the result
     report = hetmem.report(model)
     data = report.to_dict()
     assert_complete(data)
-    assert (data["step"], data["steps"], data["timeline"]["covers"]) == (None, 0, "forward")
+    step, text = data["step"], str(report)
+    assert (data["steps"], data["timeline"]["covers"], step["of"], data["missing"]) == (0, "forward", "forward", [])
     assert len(data["timeline"]["segments"]) == 1
-    assert len(data["timeline"]["moments"]["at_us"]) == 3
-    assert "No whole training step was seen" in data["missing"][0]
+    assert (step["tokens"], data["history"]["of"], data["history"]["tokens"]) == (32, "forward", [32, 32])
+    assert step["tokens_per_second"] == pytest.approx(32 / step["seconds"])
+    assert min(data["history"]["seconds"]) >= 0.01 + step["terms"]["compute"] / 10
+    assert step["terms"]["compute"] + step["stall_seconds"] == pytest.approx(step["seconds"])
+    assert f"of a forward of {format_seconds(step['seconds'])}" in text
+    assert "Host optimizer" not in text
+    assert repr(report).endswith(f"binds; peak: {text_of_peaks(data)}>")
     report.save(tmp_path / "r.html")
     hetmem.release(model)
+
+
+def text_of_peaks(data: dict[str, Any]) -> str:
+    peaks = {name: tier["peak_bytes"] for name, tier in data["tiers"].items()}
+    return ", ".join(f"{name} {format_size(peak)}" for name, peak in peaks.items() if peak)
+
+
+def test_a_forward_that_a_backward_may_follow_is_no_inference(tmp_path: Path) -> None:
+    model = manage(network(), "host", tmp_path)
+    model(torch.ones(8, 64))
+    data = hetmem.report(model).to_dict()
+    assert (data["step"], data["timeline"]["covers"]) == (None, "forward")
+    assert "No whole training step was seen" in data["missing"][0]
+    hetmem.release(model)
+
+
+def test_the_head_says_what_the_run_was_made_with(tmp_path: Path) -> None:
+    device = hetmem.SimDevice(host_to_device="1GiB")
+    model = manage(network(), "host", tmp_path, device=device, mixed_precision=torch.bfloat16, sanitize=False)
+    optimizer = hetmem.AdamW(model.parameters(), overlap="backward")
+    report = hetmem.report(model)
+    data = report.to_dict()
+    assert data["device"] == "simulated device, 1.00 GiB/s to it"
+    assert data["options"]["mixed_precision"] == "bfloat16"
+    assert [each["overlap"] for each in data["options"]["optimizers"]] == ["backward"]
+    assert data["versions"]["torch"] == torch.__version__
+    said = " ".join(str(report).split())
+    assert f"{data['device']}, mixed_precision=bfloat16, AdamW(overlap=backward), hetmem {hetmem.__version__}" in said
+    del optimizer
+    hetmem.release(model)
+
+
+def test_the_history_has_each_step_with_its_stalls_and_tokens(tmp_path: Path) -> None:
+    model = trained("host", tmp_path, steps=5)
+    data = hetmem.report(model).to_dict()
+    past = data["history"]
+    assert [len(past[key]) for key in ("seconds", "stall_seconds", "tokens")] == [4, 4, 4]
+    assert past["seconds"][-1] == data["step"]["seconds"]
+    assert past["stall_seconds"][-1] == pytest.approx(data["step"]["stall_seconds"])
+    assert "4 steps: " in str(hetmem.report(model))
+    hetmem.release(model)
+
+
+def test_a_tier_that_is_not_there_has_no_rows(tmp_path: Path) -> None:
+    model = trained("host", tmp_path)
+    assert "nvme" not in str(hetmem.report(model)).lower()
+    hetmem.release(model)
+
+
+def test_a_step_and_a_forward_are_not_compared() -> None:
+    other = {**SAMPLE, "step": {**SAMPLE["step"], "of": "forward", "seconds": 1.0}}
+    assert comparison("a", SAMPLE, "b", other).splitlines()[-1] == (
+        "Verdict: none, as a tells of a step and b of a forward."
+    )
 
 
 def test_one_step_is_not_yet_a_whole_one(tmp_path: Path) -> None:
@@ -383,6 +456,11 @@ SAMPLE: dict[str, Any] = {
     "schema_version": files.SCHEMA_VERSION,
     "created_at": "2026-01-01T00:00:00+00:00",
     "model": "Sample",
+    "device": "simulated device",
+    "hardware": None,
+    "options": {"mixed_precision": None, "activations": "keep", "sanitize": False, "optimizers": []},
+    "versions": {"hetmem": "0", "torch": "2", "python": "3"},
+    "history": {"of": "step", "seconds": [2.0], "stall_seconds": [0.0], "tokens": [0]},
     "parameters": 10,
     "steps": 2,
     "tiers": {"device": {**_TIER, "chunk_peak_bytes": 40}, "host": _TIER, "nvme": _TIER},
@@ -399,7 +477,10 @@ SAMPLE: dict[str, Any] = {
     "bytes_per_parameter": 16.0,
     "missing": [],
     "step": {
+        "of": "step",
         "seconds": 2.0,
+        "tokens": 0,
+        "tokens_per_second": 0.0,
         "terms": {"compute": 1.0, **dict.fromkeys(LINKS, 0.5), "host_optimizer": 0.5},
         "binding": "compute",
         "overlap": 0.5,
