@@ -97,3 +97,17 @@ def test_compute_that_has_caught_up_with_its_host_is_bound_by_launching() -> Non
     assert step["caught_up_seconds"] == about(step["terms"]["compute"])
     assert step["sentence"].startswith("Launching binds: 480.0 ms of a step of ")
     assert "Compile the blocks" in step["sentence"]
+
+
+def test_what_fits_of_the_weights_stays_while_a_model_generates() -> None:
+    """Each forward uses all layers in one order: but for one place, and one on its way, what has a place is kept."""
+    device, places = ClockedDevice(rate=LAYER_BYTES / COPY), 5
+    model: Any = nn.Sequential(*(Timed(device, 0.03, 0.001) for _ in range(LAYERS)))
+    limits = hetmem.Budget(device="4MiB", host="8MiB", device_chunks=places * LAYER_BYTES)
+    hetmem.manage(model.eval(), limits, device=device, chunk_bytes=LAYER_BYTES)
+    with torch.no_grad():
+        for _ in range(6):
+            model(torch.ones(1, WIDTH))
+    step = hetmem.report(model).to_dict()["step"]
+    assert step["bytes"]["host_to_device"] <= (LAYERS - places + 2) * LAYER_BYTES
+    hetmem.release(model)
