@@ -1,4 +1,4 @@
-"""Detects writes that were not hetmem's own: by the program outside compute, and by operators within it.
+"""Detects writes to weights by the program, outside compute, and by operators within it, and makes copies stale.
 
 Note "writes": the version counter of a parameter shows most of them. Others (`parameter.data`, some `_foreach_`
 operators, NumPy) count no version:
@@ -11,8 +11,10 @@ operators, NumPy) count no version:
 - 16-bit copies at home are compared with their parameters as a whole instead: an update writes both in one pass, and
   the copy may be fetched while the program may write. The comparison runs on the optimizer's workers while the first
   chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read and write as many.
-- In all other cases (forwards alone, accumulation, frozen weights) copies stay, and the home is compared by
-  `Fingerprints`. A home on the device could be read only by waiting, so its copy is made anew for each forward.
+- In all other cases (forwards alone, accumulation, frozen weights) copies stay. Functions of torch that may write are
+  seen as they are called, and tensors that share a weight's memory as compute ends (`touched`); what C++ writes unseen
+  is found by comparing the home with `Fingerprints`. A home on the device could be read only by waiting, so its copy
+  is made anew for each forward.
 - Gradients that are staged from NVMe are compared with their home by one element of each parameter.
 """
 
@@ -53,9 +55,11 @@ class WriteCheck:
         self.uncounted: set[int] = set()
         """The `id`s of parameters whose copies were ever found to be written without a version."""
         self.touched: set[ManagedParameter] = set()
-        """Those that the user may have written to without a version since copies of them were made, as was seen."""
+        """Parameters that the program may have written to without a version since their copies were made: a function in
+        place, or one whose result shares their memory, was called (`async_params`)."""
         self.kept: set[ManagedParameter] = set()
-        """Those of which somebody held memory as the last backward began, and may write to it unseen."""
+        """Parameters whose memory a tensor of the program shared as the last backward began, or that a hook in it was
+        handed: their updates do not begin before `step()`."""
         self.noticed: set[int] = set()
         """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
         self.home_copies = HomeCopies()
@@ -106,8 +110,8 @@ class WriteCheck:
         traffic.residency.lift()
 
     def renew_touched(self) -> bool:
-        """A backward begins, and sees what was written since its forward: copies of what was touched are superseded.
-        Returns whether there were such."""
+        """Make copies of what was touched since the forward stale, as a backward begins. Returns whether there were
+        such."""
         touched = [*self.touched]
         self.touched.clear()
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}

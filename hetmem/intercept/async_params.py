@@ -1,13 +1,12 @@
-"""Parameters between calls of the model: who reads one waits for its update, and who may write to one is noted.
+"""Marks parameters between calls of the model, so that reads wait for updates and writes without a version are seen.
 
-Behind a step with `overlap="forward"` parameters are marked whose updates trail: who reads one waits until that is at
-home. From a forward or a backward to the step all are, as copies of them stay: one whose update has begun before its
-step is neither read nor written, and one of which somebody may have written without a version (`p.data.mul_()`) has its
-copies made anew.
+- After a step with `overlap="forward"`, parameters whose update still runs are marked: a read waits for that update.
+- Between a forward or backward and the step, while copies stay on the device, all are marked: a read or write of one
+  whose update has begun raises, and a function that may write without counting a version (`p.data.mul_()`) makes its
+  copies stale.
 
-A marked parameter is of a class of its own, which torch asks before it does anything with it; torch does the same to
-parameters without a shape (`torch.nn.parameter.UninitializedParameter`). It stays the same object, and an instance of
-whatever it was an instance of.
+A marked parameter gets a subclass of its class, whose `__torch_function__` torch calls first; torch itself does so for
+parameters without a shape (`torch.nn.parameter.UninitializedParameter`). The object and `isinstance` stay as they are.
 """
 
 from __future__ import annotations
@@ -43,15 +42,15 @@ _TELL_NO_VALUES = {way for each in _TOLD for way in (each.__get__, each.__set__)
     for name in "numel stride is_floating_point is_complex element_size __hash__ requires_grad_ "
     "register_hook register_post_accumulate_grad_hook".split()
 }
-"""What every step asks of every parameter (`zero_grad`), and what is counted or printed."""
+"""Functions that read no values: those that every step calls of every parameter (`zero_grad`), and metadata."""
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 _NUMBERS = (bool, float, complex, str, type(None))
 
 
 class Trailing:
-    """The marked parameters of one model. While the model computes they are ordinary ones: operators wait for what they
-    use. In a backward only what it computes once more is that; hooks of the user are not."""
+    """Marks the parameters of one model. During a forward none is marked, as operators wait for what they use. In a
+    backward that holds for recomputation only: hooks of the user see marked ones."""
 
     def __init__(
         self,
@@ -64,9 +63,9 @@ class Trailing:
         self._chunks, self._traffic, self._monitor, self.turn = chunks, traffic, monitor, turn
         self._touched = touched
         self.refuse_updated: weakref.WeakMethod[Callable[[list[ManagedParameter]], None]] | None = None
-        """Raises RuntimeError for parameters whose update has begun before its step."""
+        """Raises RuntimeError for those of the given parameters whose update has begun before `step()`."""
         self.step_runs: Callable[[], bool] = lambda: False
-        """Whether a step of an optimizer of torch is on the stack: it may ask for the type of what it updates."""
+        """Returns whether a step of a torch optimizer is on the stack, which may ask for the type of a parameter."""
         self._all = {id(managed.parameter): managed for chunk in chunks for managed in chunk.parameters}
         self._marked: dict[int, ManagedParameter] = {}
         self._marks: dict[type, type] = {}
@@ -75,8 +74,8 @@ class Trailing:
         self._process = os.getpid()
 
     def begin(self) -> None:
-        """A step returns before all is done. Waits for parameters whose memory another tensor shows too (`p.data` that
-        the user keeps), as torch tells of no use of that."""
+        """Mark what a step leaves to be updated. Waits for parameters whose memory a tensor of the program shares
+        (`kept = p.data`), as no function of torch tells of its use."""
         self._goes_on, self._process = True, os.getpid()
         self.resume()
         for managed in list(self._marked.values()):
@@ -84,13 +83,13 @@ class Trailing:
                 self.wait_for(managed.parameter)
 
     def resume(self) -> None:
-        """The model computes no more."""
+        """End compute: mark again."""
         if self._watches and not self.step_runs():
             managed_ones = self._all.values()  # of which C++ is asked without a call of Python for each
             now = map(references, map(_HOME, managed_ones))
             for managed in compress(managed_ones, map(gt, now, map(_EXPECTED, managed_ones))):
                 if managed.numel:
-                    self._touched(managed)  # through what somebody holds (`kept = p.data`), which tells of nothing
+                    self._touched(managed)  # perhaps, through a tensor that shares its memory (`kept = p.data`)
             self._mark(self._all)
         elif self._goes_on:
             trailing = [chunk for chunk in self._chunks if self._traffic.trails(chunk)]
@@ -98,22 +97,22 @@ class Trailing:
             self._mark({id(managed.parameter): managed for chunk in trailing for managed in chunk.parameters})
 
     def look_again(self) -> None:
-        """Somebody has waited for all."""
+        """Mark anew, after all updates were waited for."""
         self.unmark_all()
         self.resume()
 
     def pause(self) -> None:
-        """The model computes, and copies of its parameters stay behind."""
+        """Begin compute, which leaves copies of parameters on the device."""
         self.unmark_all()
         self._watches = bool(self._traffic.executor.chunk_of_block)
 
     def stop(self) -> None:
-        """A step begins, behind which no copies stay, or the model is no more."""
+        """Mark no more: a step begins, which makes all copies stale, or the model is released."""
         self.unmark_all()
         self._watches = False
 
     def unmark_all(self) -> None:
-        """Whatever reads parameters sees to itself what it reads, until `resume`."""
+        """Unmark all parameters until `resume`."""
         unmarks = self._unmarks
         for managed in self._marked.values():
             parameter = managed.parameter
@@ -124,8 +123,8 @@ class Trailing:
     @uncompiled
     @HELD_BACK
     def wait_for(self, parameter: Any) -> None:
-        """`parameter` is at home and an ordinary one, unless hetmem itself asks. Raises `StoreError` if a drive fails,
-        and `ManageError` in another process than that of the step. Call it with the turn."""
+        """Wait for the update of `parameter`, and unmark its chunk; nothing where hetmem itself reads. The caller has
+        the turn. Raises `StoreError` if a drive fails, and `ManageError` in another process than that of the step."""
         managed = self._marked.get(id(parameter))
         if managed is None or self._monitor.paused:
             return
@@ -143,7 +142,7 @@ class Trailing:
 
     @contextmanager
     def used(self, parameter: Any) -> Iterator[None]:
-        """`parameter` is at home and an ordinary one, which no update changes, and no other thread computes with it."""
+        """Unmark `parameter` for the body, in which no update changes it and no other thread computes with it."""
         with self.turn.held("reading a weight"):
             managed = self._marked.get(id(parameter))
             refuse = None if self.refuse_updated is None else self.refuse_updated()
@@ -159,7 +158,7 @@ class Trailing:
                     parameter.__class__ = watched
 
     def note(self, func: Any, parameters: Sequence[Any], result: Any) -> None:
-        """`func` of `parameters` has returned `result`: whether it has written, or whoever has that may."""
+        """Make copies of `parameters` stale if `func` was in place, or its `result` shares their memory."""
         if self._monitor.paused:
             return
         for managed in filter(None, (self._marked.get(id(parameter)) for parameter in parameters)):
@@ -167,7 +166,7 @@ class Trailing:
                 self._touched(managed)
 
     def _mark(self, parameters: dict[int, ManagedParameter]) -> None:
-        """Without a call for each, as all are marked behind each forward and backward."""
+        """Mark `parameters`: all of them after each forward and backward, so without a call for each."""
         marks, unmarks = self._marks, self._unmarks
         for managed in parameters.values():
             parameter = managed.parameter
@@ -182,13 +181,13 @@ class Trailing:
 
 
 def is_in_place(func: Any) -> bool:
-    """Whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
+    """Return whether `func` is in place by its name; some of those (the `_foreach_` ones) count no versions."""
     name: str = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__")
 
 
 def hands_out(managed: ManagedParameter, func: Any, result: Any) -> bool:
-    """Whether `result` of `func` shows the memory of `managed`, so that writes to it count no version of that."""
+    """Return whether `result` of `func` may share the memory of `managed`: writes to it may count no version."""
     if func is torch.Tensor.tolist:
         return False
     home = managed.home.untyped_storage()._cdata
@@ -204,7 +203,7 @@ def hands_out(managed: ManagedParameter, func: Any, result: Any) -> bool:
 
 
 class _Waiting:
-    """What a parameter is whose update trails, beside what it is anyway."""
+    """Is the first base of the class of a marked parameter; the second is the class that it had."""
 
     hetmem_trailing: Callable[[], Trailing | None]
 
@@ -236,7 +235,7 @@ class _Waiting:
         return _read(self, "__deepcopy__", memo)
 
     def as_subclass(self, cls: Any) -> Any:
-        """As of any tensor; torch's own asks nobody."""
+        """Return what torch does, which calls no `__torch_function__` for it."""
         return _read(self, "as_subclass", cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -255,10 +254,10 @@ def _read(parameter: Any, method: str, argument: Any) -> Any:
 
 @contextmanager
 def _read_at_home(parameter: Any) -> Iterator[None]:
-    """See `Trailing.used`, if anything marks `parameter`."""
+    """Enter `Trailing.used` of `parameter`, if it is marked."""
     kind: Any = type(parameter)
     trailing = kind.hetmem_trailing() if issubclass(kind, _Waiting) else None
-    if trailing is None:  # nobody updates it any more, or another thread has just waited
+    if trailing is None:  # its model is gone, or another thread has just unmarked it
         _unmark(parameter)
         yield
         return
@@ -267,8 +266,8 @@ def _read_at_home(parameter: Any) -> Iterator[None]:
 
 
 def detached(parameter: torch.Tensor) -> torch.Tensor:
-    """Return `parameter.detach()` once its update has ended, also where a program may not read it: between backward and
-    step. For what shows weights and knows that they may be of two steps."""
+    """Return `parameter.detach()` once its update has ended, also between backward and step, where a read of the
+    program raises: a checkpoint says itself that its weights are of two steps."""
     trailing = parameter.hetmem_trailing() if isinstance(parameter, _Waiting) else None
     if trailing is not None:
         trailing.wait_for(parameter)
@@ -278,4 +277,4 @@ def detached(parameter: torch.Tensor) -> torch.Tensor:
 
 def _unmark(parameter: Any) -> None:
     if isinstance(parameter, _Waiting):
-        parameter.__class__ = type(parameter).__mro__[2]  # after what waits, and `_Waiting`
+        parameter.__class__ = type(parameter).__mro__[2]  # the one behind the marked class and `_Waiting`

@@ -1,8 +1,9 @@
-"""The casts of weights that `torch.autocast` keeps until it is left: all uses of a weight share one node of autograd,
-which adds their gradients in 16 bits, and so they must here.
+"""Gives the memory of the casts that `torch.autocast` caches back while their weights are not bound.
 
-Their memory, a second copy of the model, is given back whenever the weight is not bound, and made anew where it is: the
-tensor in torch's cache, and its node, stay the same. Without gradients there is nothing to share, and torch keeps none.
+Note "shared casts": torch casts a weight once within an autocast. All uses share that node of autograd, which sums
+their gradients in 16 bits, so the same bits need the same sharing. The cache would be a second copy of the model. So
+the cached tensor stays, with its node, and loses its memory when the weight is unbound; binding the weight casts anew.
+Without gradients nothing is shared, and torch caches nothing.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.live_bytes import nodes_behind
 
 Left = tuple[bool, int]
-"""Whether the cache was on, and the thread, for `Casts.enter_cache_again`."""
+"""What `Casts.enter_cache_again` needs: whether the cache was on, and the thread."""
 
 
 class Casts:
-    """The casts of the weights of one model that are alive. Those of which autograd saves nothing (vectors, and what
-    meets an input without a gradient) are left to torch's cache, as they are."""
+    """Tracks the cached casts of one model's weights. Those that autograd does not save (vectors, and matrices whose
+    input needs no gradient) keep their memory."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._device_type = runtime.memory.device.torch_device.type
         self._seen = False
         self.alive: dict[int, tuple[ManagedParameter, weakref.ref[torch.Tensor], tuple[int, ...]]] = {}
-        """By the number of the weight: it, its cast, and what tells whether it was written to since."""
+        """By `id` of the weight: the weight, its cast, and `_written` as the cast was made."""
         self._off = 0
-        """Calls around that have the cache switched off."""
+        """How many calls around have switched the cache off."""
 
     def are_made(self) -> bool:
-        """Whether a forward that begins may make some, as one did that entered `torch.autocast` within."""
+        """Return whether a forward that begins may make casts: also one that enters `torch.autocast` within, once one
+        did."""
         return self._seen or torch.is_autocast_enabled(self._device_type)
 
     def leave_cache(self, *, compiled: bool = False) -> Left | None:
-        """Switch the cache off for code without gradients, and for what would be `compiled`, which casts at each use,
-        and on for what has gradients within. Returns what `enter_cache_again` is called with; None: it stays as it is.
-        """
+        """Switch the cache off for code without gradients or that is `compiled`, which casts at each use, and on again
+        for code with gradients within. Returns what `enter_cache_again` needs, or None if nothing was switched."""
         if not torch.is_autocast_enabled(self._device_type):
             return None
         self._seen = True
@@ -55,20 +56,20 @@ class Casts:
         return before, get_ident()
 
     def enter_cache_again(self, left: Left) -> None:
-        """End `leave_cache`; `torch.autocast` does so by itself on a thread that was interrupted."""
+        """End `leave_cache`. On another thread the cache is left alone: leaving `torch.autocast` resets it there."""
         before, thread = left
         self._off -= 1 if before else -1
         if thread == get_ident():
             torch.set_autocast_cache_enabled(before)
 
     def note(self, managed: ManagedParameter, cast: torch.Tensor) -> None:
-        """Autograd saves `cast`, or a view of it, which is all of `managed` in 16 bits."""
+        """Track `cast`, all of `managed` in 16 bits, which autograd saves (or a view of it)."""
         found = self.alive.get(id(managed))
         if (found is None or found[1]() is not cast) and managed.bound and torch.is_autocast_cache_enabled():
             self.alive[id(managed)] = managed, weakref.ref(cast), self._written(managed)
 
     def renew(self, used: Iterable[ManagedParameter]) -> None:
-        """Give the casts of `used`, which are bound, their values again."""
+        """Cast `used`, which are bound, again into their cached casts."""
         for managed in used:
             cast = self._of(managed)
             if cast is None:
@@ -84,7 +85,7 @@ class Casts:
                 self._runtime.monitor.count("a cast of autocast", [cast])
 
     def drop(self, used: Iterable[ManagedParameter]) -> None:
-        """Give the memory of the casts of `used`, of which some are bound no more, back."""
+        """Give the memory of the casts of those of `used` back that are not bound any more."""
         for managed in used:
             cast = None if managed.bound else self._of(managed)
             if cast is not None:
@@ -92,7 +93,7 @@ class Casts:
                     show_cast(cast, None)
 
     def go_home(self) -> None:
-        """Give casts their values where operators find weights at home, as nothing computes any more."""
+        """Cast again all weights whose homes are on the device, as compute ends: operators find those at home."""
         for managed, _, _ in list(self.alive.values()):
             cast = self._of(managed)
             if cast is not None and managed.home.device == cast.device:
@@ -110,7 +111,7 @@ class Casts:
         return managed.version_now, managed.data_sets, self._runtime.statistics.steps
 
     def _refuse_if_cached(self, managed: ManagedParameter, cast: torch.Tensor) -> None:
-        """Raise `ManageError` if torch would compute with `cast`, which is what `managed` was before a write."""
+        """Raise `ManageError` if torch's cache still has `cast`, which is of the values before a write."""
         with self._runtime.unwatched(), torch.enable_grad():
             there = torch.matmul(managed.parameter, managed.parameter.new_zeros(managed.shape[-1], 0))
         if cast.grad_fn in nodes_behind(there):

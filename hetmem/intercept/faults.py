@@ -1,10 +1,9 @@
-"""Weights that a function meets and nobody has bound: each is on the device for the length of that function.
+"""Binds weights that a function meets unbound: each is on the device for the length of that function.
 
-Note "classes": while something computes, a parameter that is bound for no call of a module is of a class of its own,
-which torch asks before it does anything with it; so only functions that meet such a parameter cost anything. One that
-is bound is of a class that torch asks nothing, but that tells of `.data`, whose writes count no versions. Each stays
-the same object, and an instance of whatever it was an instance of. torch does the same to parameters without a shape
-(`torch.nn.parameter.UninitializedParameter`)."""
+Note "classes": while something computes, a parameter that is not bound for a call of a module gets a
+subclass with a `__torch_function__`, so only functions that meet such a parameter cost anything. A bound one gets a
+subclass without it, whose `.data` is a property, as writes through that count no versions. The object and `isinstance`
+stay as they are; torch does the same to parameters without a shape (`torch.nn.parameter.UninitializedParameter`)."""
 
 from __future__ import annotations
 
@@ -128,7 +127,7 @@ class Faults:
         return self._kinds[kind]
 
     def data_of_bound(self, parameter: Any) -> torch.Tensor:
-        """`parameter.data`, through which somebody may write."""
+        """Return `parameter.data`, through which the program may write."""
         managed = self._by_id.get(id(parameter))
         if managed is not None:
             managed.data_taken = True
@@ -157,7 +156,7 @@ class Faults:
         self._find(args, used)
         if kwargs:
             self._find(kwargs.values(), used)
-        if not used:  # a copy that somebody has made of one
+        if not used:  # a copy of a parameter, with its class
             with _AsItIs():
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
@@ -236,8 +235,8 @@ class Faults:
             self._gradients.rest_again()
 
     def _at_home(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
-        """A hook of the user within a backward, say: it finds parameters at home, as the last step made them. Another
-        thread than the one that computes waits for its turn."""
+        """Call `func` outside of compute, as a hook of the user in a backward does: with parameters at home, as the
+        last step left them. On another thread than that of the compute this waits for the turn."""
         bindings = self._runtime.bindings
         with self._runtime.turn.held("reading a weight"):
             with HELD_BACK:
@@ -264,7 +263,8 @@ class Faults:
 
 
 def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
-    """Raise `ManageError` for `other.data = weight`, at which torch asks nobody: `other` would be what rests."""
+    """Raise `ManageError` for `other.data = weight`, which calls no `__torch_function__`: `other` would be
+    the stand-in of `weight`."""
     if func == _SET_DATA and isinstance(args[1], _Unbound) and not isinstance(args[0], (_Unbound, _Bound)):
         raise ManageError(
             "a tensor's .data was set to a weight itself within a forward, where that is on the device only for "
@@ -302,7 +302,7 @@ def _name(func: Any) -> str:
 
 
 class _Bound:
-    """What a parameter is that is bound for a call of a module, beside what it is anyway."""
+    """Is the first base of the class of a parameter bound for a call of a module; the second is the class it had."""
 
     hetmem_faults: Callable[[], Faults | None]
 
@@ -339,7 +339,7 @@ def _as_plain(parameter: Any, method: str, argument: Any) -> Any:
 
 
 class _Unbound:
-    """What a parameter is that is bound for nobody while something computes, beside what it is anyway."""
+    """Is the first base of the class of an unbound parameter during compute; the second is the class that it had."""
 
     hetmem_faults: Callable[[], Faults | None]
 
@@ -372,7 +372,7 @@ class _Unbound:
         return self._as_it_was("__deepcopy__", memo)
 
     def as_subclass(self, cls: Any) -> Any:
-        """As of any tensor; torch's own asks nobody."""
+        """Return what torch does, which calls no `__torch_function__` for it."""
         return self._as_it_was("as_subclass", cls)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

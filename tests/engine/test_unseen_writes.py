@@ -166,6 +166,31 @@ def test_a_frozen_teacher_that_follows_in_steps_below_16_bits_does_follow(tmp_pa
         assert_same(Mixed(plain, BF16).twin(*batch), managed(*batch), "output")
 
 
+@pytest.mark.parametrize("place", ["all copies", "nvme"])
+@precisions
+def test_single_elements_of_frozen_weights_that_are_written_reach_the_next_forward(
+    mixed: torch.dtype | None, place: str, tmp_path: Path
+) -> None:
+    """Through functions of torch, and through kept memory of another one, of whose use torch tells nothing."""
+    plain, managed = placed(place, tmp_path, mixed)
+    (batch,) = vector_batches(1, 2, WIDTH, dtype=mixed)
+    weights, kept = [], []
+    for module in (plain, managed):
+        weights.append(module.requires_grad_(False)[2].weight)
+        kept.append(module[3].weight.detach().numpy())
+    for act in (
+        lambda weight, _: weight.data[3].__setitem__(5, 1.0),
+        lambda weight, _: weight.numpy()[7].__setitem__(9, 1.0),
+        lambda _, kept: kept[11].__setitem__(2, 1.0),
+        lambda weight, _: torch._foreach_mul_([weight.data], 0.5),
+    ):
+        right = plain if mixed is None else Mixed(plain, mixed).twin
+        assert_same(right(*batch), managed(*batch), "output")
+        for weight, memory in zip(weights, kept, strict=True):
+            act(weight, memory)
+    assert_same((plain if mixed is None else Mixed(plain, mixed).twin)(*batch), managed(*batch), "output")
+
+
 @pytest.mark.pairs
 @everywhere
 @precisions
