@@ -100,7 +100,7 @@ def test_compute_that_has_caught_up_with_its_host_is_bound_by_launching() -> Non
 
 
 def test_what_fits_of_the_weights_stays_while_a_model_generates() -> None:
-    """Each forward uses all layers in one order: but for one place, and one on its way, what has a place is kept."""
+    """Each forward uses all layers in one order, and no other schedule would fetch fewer of them."""
     device, places = ClockedDevice(rate=LAYER_BYTES / COPY), 5
     model: Any = nn.Sequential(*(Timed(device, 0.03, 0.001) for _ in range(LAYERS)))
     limits = hetmem.Budget(device="4MiB", host="8MiB", device_chunks=places * LAYER_BYTES)
@@ -109,5 +109,5 @@ def test_what_fits_of_the_weights_stays_while_a_model_generates() -> None:
         for _ in range(6):
             model(torch.ones(1, WIDTH))
     step = hetmem.report(model).to_dict()["step"]
-    assert step["bytes"]["host_to_device"] <= (LAYERS - places + 2) * LAYER_BYTES
+    assert step["bytes"]["host_to_device"] <= (LAYERS - places) * LAYER_BYTES
     hetmem.release(model)
