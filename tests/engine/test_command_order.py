@@ -32,13 +32,14 @@ def test_no_command_overtakes_one_that_was_given_before_it(tmp_path: Path, monke
     poisoned after it had been filled anew: rarely, and then with wrong results."""
     given: list[Any] = []
     carried_out: list[Any] = []
-    for name in ("acquire", "release", "settle", "invalidate", "limit", "expect_all", "prefetch", "done"):
+    events = "acquire use release release_all settle invalidate limit expect_all resume prefetch done failed"
+    for name in events.split():
         event = getattr(Residency, name)
 
         def spy(self: Residency, *args: Any, _event: Any = event, **keywords: Any) -> Any:
-            commands = _event(self, *args, **keywords)
-            given.extend(commands)
-            return commands
+            found = _event(self, *args, **keywords)
+            given.extend(found[1] if isinstance(found, tuple) else found or ())  # `use` also says the slot
+            return found
 
         monkeypatch.setattr(Residency, name, spy)
     carry_out = Executor._carry_out
