@@ -15,6 +15,7 @@ from hetmem.errors import HetmemError
 from hetmem.memory.nvme_requests import settings_for
 from hetmem.tools.measuring import measure
 from hetmem.tools.probe import probe, transfers
+from tests.pairs import case
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     assert "measured by hetmem probe" in profile.sources["all"]
 
 
-@pytest.mark.parametrize("default", ["float64", "meta", "no_grad"])
+@pytest.mark.parametrize("default", ["float64", *(case(each, nightly=True) for each in ("meta", "no_grad"))])
 def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path) -> None:
     """Nor is it lost."""
     with ExitStack() as around:

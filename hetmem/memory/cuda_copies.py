@@ -98,7 +98,8 @@ class _Buffer:
 
 
 class Staging:
-    """Two buffers, taken in turn. They are made on the stream that first uses them and kept."""
+    """Two buffers, taken in turn. They are made on the stream that first uses them, as large as the largest piece that
+    was asked for, and kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,10 +111,13 @@ class Staging:
         """What it has taken of the device."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
 
-    def take(self, stream: torch.cuda.Stream) -> _Buffer:
-        """The next buffer; work on `stream`, which is current, comes after its last use from now on."""
-        if not self._buffers:
-            self._buffers = [_Buffer(PIECE_BYTES, self._device) for _ in range(_BUFFERS)]
+    def take(self, stream: torch.cuda.Stream, nbytes: int) -> _Buffer:
+        """The next buffer, of `nbytes` or more; work on `stream`, which is current, comes after its last use from now
+        on."""
+        if not self._buffers or self._buffers[0].memory.numel() < nbytes:
+            for buffer in self._buffers:
+                buffer.free.synchronize()  # its memory is given back to the allocator, which knows of one stream only
+            self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
             for buffer in self._buffers:  # of memory that this stream may have given back and be still working on
                 buffer.free.record(stream)
         self._turn = (self._turn + 1) % _BUFFERS
@@ -167,7 +171,7 @@ class Moves:
         last: _Buffer | None = None
         try:
             for part in _pieces(source.numel(), PIECE_BYTES // source.itemsize):
-                buffer = self._staging["in"].take(copying)
+                buffer = self._staging["in"].take(copying, min(source.nbytes, PIECE_BYTES))
                 landed = buffer.elements(source.dtype, part.stop - part.start)
                 landed.copy_(source[part], non_blocking=True)
                 buffer.full.record(copying)
@@ -226,7 +230,7 @@ class Moves:
         """Cast and add on the device, so that only copies without a cast cross, which need no host."""
         stream = torch.cuda.current_stream(self._device)
         for part in _pieces(home.numel(), PIECE_BYTES // home.itemsize):
-            buffer = self._staging["out"].take(stream)
+            buffer = self._staging["out"].take(stream, min(home.nbytes, PIECE_BYTES))
             there = buffer.elements(home.dtype, part.stop - part.start)
             if add:
                 there.copy_(home[part], non_blocking=True)

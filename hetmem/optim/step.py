@@ -7,6 +7,7 @@ are finite). Where it is needed, its share is summed up as gradients arrive, and
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -69,7 +70,8 @@ class Stepper:
         """What the optimizer was made with that changes when and where it updates, for reports."""
         optimizer = self._optimizer
         names = {"overlap": optimizer.overlap.value, "gradients": optimizer.gradients.value}
-        return {"class": type(optimizer).__name__, **names, "max_grad_norm": optimizer.max_grad_norm}
+        limit = optimizer.max_grad_norm  # an infinite one, which only asks for the norm, is no number of JSON
+        return {"class": type(optimizer).__name__, **names, "max_grad_norm": None if limit == math.inf else limit}
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
