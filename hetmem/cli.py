@@ -32,7 +32,7 @@ class Subcommand:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr; 130: Ctrl-C;
-    141: who reads the output went away."""
+    141: the reader of the output closed it."""
     parser = argparse.ArgumentParser(prog="hetmem", description="Train models larger than the accelerator.")
     parser.add_argument("--version", action="version", version=f"hetmem {hetmem.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -406,14 +406,14 @@ def failing(
 
 @contextmanager
 def updates_held() -> Iterator[None]:
-    """Have queued updates of all models wait until the end, whoever waits for them."""
+    """Have queued updates of all models wait until the end, also those that are waited for."""
     with around("may open an update", lambda *_: False):
         yield
 
 
 @contextmanager
 def updates_as_waited_for() -> Iterator[None]:
-    """Have queued updates of all models wait until the end, but for those of chunks that somebody waits for."""
+    """Have queued updates of all models wait until the end, but for those of chunks that are waited for."""
 
     def is_free(original: Callable[..., bool], updates: Any, job: Any) -> bool:
         return updates._queue._first == job.chunk.spec.index and original(updates, job)

@@ -66,3 +66,11 @@ def test_a_class_name_is_defined_once() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.name)
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in STILL_TWICE} == {}
+
+
+def test_sentences_name_their_subject() -> None:
+    root = Path(hetmem.__file__).parents[1]
+    pages = [page for page in root.glob("docs/*.md") if page.name != "log.md"]
+    for path in (*root.glob("hetmem/**/*.py"), root / "README.md", root / "CONTRIBUTING.md", *pages):
+        said = path.read_text().lower()
+        assert not any(word in said for word in ("whoever", "somebody", "what is there")), path

@@ -24,7 +24,7 @@ def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
 
 
 class WeakOnes(Generic[T]):
-    """Objects that somebody else holds, in the order in which they came. To go through a few of them at each gradient
+    """Objects that are held elsewhere, in the order in which they came. To go through a few of them at each gradient
     takes a quarter of what a `WeakSet` does."""
 
     def __init__(self) -> None:

@@ -141,7 +141,7 @@ def compiled(source: str, architecture: str, cache_directory: Path) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Not what this user may not look at: a home can be somebody else's."""
+    """Whether `path` exists, as far as this user may look: a home directory can belong to another user."""
     try:
         return path.exists()
     except OSError:

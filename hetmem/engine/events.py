@@ -227,7 +227,7 @@ class EventLog:
                     elif not clock.passed(mark):
                         return
                 self._read(unread.popleft())
-        except Exception:  # whoever computes is told
+        except Exception:  # the thread that computes gets the error
             unread.clear()
             self._resumed = None
 

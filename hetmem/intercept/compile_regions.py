@@ -46,7 +46,7 @@ class Regions:
         self._runtime, self._leases = runtime, leases
         self.tracing = Tracing()
         self.compiler: Any = None
-        """Whoever compiles the last forward as a whole."""
+        """What compiles the last forward as a whole."""
         self.runs = self.may_begin = self.may_end = False
         """Whether a region runs; whether a call may be one, or within one; whether the end of a call may be that of
         one, or of what must not compile by itself."""

@@ -1,6 +1,6 @@
 """What hetmem knows of `torch.compile`: who compiles, and how to keep them from code that is hetmem's own.
 
-It knows of no model. torch's callback is whoever compiles the frames that a thread is about to run; None: nobody;
+It knows of no model. torch's callback compiles the frames that a thread is about to run; None: they are not compiled;
 False: nobody, but code that is there already runs.
 """
 
@@ -39,7 +39,7 @@ set_compiler: Any = _EVAL.set_eval_frame
 
 
 def uncompiled(function: _FunctionT) -> _FunctionT:
-    """`function` and what it calls run as they are, whoever calls it."""
+    """Run `function` and what it calls as they are, also where compiled code calls it."""
 
     @opaque
     @functools.wraps(function)
@@ -72,7 +72,7 @@ def called_by_autograd(function: _FunctionT) -> _FunctionT:
 
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Whether somebody has put a compiled function in the place of the `forward` of `module`."""
+    """Whether a compiled function has the place of the `forward` of `module`."""
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 

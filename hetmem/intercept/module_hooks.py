@@ -1,5 +1,5 @@
 """Hooks of a module. In a copy of the module, and where it is pickled, torch's and Python's own things take their
-place that do nothing: who reads the file needs no hetmem."""
+place that do nothing: the file can be read without hetmem."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BeforeForward(_OfThisModule):
                 if hooks is not None and type(hooks[0]) is not Pack:
                     self._displace()
             return None
-        if kwargs is None:  # put by somebody into a module of their own, as torch's quantization does
+        if kwargs is None:  # moved into another module, as torch's quantization does
             return None
         if self._tracing.region and torch.compiler.is_compiling():
             return None
@@ -182,7 +182,7 @@ def asked_format(convert: Convert, dimensions: int, device: torch.device) -> tor
 
 
 def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iterator[Conversions]:
-    """Tell `hooked` of conversions of `modules`, but of those of which somebody else is told; one after the other."""
+    """Tell `hooked` of conversions of `modules`, one by one, but of any with another `_apply`."""
     for module in modules:
         found = vars(module).get("_apply")
         of_class = getattr(found, "__func__", None) is type(module)._apply

@@ -13,7 +13,7 @@ from hetmem.errors import ManageError
 
 
 def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
-    """Raise `ManageError` where whoever calls `model` would read its weights or gradients past hetmem; `streams`: they
+    """Raise `ManageError` where the caller of `model` would read its weights or gradients past hetmem; `streams`: they
     are on the device only for operators."""
     if torch.compiler.is_exporting() or (streams and torch_private.tracing_state() is not None):
         raise ManageError(

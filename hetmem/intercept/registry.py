@@ -131,8 +131,9 @@ def _warn_of_states(interception: Interception, optimizer: torch.optim.Optimizer
 
 
 def _updated(interception: Interception, managed: ManagedParameter) -> StoreError | None:
-    """`managed` has new values, as all others of the step have, so an error here must not look like one of the step:
-    who repeats that updates twice. What a drive fails in is older or somebody else's, who asks for it again."""
+    """Note that `managed` has new values, as all others of the step have. An error here must not look like one of the
+    step, which would be repeated and update twice. A drive's failure is of an older request, or of another's, and is
+    asked for again."""
     failed: StoreError | None = None
     for _ in range(_TRIES):
         try:

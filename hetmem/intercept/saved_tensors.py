@@ -94,7 +94,7 @@ class SavedTensors:
         _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, compute), _unpack)
 
     def displace_others(self) -> Any:
-        """Until `restore_others` is called with what this returns, somebody else's hooks, if those are on top, are
+        """Until `restore_others` is called with what this returns, hooks of the program, if those are on top, are
         given aliases of weights."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top) or (isinstance(top[0], _Over) and top[0].is_of(self)):
@@ -279,7 +279,7 @@ class _OfWeight:
 
 
 class _Over:
-    """In the place of somebody else's hooks, which they take away in its place: it may outlive the forward."""
+    """Stand in for hooks of the program, which take this away in their place: it may outlive the forward."""
 
     def __init__(
         self, saved: SavedTensors, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]

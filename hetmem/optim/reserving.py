@@ -139,7 +139,7 @@ def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm
     """Compile what updates of `chunks`, whose homes are there, run on the host, and with `norm` what sums squares up.
     `lends`: gradients keep the dtype in which they arrive.
 
-    What is kept on disk is read. Whoever needs another kernel after all compiles it then.
+    Kernels kept on disk are read. An update that needs another kernel after all compiles it then.
     """
     if not memory.uses_copies and memory.device.torch_device.type != "cpu":
         return  # the device has kernels of its own

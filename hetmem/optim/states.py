@@ -276,7 +276,7 @@ def owners_of(interception: Interception) -> Owners:
 
 
 def ends_with_its_optimizer(listener: GradientListener, sink: GradientSink) -> Callable[[Any], None]:
-    """To be called when an optimizer is gone: takes `listener`, whoever else may hold it, out of the backwards."""
+    """Take `listener` out of the backwards, for an optimizer that is gone, also where something else still holds it."""
     own, sinks = weakref.ref(listener), weakref.ref(sink)
 
     def gone(_: Any) -> None:

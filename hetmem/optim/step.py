@@ -75,7 +75,7 @@ class Stepper:
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
-        """Whoever has dropped it wants no more updates of it: it is held only by those that are begun."""
+        """The optimizer, which only updates that are begun hold: a program that dropped it wants no more of them."""
         optimizer = self._made_by()
         assert optimizer is not None
         return optimizer

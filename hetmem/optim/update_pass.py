@@ -76,7 +76,7 @@ class Passes:
         return found
 
     def _see_gradients(self, update: ChunkUpdate) -> None:
-        """The gradients have arrived: whoever writes to them from now on, before `step`, changes what was used."""
+        """Note that the gradients have arrived: a write to them from now on, before `step`, changes what was used."""
         if update.kept:  # which counted its versions as it arrived, and has no sample that nobody waits for
             return
         self._notice_disturbance(update, update.opened)
