@@ -182,7 +182,7 @@ def asked_format(convert: Convert, dimensions: int, device: torch.device) -> tor
 
 
 def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iterator[Conversions]:
-    """Tell `hooked` of conversions of `modules`, one by one, but of any with another `_apply`."""
+    """Tell `hooked` of conversions of `modules`, one by one, leaving out any that has another `_apply`."""
     for module in modules:
         found = vars(module).get("_apply")
         of_class = getattr(found, "__func__", None) is type(module)._apply

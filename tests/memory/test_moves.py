@@ -211,11 +211,22 @@ def test_the_memory_of_a_buffer_may_have_been_in_use_on_the_stream_that_made_it(
     staging, first, other, ran = cuda_copies.Staging(torch.device("cpu")), Stream(), Stream(), list[str]()
     first.ask(lambda: ran.append("what had the memory before"))
     with torch.cuda.stream(first):
-        one = staging.take(first)
+        one = staging.take(first, 4096)
     with torch.cuda.stream(other):
-        assert staging.take(other) is not one
+        assert staging.take(other, 4096) is not one
     other.synchronize()
     assert ran == ["what had the memory before"]
+
+
+def test_a_larger_piece_takes_the_place_of_a_smaller_one_when_that_is_done_with(cuda: FakeCuda) -> None:
+    staging, stream, ran = cuda_copies.Staging(torch.device("cpu")), Stream(), list[str]()
+    with torch.cuda.stream(stream):
+        small = staging.take(stream, 4096)
+        stream.ask(lambda: ran.append("a cast out of it"))
+        small.free.record(stream)
+        assert staging.take(stream, 8192).memory.numel() == 8192
+    assert ran == ["a cast out of it"]
+    assert staging.nbytes == 2 * 8192
 
 
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
