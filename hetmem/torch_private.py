@@ -72,6 +72,7 @@ call_of_a_module = torch.nn.Module._call_impl  # its frames, between a caller's 
 HigherOrderOperator = torch._ops.HigherOrderOperator  # `cond`, `while_loop`: operators that call functions
 eval_frame = _C._dynamo.eval_frame  # who compiles the frames that follow
 tracing_state = _C._get_tracing_state  # a trace by torch.jit would keep addresses
+dispatch_mode, PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY  # a compiler records what is computed
 
 # ---- what hetmem replaces, where torch has no hook: the reasons are with the replacements ----
 REPLACED = {

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from hetmem import torch_private
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import RUNNING, Section, Turn, in_backward
 from hetmem.intercept import registry
@@ -44,7 +45,10 @@ def watch() -> None:
 
 @opaque
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of torch's function of that name."""
+    """In the place of torch's function of that name. A backward that a compiler records is of no managed model: what
+    hetmem did meanwhile, such as a copy, would be recorded with it."""
+    if torch_private.dispatch_mode(torch_private.PROXY) is not None:
+        return _engine(outputs, *args, **kwargs)
     return differentiate(_backward, outputs, *args, **kwargs)
 
 

@@ -483,3 +483,21 @@ def test_under_autocast_compiled_code_casts_at_each_use_also_where_it_is_measure
         for block in (module[1], module[2]):
             block.compile(backend="aot_eager")
     train_both(*modules, vector_batches(2, 8, WIDTH), loss=loss)
+
+
+def test_a_backward_that_a_compiler_records_is_of_no_managed_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of a model that had computed before were recorded into the code of another one."""
+    told: list[object] = []
+    begins = "hetmem.intercept.interceptor.Interception.backward_begins"
+    _, managed = pair(Uses, "host", tmp_path)
+    managed(torch.ones(2, WIDTH)).sum()
+    monkeypatch.setattr(begins, lambda self: told.append(self))
+    monkeypatch.setattr(begins.replace("begins", "ends"), lambda self: None)
+    other = nn.Linear(WIDTH, WIDTH)
+    compiled = torch.compile(lambda x: other(x).square().sum(), backend="aot_eager")
+    loss = compiled(torch.ones(2, WIDTH))
+    assert not told
+    loss.backward()
+    assert told
