@@ -17,7 +17,7 @@ import torch
 
 from tests.cuda.verified import is_verified
 from tests.forked import Forks
-from tests.pairs import Thinning, each_occurs, every_two_meet, values_of
+from tests.pairs import THINNED, few_of
 
 try:
     from hypothesis import settings
@@ -113,18 +113,17 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop cases marked `nightly`, or `kernels_changed` where the kernels are those that they have seen, and those of
-    each test marked `pairs` or `each` that it can do without."""
+    each test marked `pairs`, `each` or `in_turn` that it can do without."""
     if config.getoption("--all-cases"):
         return
-    tests: dict[tuple[str, Thinning], list[pytest.Function]] = {}
+    tests: dict[str, list[pytest.Function]] = {}
     left_out = ("nightly", "kernels_changed") if is_verified() else ("nightly",)
     dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))}
     for item in items:
-        for marker, thinned in (("pairs", every_two_meet), ("each", each_occurs)):
-            if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and item not in dropped:
-                tests.setdefault((item.nodeid.partition("[")[0], thinned), []).append(item)
-    for (_, thinned), cases in tests.items():
-        kept = thinned([values_of(case) for case in cases])
+        if isinstance(item, pytest.Function) and item not in dropped and any(map(item.get_closest_marker, THINNED)):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        kept = few_of(cases)
         dropped.update(case for index, case in enumerate(cases) if index not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]

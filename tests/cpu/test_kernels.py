@@ -105,6 +105,7 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("copy_dtype", some([torch.bfloat16, None, torch.float16, torch.float32], 2))
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_numba_is_what_runs_here(grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:

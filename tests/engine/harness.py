@@ -24,10 +24,17 @@ import hetmem
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
-everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
-offloaded = pytest.mark.parametrize("placement", [pytest.param("resident", marks=pytest.mark.nightly), *STREAMED])
+
+
+def placed(*placements: Any) -> Callable[[Any], Any]:
+    """Run a test in these placements, of which a test without other parameters takes the one whose turn it is."""
+    return lambda test: pytest.mark.in_turn(pytest.mark.parametrize("placement", placements)(test))
+
+
+everywhere = placed(*PLACEMENTS)
+offloaded = placed(pytest.param("resident", marks=pytest.mark.nightly), *STREAMED)
 """Of what hetmem does no otherwise for a model that is whole on the device, where all of it is simpler."""
-streamed = pytest.mark.parametrize("placement", STREAMED)
+streamed = placed(*STREAMED)
 precisions = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 
 WIDTH = 64

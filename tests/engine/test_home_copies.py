@@ -254,6 +254,7 @@ def test_what_the_user_writes_is_in_the_copies_at_the_next_forward(
     writes.test_writes_between_steps_reach_the_next_forward(write, BF16, room(place, tmp_path), tmp_path)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("write", writes.KINDS, ids=writes.named)
 def test_what_the_user_writes_before_a_step_is_stepped_from(

@@ -127,6 +127,7 @@ def test_what_an_interrupt_leaves_of_manage(placement: str, tmp_path: Path, all_
     assert undone, "none came before the end"
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_what_an_interrupt_leaves_of_release(placement: str, overlap: Any, tmp_path: Path, all_cases: bool) -> None:

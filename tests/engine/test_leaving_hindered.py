@@ -82,7 +82,7 @@ class Again(nn.Module):
         return x + checkpoint(self.function, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("within", ["forward", "backward"])

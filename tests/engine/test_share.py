@@ -71,7 +71,7 @@ def one_more_step(pairs: tuple[nn.Module, nn.Module], optimizers: Any, recipe: R
     return {name: nbytes - before[name] for name, nbytes in links(pairs[1]).items()}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @WHERE
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])

@@ -30,7 +30,7 @@ from tests.engine.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDe
 from tests.optim.machines import SLOW_HOST
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @offloaded
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])

@@ -157,6 +157,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
+@pytest.mark.each
 @pytest.mark.usefixtures("_nothing_is_collected")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -48,7 +48,7 @@ def streams_of_cpu() -> CudaStreams:
     return CudaStreams(torch.device("cpu"), ComputeStreams(torch.device("cpu")))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("sanitize", [True, False], ids=["sanitize", "fast"])
@@ -58,6 +58,7 @@ def test_training_equals_torch(
     train(cuda, placement, tmp_path, mixed_precision=mixed, sanitize=sanitize)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_training_with_activation_checkpointing_equals_torch(

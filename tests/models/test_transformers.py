@@ -288,6 +288,7 @@ def test_from_pretrained_reads_what_a_managed_model_saves(name: str, tmp_path: P
             assert torch.equal(read[key], value), f"{directory}: {key}"
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("shards", ["one file", "many files"])
 @families("mixtral", "vit")
 def test_what_a_family_saves_arrives_as_from_pretrained_reads_it(name: str, shards: str, tmp_path: Path) -> None:

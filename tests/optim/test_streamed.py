@@ -67,7 +67,7 @@ DEVICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize(("mixed", "home_copies"), [(None, None), (BF16, True), (BF16, False)], ids=str)
 @pytest.mark.parametrize(
     ("device", "overlap"),
