@@ -48,6 +48,31 @@ def _threads_of_its_own() -> None:
         harness.begin_test()
 
 
+_imported = 0
+"""Modules that there were when the collector was last told to leave alone what there is."""
+
+
+def _leave_imports_alone() -> None:
+    """The many collections that tests ask for need not look again at what was imported."""
+    global _imported
+    _imported = len(sys.modules)
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Most of what is ever imported is."""
+    _leave_imports_alone()
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_not_collected() -> None:
+    """Also what the tests before this one have imported, without what they have dropped."""
+    if len(sys.modules) > _imported:
+        for _ in range(3):  # as many as a model takes whose backward has raised
+            gc.collect()
+        _leave_imports_alone()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interrupts_raise() -> None:
     """Also where they are ignored, as in the background of a shell."""
@@ -62,7 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
     parser.addoption("--offload", action="store_true", help="activations of the tests' models leave the device")
     parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
-    parser.addoption("--programs", default="0:24", help="first:last seed of the random programs, or `fresh`: new ones")
+    parser.addoption("--programs", default="0:12", help="first:last seed of the random programs, or `fresh`: new ones")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -127,8 +152,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dropped.update(case for index, case in enumerate(cases) if index not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: the many collections that tests ask for need not look at it again."""
-    gc.freeze()
