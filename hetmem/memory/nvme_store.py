@@ -202,9 +202,8 @@ class NvmeStore:
                 ends[index] += nbytes
                 left[self._files[index].disk] -= nbytes
             if any(end > file.loans.lowest for file, end in zip(self._files, ends, strict=True)):
-                raise CapacityError(
-                    f"no room for {sized(sum(lengths))} in one piece beside what is lent to activations"
-                )
+                what = f"no room for {sized(sum(lengths))} in one piece of the NVMe store"
+                raise CapacityError(f"{what}, beside what is lent to activations. Raise its budget")
             self._allocate(ends)
             self._first = first
             return extents

@@ -29,7 +29,7 @@ from tests.activations.test_offload import (
 )
 from tests.engine import harness
 from tests.engine.harness import assert_same, assert_same_grads, train_both
-from tests.faults.disk import EIO, FaultyDisk, once
+from tests.faults.disk import EIO, Fault, FaultyDisk, once
 
 STATES = 4 * sum(p.numel() * 4 for p in Deep().parameters())
 
@@ -88,6 +88,18 @@ def test_where_nvme_ends_too_the_error_says_what_would_help(tmp_path: Path) -> N
     train_both(plain, managed, [(x[:16],) for (x,) in BATCHES], optimizers=optimizers)  # nothing is lost
 
 
+class Scribbling(FaultyDisk):
+    """Leaves garbage in memory that it has not read."""
+
+    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int:
+        buffers[0][:] = b"\xff" * len(buffers[0])
+        return super().preadv(fd, buffers, offset)
+
+
+def only(verb: str, fault: Fault) -> Fault:
+    return lambda which, offset, nbytes: fault(which, offset, nbytes) if which == verb else nbytes
+
+
 @pytest.mark.parametrize("verb", ["write", "read"])
 def test_a_disk_that_fails_once_ends_in_an_error_or_in_the_right_bits(
     verb: str, all_cases: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,13 +108,10 @@ def test_a_disk_that_fails_once_ends_in_an_error_or_in_the_right_bits(
     plain(*BATCHES[0]).backward()
     failures = 0
     for at in range(40) if all_cases else (0, 9):
-        disk = FaultyDisk()
+        disk = Scribbling()
         disk.used_by(monkeypatch)
         _, managed = deep(tmp_path, device=slow(), limits=limits(tmp_path, device="1MiB", host=STATES - 400 * KIB))
-        counted = once(at, EIO)
-        disk.fault = lambda which, offset, nbytes, fail=counted: (
-            fail(which, offset, nbytes) if which == verb else nbytes
-        )
+        disk.fault = only(verb, once(at, EIO))
         loss = None
         for _ in range(3):  # of what did not cross, nothing is lost: the same graph has the right bits
             try:
