@@ -55,7 +55,7 @@ POINTS = {
     "gradients arrive": "hetmem.engine.gradients:GradientSink.arrive",
     "send a gradient": "hetmem.engine.executor:GradientCopies.send",
     "gradient is home": "hetmem.engine.executor:GradientCopies._arrived",
-    "move a home": "hetmem.engine.rehome:_copy",
+    "move a home": "hetmem.placing.rehome:_copy",
     "pump updates": "hetmem.schedule.updates:HostUpdates.pump",
     "open an update": "hetmem.schedule.updates:HostUpdates._open",
     "is an update free": "hetmem.optim.update_queue:Updates._is_free",

@@ -184,7 +184,7 @@ MUTATIONS = {
     ),
     "leave a 16-bit copy at home as it was before the user wrote": Mutation(
         "engine/write_check.py",
-        "            recast(managed, managed.home)\n",
+        "            managed.recast(managed.home)\n",
         "            pass\n",
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
@@ -213,19 +213,19 @@ MUTATIONS = {
         COPIES + "test_training_equals_torch[off-host-1]",
     ),
     "make no 16-bit copies at home to begin with": Mutation(
-        "engine/filling.py",
-        "    recast(managed, home)\n",
+        "placing/filling.py",
+        "    managed.recast(home)\n",
         "",
         COPIES + "test_a_copy_lies_in_host_memory_beside_its_parameters_or_nowhere",
     ),
     "move a home without what lies there": Mutation(
-        "engine/rehome.py",
+        "placing/rehome.py",
         "self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))",
         "pass",
         SHARE + "test_the_bits_are_those_of_plain_torch[off-bfloat16-host]",
     ),
     "move a home of which somebody holds a view": Mutation(
-        "engine/rehome.py",
+        "placing/rehome.py",
         "    return storage_references(managed.home) > managed.home_references\n",
         "    return False\n",
         SHARE + "test_a_chunk_whose_weights_somebody_holds_does_not_move",
@@ -281,7 +281,7 @@ MUTATIONS = {
         "test_a_step_takes_no_more_calls_than_it_did[homes on the host, all copies]",
     ),
     "manage a model that keeps a view of a weight": Mutation(
-        "engine/build.py",
+        "placing/build.py",
         "> len(names) + 1 and",
         "> len(names) + 99 and",
         "tests/intercept/test_kept_views.py::test_a_view_from_before_manage_is_refused_by_name[kept]",

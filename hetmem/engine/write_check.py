@@ -27,7 +27,6 @@ import torch
 
 from hetmem.cpu import compare_tasks
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.filling import recast, recast_all
 from hetmem.engine.param_views import Bindings, is_home_gradient, storage_references
 from hetmem.engine.sampling import as_sampled, same_bits, sample_of
 from hetmem.engine.traffic import Traffic
@@ -278,7 +277,7 @@ class WriteCheck:
         if chunk.operand == Role.COMPUTE:
             traffic.superseded(chunk, Role.PARAM)
             traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # a write in flight must not come later
-            recast(managed, managed.home)
+            managed.recast(managed.home)
         traffic.superseded(chunk, chunk.operand, but_device=but_device)
 
     def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
@@ -401,7 +400,7 @@ class HomeCopies:
         if found or begun is not None:
             with torch.no_grad():
                 chunk.flat(Role.COMPUTE).copy_(chunk.flat(Role.PARAM))  # what lies between parameters too
-            recast_all(chunk)
+            chunk.recast()
         return found
 
 

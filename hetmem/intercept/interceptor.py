@@ -20,7 +20,6 @@ from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.rehome import ResidentShare
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, in_backward
 from hetmem.errors import ManageError
@@ -53,6 +52,7 @@ from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.intercept.unmanaged import explain, is_of_torch, raised_in_call
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.placing.rehome import ResidentShare
 from hetmem.torch_private import tree_leaves, tree_map
 
 

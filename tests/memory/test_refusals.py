@@ -91,7 +91,7 @@ ROOM = hetmem.Budget(device="256KiB", host="8MiB")
 def test_after_a_refusal_in_backward_chunks_leave_that_much_more_and_training_goes_on(
     cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetmem.engine.rehome.choose", lambda *_: [])  # homes are not in what this allocator counts
+    monkeypatch.setattr("hetmem.placing.rehome.choose", lambda *_: [])  # homes are not in what this allocator counts
     device = Machine(cuda)
     plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
     batches = token_batches(6)
