@@ -18,7 +18,7 @@ from hetmem.base.units import parse_size
 from hetmem.engine.param_views import to_host_memory
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
-from hetmem.intercept import backward, grad_scalers, registry
+from hetmem.intercept import backward, registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.cuda_device import CudaDevice
@@ -211,7 +211,7 @@ def _manage(
         runtime.planned_optimizer = {} if planned is None else planned.optimizer
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
-        grad_scalers.watch()
+        registry.watch_scalers()
         registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
     return module

@@ -274,7 +274,7 @@ MUTATIONS = {
         "tests/optim/test_update_queue.py",
     ),
     "bind a module's weights for one function instead of its call": Mutation(
-        "intercept/module_leases.py",
+        "intercept/leases.py",
         "            managed.bound += 1\n        call.used += used\n        if self.casts.alive:\n",
         "            pass\n        self._runtime.end_call(used)\n        if self.casts.alive:\n",
         "tests/intercept/test_call_counts.py::"
@@ -287,7 +287,7 @@ MUTATIONS = {
         "tests/intercept/test_kept_views.py::test_a_view_from_before_manage_is_refused_by_name[kept]",
     ),
     "look at every weight in each call of a module": Mutation(
-        "intercept/module_leases.py",
+        "intercept/leases.py",
         "        by_id, used = self._by_id, list[ManagedParameter]()\n",
         "        by_id, used = self._by_id, list[ManagedParameter]()\n"
         "        for each in self._runtime.parameters:\n            id(each)\n",

@@ -1,4 +1,10 @@
-"""Which modules and parameters are managed, and by what. Weak: being managed keeps nothing alive."""
+"""Which modules and parameters are managed, and by what. Weak: being managed keeps nothing alive.
+
+Note "scalers": torch's `GradScaler` keeps the scale, and whether something was not finite, in tensors of the GPU. Where
+gradients are in host memory torch copies both there with `non_blocking=True`, which is in order on a device. The CPU
+reads at once, and finds what lay there before: a wrong scale, or an overflow that is missed. So these copies are waited
+for.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,9 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from threading import get_ident
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -225,3 +233,42 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+# ---- scalers: see note "scalers" -------------------------------------------------------------------------------------
+
+_FOR_FUSED = ("grad_scale", "found_inf")
+_replicator: Any = getattr(torch.amp.grad_scaler, "_MultiDeviceReplicator", None)
+_get: Any = getattr(_replicator, "get", None)
+
+
+@cache
+def watch_scalers() -> None:
+    """See note "scalers". In a torch that has other names for it nothing is done."""
+    if _get is not None:
+        _replicator.get = _get_here
+    register_optimizer_step_pre_hook(_send_scale_home)
+
+
+def _get_here(self: Any, device: torch.device) -> torch.Tensor:
+    """In the place of `_MultiDeviceReplicator.get`."""
+    found: torch.Tensor = _get(self, device)
+    if found.device.type == "cpu" and self.master.device.type == "cuda":
+        torch.cuda.current_stream(self.master.device).synchronize()
+    return found
+
+
+def _send_scale_home(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """A fused optimizer of torch's gets the scale from a scaler, and sends it where its parameters are."""
+    for name in _FOR_FUSED:
+        value = getattr(optimizer, name, None)
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu" and _has_some_at_home(optimizer):
+            setattr(optimizer, name, value.cpu())
+
+
+def _has_some_at_home(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any managed parameter of `optimizer` is in host memory."""
+    return any(
+        parameter.device.type == "cpu" and of_parameter(parameter) is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
