@@ -53,7 +53,7 @@ WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
         "hetmem.placing.filling",  # buffers, and parameters that are not managed yet
-        "hetmem.engine.runtime",  # one weight that is used again, as `Bindings.bind` does, without its calls
+        "hetmem.engine.uses",  # one weight that is used again, as `Bindings.bind` does, without its calls
         "hetmem.intercept.saved_tensors",  # a view that was saved
         "hetmem.memory.chunk",  # a new view of a home
         "hetmem.optim.states",  # states that the program sees

@@ -62,7 +62,7 @@ MUTATIONS = {
         STORIES + "test_staging_is_kept_while_it_feeds_the_device",
     ),
     "forget who holds a weight after its operator": Mutation(
-        "engine/runtime.py",
+        "engine/uses.py",
         "                if managed not in self._held:\n                    self._held[managed] = None\n",
         "                if False:\n                    pass\n",
         "tests/engine/test_writes_within_steps.py::test_writes_inside_forward_are_kept[view-host]",
@@ -276,7 +276,7 @@ MUTATIONS = {
     "bind a module's weights for one function instead of its call": Mutation(
         "intercept/leases.py",
         "            managed.bound += 1\n        call.used += used\n        if self.casts.alive:\n",
-        "            pass\n        self._runtime.end_call(used)\n        if self.casts.alive:\n",
+        "            pass\n        self._runtime.uses.end_call(used)\n        if self.casts.alive:\n",
         "tests/intercept/test_call_counts.py::"
         "test_a_step_takes_no_more_calls_than_it_did[homes on the host, all copies]",
     ),

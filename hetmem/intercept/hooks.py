@@ -252,7 +252,7 @@ class _Arrive:
         sink = self._sink()
         if sink is not None:
             managed = sink.runtime.bindings.by_id[self._key]
-            sink.runtime.read_at_home(managed)
+            sink.runtime.uses.read_at_home(managed)
             sink.send_home(managed)
             sink.arrive()
 

@@ -266,7 +266,7 @@ class Interception:
                 self._saved.enter(compute)
             return
         if compute.task >= 0:
-            self.runtime.notice_writes_by_hooks()
+            self.runtime.uses.notice_writes_by_hooks()
             self.gradients.rest_again()
         else:
             with self.runtime.unwatched():
@@ -341,7 +341,7 @@ class Interception:
         with self.runtime.turn.held("a forward"):
             try:
                 if compute.task < 0:
-                    self.runtime.notice_writes_to_views()
+                    self.runtime.uses.notice_writes_to_views()
             finally:
                 self._end(compute)
             if compute.task < 0 and measured:

@@ -45,7 +45,7 @@ class Leases:
         """Calls that have weights bound, outermost first."""
         self.casts = saved.casts
         self._device_type = runtime.memory.device.torch_device.type
-        runtime.give_leases_up = weakly(self._give_up)
+        runtime.uses.give_leases_up = weakly(self._give_up)
 
     def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
         """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises.
@@ -65,7 +65,7 @@ class Leases:
 
     def begin_whole(self, call: Call, module: torch.nn.Module) -> bool:
         """Bind all weights of the model, none of which moves, until `end(call)`; False if some may."""
-        if not self._runtime.use_all(type(module).__name__):
+        if not self._runtime.uses.use_all(type(module).__name__):
             return False
         call.displaced = self._saved.displace_others()
         self.keep(call, self._runtime.parameters)
@@ -91,7 +91,7 @@ class Leases:
                 fresh = list(dict.fromkeys(managed for managed in used if not managed.bound))
                 break
         if fresh:
-            self._runtime.use(name, fresh)
+            self._runtime.uses.use(name, fresh)
         top = _top_hooks(True)
         if top is not None and type(top[0]) is not Pack:
             call.displaced = self._saved.displace_others()
@@ -135,7 +135,7 @@ class Leases:
         if not over:
             over = list(dict.fromkeys([managed for managed in used if not managed.bound]))
         if over:
-            self._runtime.end_call(over)
+            self._runtime.uses.end_call(over)
             if self.casts.alive:
                 self.casts.drop(over)
 

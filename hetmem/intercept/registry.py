@@ -12,11 +12,11 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from threading import get_ident
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import format_size
 from hetmem.engine.events import Span
-from hetmem.engine.param_views import refuse_in_child, updated_by_another
+from hetmem.engine.param_views import updated_by_another
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, Turn, in_backward
 from hetmem.errors import ManageError, StoreError
@@ -104,7 +104,7 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
         _count_step(interception.runtime)
         _warn_of_states(interception, optimizer)
         with suppress(Exception), interception.runtime.unwatched():
-            interception.runtime.renew_what_is_held()
+            interception.runtime.uses.renew_what_is_held()
     try:
         if failed is not None:
             raise failed
@@ -226,10 +226,28 @@ def refuse_managed(module: torch.nn.Module) -> None:
             )
 
 
+class InForkedChild(torch.nn.Parameter):
+    """A tensor whose home is not in this process, which `fork()` has made: every function of torch over it raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: object,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        raise ManageError(
+            "this tensor lies in memory of hetmem, and this process, made by fork(), has none of it: use the model in "
+            "the process that manages it. Give workers of a DataLoader ordinary tensors (weight.detach().clone()), or "
+            "make them before hetmem.manage, or by multiprocessing_context='spawn'"
+        )
+
+
 def _after_fork() -> None:
     for interception in interceptions():
         for managed in interception.runtime.parameters:
-            refuse_in_child(managed.parameter)
+            managed.parameter.__class__ = InForkedChild  # where reading it would be a segmentation fault
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -178,7 +178,7 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     device.other_bytes = 20 * KIB
     peak()
     device.other_bytes = 4 * KIB
-    runtime.out_of_memory()
+    runtime.uses.out_of_memory()
     managed(*token_batches(1)[0]).backward()
     assert runtime.room._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
 
@@ -203,7 +203,7 @@ def test_an_interrupt_while_chunks_give_way_takes_nothing_from_them_for_good(
     with monkeypatch.context() as patched:
         patched.setattr(runtime.traffic.executor, "drain", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runtime.out_of_memory()
+            runtime.uses.out_of_memory()
     train_both(plain, managed, token_batches(3), optimizers=(left, right))
 
 
