@@ -189,7 +189,7 @@ MUTATIONS = {
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "engine/write_check.py",
+        "engine/sampling.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
         "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
