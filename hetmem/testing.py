@@ -123,6 +123,8 @@ class MemoryFacts:
     non_model_peak_bytes: int
     activation_bytes: int
     """Host memory that holds activations."""
+    activation_nvme_bytes: int
+    """The same on NVMe."""
 
 
 class Inside:
@@ -253,6 +255,7 @@ class Inside:
             idle_bytes=memory.idle_bytes(room.non_model_peak_bytes),
             non_model_peak_bytes=room.non_model_peak_bytes,
             activation_bytes=memory.host_pool.lent_bytes,
+            activation_nvme_bytes=memory.store.lent_bytes if memory.store else 0,
         )
 
     def hardware(self) -> HardwareProfile | None:

@@ -13,6 +13,7 @@ import torch
 from hetmem import torch_private
 from hetmem.memory.chunk import elements
 from hetmem.memory.host_pool import Loan
+from hetmem.memory.nvme_store import LentExtent
 
 
 class Mover(Protocol):
@@ -33,7 +34,8 @@ class Mover(Protocol):
 
 class SavedStorage:
     """A storage of the device, whatever views of it are saved. Until it leaves, its views hold it; from then on
-    `device` does, a flat tensor over it or over what was fetched, and `home` its bytes in host memory."""
+    `device` does, a flat tensor over it or over what was fetched, `home` its bytes in host memory, and `extent`
+    those on NVMe."""
 
     __slots__ = (
         "__weakref__",
@@ -41,6 +43,7 @@ class SavedStorage:
         "address",
         "arriving",
         "device",
+        "extent",
         "fetched_version",
         "home",
         "leaving",
@@ -57,6 +60,7 @@ class SavedStorage:
         self.device: torch.Tensor | None = None
         self.fetched_version = 0
         self.home: Loan | None = None
+        self.extent: LentExtent | None = None
         self.leaving = False
         """Whether `home` is not whole yet."""
         self.arriving: int | None = None
@@ -97,10 +101,20 @@ class SavedStorage:
         """Hold `flat`, whose writes from now on are not hetmem's."""
         self.device, self.fetched_version = flat, flat._version
 
+    @property
+    def is_away(self) -> bool:
+        """Whether its bytes are at home alone, or on their way from there to the device."""
+        return self.device is None and (self.home is not None or self.extent is not None)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is done with `home`, nor will be at once."""
+        return self.device is None and self.home is not None and not self.leaving
+
     def home_bytes(self) -> torch.Tensor:
-        """Return the bytes at home, flat."""
-        assert self.home is not None
-        return elements(self.home.memory, torch.uint8, self.nbytes)
+        """Return the bytes at home, flat; those on NVMe as a mapped file."""
+        home = self.home or self.extent
+        assert home is not None
+        return elements(home.memory, torch.uint8, self.nbytes)
 
     def stays(self) -> None:
         """End `leave`, which has failed: there is no home."""

@@ -29,7 +29,7 @@ from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.filling import BuildingMemory
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
-from hetmem.schedule.placement import Capacities, NoRoom, survey
+from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 Precision = torch.dtype | Literal["bf16", "bfloat16", "fp16", "float16"]
@@ -224,7 +224,7 @@ def build_memory(
         raise BudgetError(str(refusal)) from None
     HELD_BACK.raise_here()  # the search takes its time
     store = None
-    if ground.uses_nvme:
+    if ground.uses_nvme or (moves_activations and limits.nvme_bytes):
         opened = built.store if built is not None else None
         store = opened or NvmeStore(list(limits.nvme_directories), limits.nvme_bytes)
     pins: list[Callable[[], None]] = []
@@ -233,6 +233,8 @@ def build_memory(
         most = capacities.host_bytes if all_host else ground.host_bytes
         host_pool = HostPool(most, None if built is None else built.mapping)
         pins.append(host_pool.mapping.share_with_children)
+        if moves_activations and ground.uses_nvme:  # else host memory has room for all homes
+            host_pool.for_loans_bytes = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
