@@ -231,7 +231,7 @@ class Activations:
         try:
             flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)
         except torch.OutOfMemoryError:
-            self._runtime.out_of_memory()
+            self._runtime.uses.out_of_memory()
             flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)
         room.count("activations fetched back", flat)
         work = partial(device.copy_in, flat.data, storage.home_bytes())  # `data`: counts no version of `flat`

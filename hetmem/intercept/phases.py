@@ -21,7 +21,7 @@ from hetmem.memory.live_bytes import nobody_sees
 from hetmem.schedule.trace import STEP
 from hetmem.torch_private import tree_leaves
 
-_PASSED_THROUGH = ("hetmem.intercept.backward", "hetmem.intercept.requested_gradients")
+_PASSED_THROUGH = "hetmem.intercept.backward"
 _FORWARDS = 32
 """Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
 calls no backward, has any number."""
@@ -92,7 +92,7 @@ def _hetmem_is_at_work() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if name.startswith("hetmem.") and name not in _PASSED_THROUGH:
+        if name.startswith("hetmem.") and name != _PASSED_THROUGH:
             return True
         frame = frame.f_back
     return False

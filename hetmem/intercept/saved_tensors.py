@@ -190,7 +190,7 @@ class SavedTensors:
 
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
         """Return what autograd gets back, which no mode of the user's sees."""
-        device = self.runtime.saved(managed)  # may wait for an update of it
+        device = self.runtime.uses.saved(managed)  # may wait for an update of it
         parameter = managed.parameter
         kind, parameter.__class__ = type(parameter), managed.kind
         version, parameter.__class__ = parameter._version, kind  # as `version_now`

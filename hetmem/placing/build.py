@@ -18,7 +18,6 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.config import Limits
-from hetmem.engine.filling import BuildingMemory
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import storage_references
 from hetmem.errors import BudgetError, ManageError
@@ -28,6 +27,7 @@ from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
+from hetmem.placing.filling import BuildingMemory
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
 from hetmem.torch_private import is_traceable_wrapper_subclass
