@@ -196,7 +196,7 @@ def _manage(
                 module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves, built=built
             )
             undone.callback(memory.close)
-            if built is None:  # else the constructor fails, and nobody has the module
+            if built is None:  # else the constructor fails, and the program gets no module
                 undone.callback(_to_host_memory, module, memory.parameters())
             move_home(memory, module, built)
             memory.page_lock()

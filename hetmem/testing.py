@@ -230,7 +230,7 @@ class Inside:
         return max(len(self._found.segments._pending), len(self._found.segments._attempts))
 
     def measured(self) -> bool:
-        """Whether the segment that runs now is one that nobody has seen before."""
+        """Whether the segment that runs now was not measured before."""
         return self._runtime.tracer.measured
 
     def at_rest(self) -> bool:

@@ -92,7 +92,7 @@ class SavedStorage:
         return any(unpacked) and not all(unpacked)
 
     def leave(self, home: Loan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin to leave for `home`; return the flat bytes there and on the device. Nobody can write to the storage any
+        """Begin to leave for `home`; return the flat bytes there and on the device. The program cannot write to it any
         more: what was written since a view was saved shows in its version now."""
         views = self.alive()
         assert self._memory is not None
@@ -153,7 +153,7 @@ class SavedView:
     )
 
     def __init__(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
-        """`tensor` has no graph, and nobody else holds that object."""
+        """`tensor` has no graph, and no other owner."""
         self.storage = storage
         self.tensor: torch.Tensor | None = tensor
         self._dtype, self._size, self._stride = tensor.dtype, tensor.shape, tensor.stride()

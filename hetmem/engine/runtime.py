@@ -143,8 +143,9 @@ class Runtime:
 
 
 def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
-    """Nobody holds the runtime any more. The garbage collector calls this in the middle of anything, on any thread, so
-    it joins no thread and takes no lock: a thread that collected a model while it started has waited for itself."""
+    """End a runtime that no object holds any more. The garbage collector calls this in the middle of anything, on any
+    thread, so it joins no thread and takes no lock: a thread that collected a model while it started has waited for
+    itself."""
     engine.abandon()
     for unpin in pins:
         later(unpin)

@@ -20,7 +20,7 @@ from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
-from hetmem.memory.live_bytes import nobody_sees
+from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
@@ -92,7 +92,7 @@ class Uses:
         if not (self._held or self._traffic.engine.anything_over()):
             if not used[1:] and self._use_again(operator, used[0]):
                 return
-            if nobody_sees():
+            if is_unseen():
                 self._use(operator, used)
                 return
         with self._unwatched():
@@ -278,7 +278,7 @@ class Uses:
             self._traffic.release(block, DEVICE)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
-        """`end_use` of code whose functions nobody sees. Of a region nobody sees `.data` either: writes through that
+        """`end_use` of code whose functions are not seen. Of a region `.data` is not seen either: writes through that
         are looked for where a segment is measured, and from then on in the weights that had such."""
         measured, uncounted = self._tracer.measured, self._writes.uncounted
         if not (measured or uncounted or _functions_around()):

@@ -138,7 +138,7 @@ class Conversions:
 
     def __init__(self, module: torch.nn.Module, hooked: Hooked | None) -> None:
         self._module = weakref.ref(module)
-        self._hooked = _nobody if hooked is None else weakref.ref(hooked)
+        self._hooked = _none if hooked is None else weakref.ref(hooked)
 
     def __call__(self, convert: Convert, recurse: bool = True) -> torch.nn.Module:
         module, hooked = self._module(), self._hooked()
@@ -150,7 +150,7 @@ class Conversions:
         return converted
 
     def is_over(self) -> bool:
-        """Whether nobody is told: the module is a copy of one that was managed."""
+        """Whether it tells nothing of conversions: the module is a copy of one that was managed."""
         return self._hooked() is None
 
     def remove(self) -> None:
@@ -187,7 +187,7 @@ def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iter
             yield vars(module)["_apply"]
 
 
-def _nobody() -> None:
+def _none() -> None:
     return None
 
 

@@ -53,7 +53,7 @@ from hetmem.intercept.hooks import (
     hook_conversions,
 )
 from hetmem.intercept.leases import Leases, Regions
-from hetmem.intercept.phases import Segments, signature
+from hetmem.intercept.phases import StepSegments, signature
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
@@ -83,7 +83,7 @@ class Interception:
         self.activations_asked = activations
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
-        self.segments = Segments(runtime)
+        self.segments = StepSegments(runtime)
         runtime.trailing = Trailing(
             runtime.chunks, runtime.traffic, runtime.monitor, runtime.turn, runtime.writes.touched.add
         )
@@ -256,7 +256,7 @@ class Interception:
         self._enter_modes(compute, watched=measured or more)
 
     def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
-        """`watched`: the device may refuse memory that nobody knows of yet."""
+        """`watched`: the device may refuse memory that no trace knows of yet."""
         memory = self.runtime.memory
         leaves = watched and (memory.uses_copies or memory.may_leave_device)
         if leaves:
@@ -494,7 +494,7 @@ class Interception:
             self.leases.displace_hooks()
 
     def before_assignment(self) -> None:
-        """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""
+        """Refuse `load_state_dict(assign=True)`, whose parameters would take the place of managed ones."""
         raise ManageError(
             "load_state_dict(assign=True) would put other parameters in the place of those that hetmem manages: leave "
             "assign=True out, which copies the values, or call hetmem.release(model) first"

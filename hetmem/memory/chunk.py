@@ -328,7 +328,7 @@ class ManagedParameter:
         """The parameter's version counter, whatever class it has."""
         parameter = self.parameter
         kind = type(parameter)
-        parameter.__class__ = self.kind  # of which torch asks nobody
+        parameter.__class__ = self.kind  # whose attributes torch reads without a call of Python
         version = parameter._version
         parameter.__class__ = kind
         return version

@@ -88,7 +88,7 @@ class MutationCheck:
         self._marks, self._shows = Marks(), False
 
     def see(self, waiting: Iterable[tuple[ManagedParameter, dict[str, Any], int]]) -> None:
-        """The backward is over: `waiting` are parameters with a gradient that nobody has used, their groups, and how
+        """The backward is over: `waiting` are parameters whose gradient no update has used, their groups, and how
         many of their gradients have arrived."""
         for managed, group, count in waiting:
             if self._waiting.get(id(managed), (-1,))[0] != count:

@@ -157,7 +157,7 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ManageError(
-                f"{name or 'the model'} is a {type(part).__name__} of torch.jit, and nobody sees what that computes: "
+                f"{name or 'the model'} is a {type(part).__name__} of torch.jit, whose operators no hook sees: "
                 f"leave torch.jit.script out, or use torch.compile"
             )
     parameters = dict(module.named_parameters())
