@@ -91,7 +91,7 @@ ROOM = hetmem.Budget(device="256KiB", host="8MiB")
 def test_after_a_refusal_in_backward_chunks_leave_that_much_more_and_training_goes_on(
     cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetmem.engine.rehome.choose", lambda *_: [])  # homes are not in what this allocator counts
+    monkeypatch.setattr("hetmem.placing.rehome.choose", lambda *_: [])  # homes are not in what this allocator counts
     device = Machine(cuda)
     plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
     batches = token_batches(6)
@@ -178,7 +178,7 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     device.other_bytes = 20 * KIB
     peak()
     device.other_bytes = 4 * KIB
-    runtime.out_of_memory()
+    runtime.uses.out_of_memory()
     managed(*token_batches(1)[0]).backward()
     assert runtime.room._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
 
@@ -203,7 +203,7 @@ def test_an_interrupt_while_chunks_give_way_takes_nothing_from_them_for_good(
     with monkeypatch.context() as patched:
         patched.setattr(runtime.traffic.executor, "drain", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runtime.out_of_memory()
+            runtime.uses.out_of_memory()
     train_both(plain, managed, token_batches(3), optimizers=(left, right))
 
 

@@ -125,7 +125,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _who() -> str:
-    """The functions of hetmem that wait and that called it, as "write_check.compare < runtime.end_use"."""
+    """The functions of hetmem that wait and that called it, as "write_check.compare < uses.end_use"."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < 3:
