@@ -24,6 +24,7 @@ ORDER = (
     "cpu",
     "memory",  # holds and moves, by kernels too
     "engine",  # carries out what is decided
+    "placing",  # brings parameters to their homes
     "activations",  # moves what autograd saves
     "intercept",  # tells the engine what torch uses
     "optim",  # trains
@@ -52,8 +53,8 @@ WRITERS = {
 WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
-        "hetmem.engine.filling",  # buffers, and parameters that are not managed yet
-        "hetmem.engine.runtime",  # one weight that is used again, as `Bindings.bind` does, without its calls
+        "hetmem.placing.filling",  # buffers, and parameters that are not managed yet
+        "hetmem.engine.uses",  # one weight that is used again, as `Bindings.bind` does, without its calls
         "hetmem.intercept.saved_tensors",  # a view that was saved
         "hetmem.memory.chunk",  # a new view of a home
         "hetmem.optim.states",  # states that the program sees
@@ -315,11 +316,11 @@ FLAGGED = {
     ),
     "an import of the public names": (
         {"engine/traffic.py": "import hetmem"},
-        "hetmem.engine.traffic:1 (layer 6) imports hetmem (layer 12)",
+        "hetmem.engine.traffic:1 (layer 6) imports hetmem (layer 13)",
     ),
     "an import of a sibling of the same layer": (
         {"report/text.py": "from hetmem import checkpoint", "checkpoint.py": ""},
-        "hetmem.report.text:1 (layer 10) imports hetmem.checkpoint (layer 10)",
+        "hetmem.report.text:1 (layer 11) imports hetmem.checkpoint (layer 11)",
     ),
     "a relative import": (
         {"schedule/layout.py": "from ..engine import traffic", "engine/__init__.py": ""},
@@ -327,7 +328,7 @@ FLAGGED = {
     ),
     "a relative import in a package's own file": (
         {"memory/__init__.py": "from ..api import manage"},
-        "hetmem.memory:1 (layer 5) imports hetmem.api (layer 11)",
+        "hetmem.memory:1 (layer 5) imports hetmem.api (layer 12)",
     ),
     "an import for types only": (
         {
@@ -338,11 +339,11 @@ FLAGGED = {
     ),
     "an import inside a function": (
         {"memory/host_pool.py": "def late():\n    import hetmem.api as api"},
-        "hetmem.memory.host_pool:2 (layer 5) imports hetmem.api (layer 11)",
+        "hetmem.memory.host_pool:2 (layer 5) imports hetmem.api (layer 12)",
     ),
     "an import by name": (
         {"memory/host_pool.py": "import importlib\nimportlib.import_module('hetmem.api')"},
-        "hetmem.memory.host_pool:2 (layer 5) imports hetmem.api (layer 11)",
+        "hetmem.memory.host_pool:2 (layer 5) imports hetmem.api (layer 12)",
     ),
     "torch in schedule": (
         {"schedule/layout.py": "from torch.nn import Module"},

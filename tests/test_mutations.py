@@ -63,7 +63,7 @@ MUTATIONS = {
         STORIES + "test_staging_is_kept_while_it_feeds_the_device",
     ),
     "forget who holds a weight after its operator": Mutation(
-        "engine/runtime.py",
+        "engine/uses.py",
         "                if managed not in self._held:\n                    self._held[managed] = None\n",
         "                if False:\n                    pass\n",
         "tests/engine/test_writes_within_steps.py::test_writes_inside_forward_are_kept[view-host]",
@@ -186,12 +186,12 @@ MUTATIONS = {
     ),
     "leave a 16-bit copy at home as it was before the user wrote": Mutation(
         "engine/write_check.py",
-        "            recast(managed, managed.home)\n",
+        "            managed.recast(managed.home)\n",
         "            pass\n",
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "engine/write_check.py",
+        "engine/sampling.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
         UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
@@ -216,19 +216,19 @@ MUTATIONS = {
         COPIES + "test_training_equals_torch[off-host-1]",
     ),
     "make no 16-bit copies at home to begin with": Mutation(
-        "engine/filling.py",
-        "    recast(managed, home)\n",
+        "placing/filling.py",
+        "    managed.recast(home)\n",
         "",
         COPIES + "test_a_copy_lies_in_host_memory_beside_its_parameters_or_nowhere",
     ),
     "move a home without what lies there": Mutation(
-        "engine/rehome.py",
+        "placing/rehome.py",
         "self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))",
         "pass",
         SHARE + "test_the_bits_are_those_of_plain_torch[off-bfloat16-host]",
     ),
     "move a home of which somebody holds a view": Mutation(
-        "engine/rehome.py",
+        "placing/rehome.py",
         "    return storage_references(managed.home) > managed.home_references\n",
         "    return False\n",
         SHARE + "test_a_chunk_whose_weights_somebody_holds_does_not_move",
@@ -277,20 +277,20 @@ MUTATIONS = {
         "tests/optim/test_update_queue.py",
     ),
     "bind a module's weights for one function instead of its call": Mutation(
-        "intercept/module_leases.py",
+        "intercept/leases.py",
         "            managed.bound += 1\n        call.used += used\n        if self.casts.alive:\n",
-        "            pass\n        self._runtime.end_call(used)\n        if self.casts.alive:\n",
+        "            pass\n        self._runtime.uses.end_call(used)\n        if self.casts.alive:\n",
         "tests/intercept/test_call_counts.py::"
         "test_a_step_takes_no_more_calls_than_it_did[homes on the host, all copies]",
     ),
     "manage a model that keeps a view of a weight": Mutation(
-        "engine/build.py",
+        "placing/build.py",
         "> len(names) + 1 and",
         "> len(names) + 99 and",
         "tests/intercept/test_kept_views.py::test_a_view_from_before_manage_is_refused_by_name[kept]",
     ),
     "look at every weight in each call of a module": Mutation(
-        "intercept/module_leases.py",
+        "intercept/leases.py",
         "        by_id, used = self._by_id, list[ManagedParameter]()\n",
         "        by_id, used = self._by_id, list[ManagedParameter]()\n"
         "        for each in self._runtime.parameters:\n            id(each)\n",

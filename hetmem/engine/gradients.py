@@ -253,7 +253,7 @@ class GradientSink:
         """End `send_home`, as a recomputation begins, or another gradient arrives."""
         if self.sent_home:
             used, self.sent_home = self.sent_home, []
-            self.runtime.rest_again(used)
+            self.runtime.uses.rest_again(used)
 
     def lost(self, chunk: Chunk) -> None:
         """Tell listeners that a gradient of `chunk` was sent and did not arrive."""
@@ -280,7 +280,7 @@ class GradientSink:
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
         if not self.told:
-            self.runtime.hold_all("backward")
+            self.runtime.uses.hold_all("backward")
 
     def _look_at_parameters(self) -> None:
         for managed in self.runtime.parameters:
@@ -300,7 +300,7 @@ class GradientSink:
 
     def finish(self) -> None:
         """End a backward: wait until all gradients are at home, and give back each `p.grad` to which none was added."""
-        self.runtime.release_all()
+        self.runtime.uses.release_all()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self.taken else ():
                 if managed in self.taken:

@@ -14,7 +14,6 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.events import CopyChange, EventLog, Fault
 from hetmem.engine.executor import Executor, GradientCopies
-from hetmem.engine.filling import recast_all
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
@@ -247,7 +246,7 @@ class Traffic:
         if block is None or chunk in self.updating:
             return
         if Role.COMPUTE in chunk.homes:
-            recast_all(chunk)
+            chunk.recast()
         if (copy := self._placed(chunk)) is not None:
             self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
             self.executor.mark_making(self.residency.slot(block, Tier.DEVICE))

@@ -144,7 +144,7 @@ class Faults:
             return
         with HELD_BACK, torch.no_grad():
             value = value.data if isinstance(value, _Unbound) else value
-            self._runtime.set_bound(managed, value)
+            self._runtime.uses.set_bound(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where a parameter that is not bound is among the arguments."""
@@ -201,7 +201,7 @@ class Faults:
             self._gradients.use_again(used)
         if in_backward():
             self._saved.enter_node()
-        self._runtime.use(_name(func), used)
+        self._runtime.uses.use(_name(func), used)
         stays, displaced, casts = False, self._saved.displace_others(), self._saved.casts
         left = casts.leave_cache()
         try:
@@ -214,7 +214,7 @@ class Faults:
             stays = func in _POINTERS and around.keep(used)
             if not stays:
                 written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
-                self._runtime.end_use(used, untracked=func in (_SET_DATA, _GET_DATA), writes=written)
+                self._runtime.uses.end_use(used, untracked=func in (_SET_DATA, _GET_DATA), writes=written)
                 casts.drop(used)
 
     def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
@@ -242,7 +242,7 @@ class Faults:
             with HELD_BACK:
                 self._gradients.use_again(used)
                 for managed in used:
-                    self._runtime.read_at_home(managed)
+                    self._runtime.uses.read_at_home(managed)
             there = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
@@ -250,7 +250,7 @@ class Faults:
                 return result
             finally:
                 with HELD_BACK:
-                    self._runtime.rest_again(there)
+                    self._runtime.uses.rest_again(there)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""
@@ -259,7 +259,7 @@ class Faults:
         with torch.no_grad():
             if isinstance(value, _Unbound):  # which may have no values now
                 value = value.data
-            self._runtime.data_set(managed, value)
+            self._runtime.uses.data_set(managed, value)
 
 
 def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
@@ -281,7 +281,7 @@ def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwarg
         if is_in_place(func) or "out" in kwargs:
             raise _explained(runtimes, error) from None
         for runtime in runtimes:
-            runtime.out_of_memory()
+            runtime.uses.out_of_memory()
     try:
         return func(*args, **kwargs)
     except torch.OutOfMemoryError as error:

@@ -20,12 +20,19 @@ from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.rehome import ResidentShare
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.async_params import Trailing
-from hetmem.intercept.compile_regions import Regions
+from hetmem.intercept.diagnostics import (
+    explain,
+    is_of_torch,
+    raised_in_call,
+    refuse_a_capture,
+    refuse_a_fork,
+    refuse_a_surrounding,
+    refuse_conversion,
+)
 from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
 from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
 from hetmem.intercept.forward_scope import (
@@ -37,22 +44,20 @@ from hetmem.intercept.forward_scope import (
     outermost_of_modules,
     running,
 )
-from hetmem.intercept.grad_hooks import HOOKS
-from hetmem.intercept.module_hooks import (
+from hetmem.intercept.hooks import (
+    HOOKS,
     AfterForward,
     BeforeForward,
     BeforeStateDict,
     Convert,
-    asked_format,
     hook_conversions,
 )
-from hetmem.intercept.module_leases import Leases
-from hetmem.intercept.phases import Segments, signature
-from hetmem.intercept.refused_contexts import refuse_a_surrounding
+from hetmem.intercept.leases import Leases, Regions
+from hetmem.intercept.phases import StepSegments, signature
 from hetmem.intercept.saved_tensors import SavedTensors
-from hetmem.intercept.unmanaged import explain, is_of_torch, raised_in_call
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.placing.rehome import ResidentShare
 from hetmem.torch_private import tree_leaves, tree_map
 
 
@@ -78,7 +83,7 @@ class Interception:
         self.activations_asked = activations
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
-        self.segments = Segments(runtime)
+        self.segments = StepSegments(runtime)
         runtime.trailing = Trailing(
             runtime.chunks, runtime.traffic, runtime.monitor, runtime.turn, runtime.writes.touched.add
         )
@@ -251,7 +256,7 @@ class Interception:
         self._enter_modes(compute, watched=measured or more)
 
     def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
-        """`watched`: the device may refuse memory that nobody knows of yet."""
+        """`watched`: the device may refuse memory that no trace knows of yet."""
         memory = self.runtime.memory
         leaves = watched and (memory.uses_copies or memory.may_leave_device)
         if leaves:
@@ -261,7 +266,7 @@ class Interception:
                 self._saved.enter(compute)
             return
         if compute.task >= 0:
-            self.runtime.notice_writes_by_hooks()
+            self.runtime.uses.notice_writes_by_hooks()
             self.gradients.rest_again()
         else:
             with self.runtime.unwatched():
@@ -336,7 +341,7 @@ class Interception:
         with self.runtime.turn.held("a forward"):
             try:
                 if compute.task < 0:
-                    self.runtime.notice_writes_to_views()
+                    self.runtime.uses.notice_writes_to_views()
             finally:
                 self._end(compute)
             if compute.task < 0 and measured:
@@ -409,19 +414,11 @@ class Interception:
 
     def refuse_a_fork(self, what: str) -> None:
         """Raise `ManageError` if `what` needs threads or memory that this process, a fork, does not have."""
-        if os.getpid() != self._process:
-            raise ManageError(
-                f"{what} in a forked process: the memory and the threads that hold the model are the parent's. Compute "
-                f"there, fork before hetmem.manage, or fork with a copy.deepcopy(model), which is an ordinary one"
-            )
+        refuse_a_fork(what, self._process)
 
     def refuse_a_capture(self, what: str) -> None:
         """Raise `ManageError` if `what` is recorded to run again without hetmem."""
-        if self.runtime.memory.device.captures():
-            raise ManageError(
-                f"{what} within torch.cuda.graph: what is replayed would find weights where they were, and moves none. "
-                f"Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
-            )
+        refuse_a_capture(what, self.runtime.memory.device)
 
     def _begin(self, call: Call) -> Compute:
         compute = Compute(call, weakly(self._end), self.leases.end)
@@ -497,7 +494,7 @@ class Interception:
             self.leases.displace_hooks()
 
     def before_assignment(self) -> None:
-        """`load_state_dict(assign=True)`: nobody would manage the parameters that it puts in the place of these."""
+        """Refuse `load_state_dict(assign=True)`, whose parameters would take the place of managed ones."""
         raise ManageError(
             "load_state_dict(assign=True) would put other parameters in the place of those that hetmem manages: leave "
             "assign=True out, which copies the values, or call hetmem.release(model) first"
@@ -508,35 +505,11 @@ class Interception:
         come to the device for operators. Raises `ManageError` where they would get another dtype, or strides."""
         with self.runtime.turn.held("a conversion"):
             self._forget_interrupted()
-        computes, by_id = bool(self._here()), self.runtime.bindings.by_id
+        by_id, memory = self.runtime.bindings.by_id, self.runtime.memory
         converted = [by_id[id(parameter)] for parameter in parameters if id(parameter) in by_id]
-        chunks = {managed.chunk for managed in converted}
-        for dtype in {chunk.compute_dtype if computes else chunk.dtype for chunk in chunks}:
-            with self.runtime.unwatched(), torch.no_grad():
-                asked = convert(torch.empty(0, dtype=dtype, device=self.runtime.memory.device.torch_device)).dtype
-            if asked != dtype and computes and self.runtime.memory.mixed_precision:
-                raise ManageError(
-                    f"a module casts its weights in forward, from {dtype}, which mixed_precision computes in, to "
-                    f"{asked}: cast what it computes with in their place (self.weight.to({asked})), or leave "
-                    f"mixed_precision out and compute under torch.autocast"
-                )
-            if asked != dtype:
-                raise ManageError(
-                    f"parameters of {dtype} that are managed cannot become {asked}: call hetmem.release(model) first, "
-                    f"convert it, and manage it again. To compute in 16 bits with such masters there is "
-                    f"mixed_precision=…"
-                )
-        for dimensions in {len(managed.shape) for managed in converted} & {4, 5}:
-            with self.runtime.unwatched(), torch.no_grad():
-                layout = asked_format(convert, dimensions, self.runtime.memory.device.torch_device)
-            if layout is None:
-                continue
-            for managed in converted:
-                if len(managed.shape) == dimensions and not managed.home.is_contiguous(memory_format=layout):
-                    raise ManageError(
-                        f"{managed.name} is managed and cannot become {layout}: call .to(memory_format=…) before "
-                        f"hetmem.manage, or call hetmem.release(model) first, convert it, and manage it again"
-                    )
+        with self.runtime.unwatched(), torch.no_grad():
+            mixed = memory.mixed_precision is not None
+            refuse_conversion(converted, convert, memory.device.torch_device, computes=bool(self._here()), mixed=mixed)
         kept = [each for managed in converted for each in (managed.parameter, managed.parameter.grad)]
         return [each for each in kept if each is not None]
 

@@ -103,7 +103,7 @@ class States:
         return written
 
     def held(self, chunk: Chunk) -> bool:
-        """Whether anybody has views of states of `chunk` beside those in `state`."""
+        """Whether the program holds views of states of `chunk` beside those in `state`."""
         return any(is_shared(shown) for shown, _ in self._shown(chunk))
 
     def moved(self, chunk: Chunk) -> None:

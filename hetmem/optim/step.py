@@ -187,7 +187,7 @@ class Stepper:
         self._optimizer.states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
-        """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""
+        """Whether all gradients of `chunk` that a step ever had are in, and cannot change any more."""
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
         return chunk not in self._progress and all(
             self._arrivals.complete(m)
@@ -308,8 +308,8 @@ class Stepper:
                 raise other_factor(update)
 
     def end(self, *, updated: bool) -> None:
-        """The step is over for all models of the optimizer: nobody will try it again."""
-        self._updates.owe()  # what trails and fails from here on is nobody's to repeat
+        """End the step for all models of the optimizer; it is not tried again."""
+        self._updates.owe()  # no step repeats what trails and fails from here on
         if updated:
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.leave(self._progress.values())

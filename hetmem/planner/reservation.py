@@ -1,6 +1,6 @@
 """What `manage` and the optimizer will reserve for a model within a budget: chunks, slots, staging and homes.
 
-Chunks, slots and staging are `placement.survey`'s, as in a run; homes are the pure counterpart of `engine.build` (a
+Chunks, slots and staging are `placement.survey`'s, as in a run; homes are the pure counterpart of `placing.build` (a
 test holds them to each other). Sizes in, an `Arrangement` or a reasoned refusal out.
 """
 

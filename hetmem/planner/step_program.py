@@ -268,7 +268,7 @@ class Rehearsal:
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
     def _fill_idle(self) -> None:
-        """As `engine.rehome`."""
+        """As `placing.rehome`."""
         arrangement = self._arrangement
         if (
             self._how.on_host_only
