@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hetmem import testing
 from hetmem.base.hardware import HardwareProfile
 from hetmem.planner import load_profile
 from hetmem.planner.plan import Plan
-from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep
+from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep, family
 
 BATCH = torch.zeros(ROWS, WIDTH)
 
@@ -78,6 +79,50 @@ def test_homes_on_nvme_are_those_of_a_run(tmp_path: Path) -> None:
         assert data["tiers"][tier]["peak_bytes"] == pytest.approx(plan.peak_bytes[tier], rel=0.03), tier
     assert "of it to NVMe" in str(plan)
     assert not hetmem.plan(Deep, (BATCH,), replace(budget, nvme="256KiB"), by_the_caller(), activations="auto").fits
+
+
+class DeepConvolutions(nn.Module):
+    """Many layers beside what one of them takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in pairwise((3, *[16] * 12))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean((2, 3)).square().mean()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt2", "llama", "convolutions"])
+def test_peaks_of_models_are_those_of_a_run(name: str) -> None:
+    if name == "convolutions":
+        build, batch = DeepConvolutions, (torch.zeros(4, 3, 16, 16),)
+    else:
+        tokens = torch.zeros(4, 64, dtype=torch.long)
+        build, batch = family(name)[0], {"input_ids": tokens, "labels": tokens}
+    chunks = max(sum(p.numel() * 4 for p in build().parameters()) // 2, 200 * KIB)
+
+    def planned(device_bytes: int, activations: str) -> Plan:
+        budget = hetmem.Budget(device=device_bytes, host="64MiB", device_chunks=chunks)
+        return hetmem.plan(build, batch, budget, by_the_caller(), chunk_bytes=16 * KIB, activations=activations)
+
+    kept = planned(64 << 20, "keep")
+    size = kept.peak_bytes["device"] - kept.role_bytes["device"]["activations"] // 4
+    plan = planned(size, "auto")
+    budget = hetmem.Budget(device=size, host="64MiB", device_chunks=chunks)
+    model = hetmem.manage(build(), budget, device="sim", chunk_bytes=16 * KIB, activations="auto")
+    for _ in range(4):
+        found = model(**batch).loss if isinstance(batch, dict) else model(*batch)
+        found.backward()
+        model.zero_grad()
+    peak = hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"]
+    assert plan.peak_bytes["device"] == pytest.approx(peak, rel=0.03)
+    assert plan.role_bytes["host"]["activations"] > 0
 
 
 def test_each_choice_says_whether_it_fits_and_how_large_a_batch_may_be() -> None:
