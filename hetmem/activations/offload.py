@@ -22,6 +22,7 @@ from hetmem.activations.choice import Choice, Everything, WhatMust
 from hetmem.activations.spill import Spill
 from hetmem.activations.storages import SavedStorage, SavedView
 from hetmem.base.weak import weakly
+from hetmem.engine.events import Held, SavedMove
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Role
 from hetmem.memory.host_pool import Loan
@@ -87,6 +88,7 @@ class Activations:
             storage = SavedStorage(self, self._count, memory)
             self._by_address[memory._cdata] = self._staying[self._count] = weakref.ref(storage)
             self._numbered[self._count] = storage
+            self.note(storage)
             if self.choice.saved(self._count, storage.nbytes):
                 self._due[self._count] = None
         view = SavedView(storage, tensor.detach())
@@ -127,6 +129,7 @@ class Activations:
         self._leaving[storage.number] = storage.nbytes
         with self._runtime.unwatched(), torch.no_grad():
             home, flat = storage.leave(loan)
+            self.note(storage)
             work = partial(self._memory.device.gradient_out, home, flat, add=False)
             del flat
             if self._engine.unlimited(Link.DEVICE_TO_HOST):
@@ -157,6 +160,7 @@ class Activations:
         if storage is not None:
             if error is not None:
                 storage.stays()
+                self.note(storage)
             else:
                 storage.leaving = False
                 if not storage.is_between():
@@ -173,6 +177,7 @@ class Activations:
         self._forget_address(storage)
         self._between.pop(storage.number, None)
         storage.device = None
+        self.note(storage)
 
     def _unreserved_bytes(self) -> int:
         """Return what gradients will take of host memory that have no place there yet."""
@@ -238,6 +243,7 @@ class Activations:
                 Link.HOST_TO_DEVICE, work, storage.nbytes, ended, [self._engine.mark()]
             )
         storage.is_here(flat)
+        self.note(storage)
 
     def _arrived(
         self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None
@@ -325,8 +331,26 @@ class Activations:
         """Return a sentence on why storages that could have left did not; "" if all could."""
         return self._spill.shortage()
 
+    def note(self, storage: SavedStorage) -> None:
+        """Log where `storage` lies, if that has changed."""
+        self._log(storage, storage.tiers())
+
+    def _log(self, storage: SavedStorage, tiers: int) -> None:
+        if tiers != storage.noted:
+            events = self._runtime.events
+            events.saved.append(SavedMove(events.now(), storage.nbytes, storage.noted, tiers))
+            storage.noted = tiers
+
+    def held(self) -> Held:
+        """Return the bytes that graphs keep now, by the tiers on which they lie."""
+        held: Held = {}
+        for storage in list(self._numbered.values()):
+            held[storage.noted] = held.get(storage.noted, 0) + storage.nbytes
+        return held
+
     def forget(self, storage: SavedStorage) -> None:
         """Note that no graph keeps `storage` any more, on any thread: nothing is waited for."""
+        self._log(storage, 0)
         self._staying.pop(storage.number, None)
         self._due.pop(storage.number, None)
         if storage.arriving is None:

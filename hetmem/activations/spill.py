@@ -92,6 +92,7 @@ class Spill:
     def _leaves(self, storage: SavedStorage) -> None:
         self._in_host.pop(storage.number, None)
         storage.home = None
+        storage.mover.note(storage)
 
     def _write(self, storage: SavedStorage, home: Loan) -> bool:
         assert self._memory.store is not None
@@ -120,6 +121,7 @@ class Spill:
         storage = reference()
         if storage is not None and error is None:
             storage.extent = extent
+            storage.mover.note(storage)
             if storage.is_idle():
                 self._leaves(storage)
         _raise(error)
@@ -175,6 +177,7 @@ class Spill:
         if storage is not None and error is None:
             storage.home = loan
             self._in_host[number] = reference
+            storage.mover.note(storage)
         _raise(error)
 
     # ---- what is told --------------------------------------------------------------------------------------------

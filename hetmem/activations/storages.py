@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from hetmem import torch_private
+from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME
 from hetmem.memory.chunk import elements
 from hetmem.memory.host_pool import Loan
 from hetmem.memory.nvme_store import LentExtent
@@ -25,6 +26,10 @@ class Mover(Protocol):
 
     def met(self, storage: SavedStorage) -> None:
         """Note that a node asks for `storage`, which has not left."""
+        ...
+
+    def note(self, storage: SavedStorage) -> None:
+        """Log where `storage` lies, if that has changed."""
         ...
 
     def forget(self, storage: SavedStorage) -> None:
@@ -49,6 +54,7 @@ class SavedStorage:
         "leaving",
         "mover",
         "nbytes",
+        "noted",
         "number",
         "views",
     )
@@ -61,6 +67,8 @@ class SavedStorage:
         self.fetched_version = 0
         self.home: Loan | None = None
         self.extent: LentExtent | None = None
+        self.noted = 0
+        """The tiers that the log says; see `EventLog.saved`."""
         self.leaving = False
         """Whether `home` is not whole yet."""
         self.arriving: int | None = None
@@ -100,6 +108,11 @@ class SavedStorage:
     def is_here(self, flat: torch.Tensor) -> None:
         """Hold `flat`, whose writes from now on are not hetmem's."""
         self.device, self.fetched_version = flat, flat._version
+
+    def tiers(self) -> int:
+        """Return the tiers on which the bytes lie, as the log has them."""
+        home = ON_HOST * (self.home is not None) | ON_NVME * (self.extent is not None)
+        return home | ON_DEVICE * (self.device is not None or not home)
 
     @property
     def is_away(self) -> bool:

@@ -230,7 +230,7 @@ class NvmeStore:
         with self._lock:
             for file in self._files:
                 file.kept_bytes, file.reserved_bytes = file.reserved_bytes, 0
-            self._first = 0
+            self._first = self.peak_bytes = 0
 
     def trim(self) -> None:
         """Give back what `forget` has kept beyond the extents that are reserved now: those that follow are zeroed."""

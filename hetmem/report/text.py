@@ -25,6 +25,8 @@ def table(data: dict[str, Any]) -> str:
         parts.append(_step(data))
     if data.get("planned") is not None:
         parts.append(_planned(data))
+    if data.get("activations") is not None:
+        parts.append(_wrapped(data["activations"]["sentence"]))
     parts.append(_summary(data))
     return "\n\n".join(parts + [_wrapped(missing) for missing in data["missing"]])
 

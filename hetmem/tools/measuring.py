@@ -102,11 +102,17 @@ class Overheads:
 
 @ordinary_torch()
 def measure(rounds: int = 15) -> ThreadCosts:
-    """The costs, of `rounds` steps of each model."""
-    overheads = Overheads()
-    for _ in range(rounds + 4):
-        overheads.step()
-    return overheads.result()
+    """The costs, of `rounds` steps of each model. Operators compute on one thread meanwhile: their layers are tiny, and
+    threads of a pool that wait for each other would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        overheads = Overheads()
+        for _ in range(rounds + 4):
+            overheads.step()
+        return overheads.result()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def solved(many: Seen, few: Seen, called: Seen) -> ThreadCosts:

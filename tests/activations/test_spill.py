@@ -151,3 +151,21 @@ def test_a_step_like_the_last_one_allocates_nothing_on_the_drive(
     written = testing.of(managed).link_bytes()["nvme_write"]
     train_both(plain, managed, INPUTS, harness.Recipe(steps=1), optimizers=optimizers)
     assert testing.of(managed).link_bytes()["nvme_write"] > written
+
+
+def test_the_report_has_activations_on_each_tier_and_link(tmp_path: Path) -> None:
+    plain, managed = deep(tmp_path, limits=limits(tmp_path, host=STATES // 2), device=slow())
+    train_both(plain, managed, INPUTS)
+    data = hetmem.report(managed).to_dict()
+    moved, peaks, step = data["activations"]["bytes"], data["activations"]["peak_bytes"], data["step"]
+    assert moved["device_to_host"] == step["bytes"]["device_to_host"] - sum(p.numel() * 4 for p in plain.parameters())
+    assert 0 < moved["nvme_read"] <= moved["nvme_write"] <= moved["device_to_host"] <= moved["host_to_device"]
+    for tier in ("device", "host", "nvme"):
+        seen = data["timeline"]["memory"][tier]["bytes"]["activations"]
+        assert max(seen) == peaks[tier] > 0 == seen[-1]
+        assert data["tiers"][tier]["peak_bytes"] <= data["tiers"][tier]["capacity_bytes"]
+    assert data["activations"]["away_peak_bytes"] <= moved["device_to_host"]
+    assert "Without moving them a step needs" in str(hetmem.report(managed))
+    _, kept = deep(tmp_path, limits=budget(device="8MiB"), activations="keep")
+    kept(*BATCHES[0])
+    assert hetmem.report(kept).to_dict()["activations"] is None
