@@ -16,18 +16,22 @@ pytestmark = [
     pytest.mark.skipif(GPP is None, reason="g++ is not installed"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own"),
 ]
+MANAGED = "tests/gpu/test_managed.py::"
 ALSO = (
     "tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on",
-    "tests/gpu/test_managed.py::test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_host",
-    "tests/gpu/test_managed.py::test_homes_that_move_to_the_gpu_leave_every_bit_as_it_was",
+    MANAGED + "test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_host[bf16]",
+    MANAGED + "test_homes_that_move_to_the_gpu_leave_every_bit_as_it_was[AdamW-(None, torch.bfloat16)]",
+    MANAGED + "test_homes_that_move_to_the_gpu_leave_every_bit_as_it_was[SGD-(torch.bfloat16, None)]",
 )
+"""Of tests for a GPU, which take every case there; here those that another thread's backward can break."""
 
 
 def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(all_cases: bool) -> None:
     options = ["-p", "tests.faked_driver.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
     options += ["--all-cases"] * all_cases
+    also = sorted({name.partition("[")[0] for name in ALSO}) if all_cases else ALSO
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/faked_driver/test_training.py", *ALSO],
+        [sys.executable, "-m", "pytest", *options, "tests/faked_driver/test_training.py", *also],
         env={**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,
