@@ -28,18 +28,8 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "size": torch.Size,
-}
-_TAGS: dict[Any, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"} | {
-    tuple: "tuple",
-    set: "set",
-    frozenset: "frozenset",
-    torch.Size: "size",
-}
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+_TAGS: dict[Any, str] = {kind: tag for tag, kind in (_MAPPINGS | _SEQUENCES).items()}
 _NUMPY_KINDS = "biufc"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,27 +49,8 @@ class _ClearsFrames(ContextDecorator):
 _CLEARS_FRAMES = _ClearsFrames()
 
 
-class Worker(Protocol):
-    """Works on chunks behind everything else, on other threads."""
-
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
-
-    def hasten(self, chunk: Chunk) -> None:
-        """Work on `chunk` first, if at all, as its result is waited for."""
-
-    def give_way(self) -> bool:
-        """Give up memory that is held but not worked with yet; return False if there is none."""
-
-    def close(self) -> None:
-        """Finish everything, and end all threads."""
-
-
 class Executor:
-    """Tells `engine` to copy, and `residency` what became of it; waits for copies, and for jobs, which are no commands.
-
-    Workers go on whenever something has ended.
-    """
+    """Tells `engine` to copy, and `residency` what became of it; waits for copies, and for jobs, which are no commands."""
 
     def __init__(
         self,
@@ -86,7 +67,8 @@ class Executor:
         """A chunk with what its home says, as it is on the device now: a copy there needs no link."""
         self.fingerprints = Fingerprints()
         self.torn_reads = TornReads(residency, self.chunk_of_block)
-        self.workers: WeakOnes[Worker] = WeakOnes()
+        self.workers: WeakOnes[Any] = WeakOnes()
+        """The `Updates` of optimizers, which import this: they go on whenever something has ended."""
         self._memory = memory
         self._residency = residency
         self._engine = engine
@@ -160,7 +142,7 @@ class Executor:
         for worker in self.workers:
             worker.hasten(chunk)
 
-    def make_way(self, worker: Worker | None = None) -> bool:
+    def make_way(self, worker: object = None) -> bool:
         """Have one worker, other than `worker`, give memory up; return False if none does."""
         return any(other.give_way() for other in self.workers if other is not worker)
 
