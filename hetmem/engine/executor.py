@@ -50,7 +50,8 @@ _CLEARS_FRAMES = _ClearsFrames()
 
 
 class Executor:
-    """Tells `engine` to copy, and `residency` what became of it; waits for copies, and for jobs, which are no commands."""
+    """Tells `engine` to copy, and `residency` what became of it; waits for copies and for jobs, which are no
+    commands."""
 
     def __init__(
         self,
@@ -385,8 +386,6 @@ class GradientCopies:
         self._engine, self._residency, self._executor = engine, residency, executor
         self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
         self.arriving = self.sends.arriving
-        self.end_lease: Any = None
-        """`Traffic.close_role`, which ends the lease of a role that was open before its gradient was sent."""
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
         self.lost: Callable[[Chunk], None] = lambda chunk: None
         """Called where a gradient of a chunk was sent and did not arrive."""
@@ -413,11 +412,9 @@ class GradientCopies:
                 else:
                     self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
             finally:
-                if home.tier is Tier.NVME:
-                    self.end_lease(chunk, Role.GRAD, dirty=True)
+                self._end_lease(home)
             self.sent()
-            if home.tier is Tier.NVME:
-                self._write_back(chunk)
+            self._write_back(chunk, home)
             return
         memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)
@@ -430,17 +427,23 @@ class GradientCopies:
     def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
         del self.leaving[send.number]
         self.sends.arrived(chunk, send)
-        self.end_lease(chunk, Role.GRAD, dirty=True)
+        home = chunk.homes[Role.GRAD]
+        self._end_lease(home)
         if error is not None:
             self.lost(chunk)
             raise error
-        self._write_back(chunk)
+        self._write_back(chunk, home)
 
-    def _write_back(self, chunk: Chunk) -> None:
+    def _end_lease(self, home: Home) -> None:
+        """End the lease of the staged role that was open before its gradient was sent."""
+        if home.tier is Tier.NVME:
+            assert home.block is not None
+            self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
+
+    def _write_back(self, chunk: Chunk, home: Home) -> None:
         """Write the gradients of `chunk` to NVMe once all are there: see note "writes of gradients" in
         `schedule.gradients`."""
-        home = chunk.homes[Role.GRAD]
-        if self.sends.to_be_written(chunk) and home.tier is Tier.NVME:
+        if home.tier is Tier.NVME and self.sends.to_be_written(chunk):
             assert home.block is not None
             self._executor.execute(self._residency.settle(home.block))
 
