@@ -21,7 +21,7 @@ from tests.pairs import case
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs its thread is measured in test_overheads; here it is enough that it is asked for."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds: measure(1))
+    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: measure(1, device))
 
 
 def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

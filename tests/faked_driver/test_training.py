@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import math
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from hetmem.tools.measuring import measure
 from tests.engine.parts import Scale
 from tests.gpu.test_managed import Model, Step, assert_trains_alike, batches, steps_of
 
@@ -422,3 +425,9 @@ def test_a_graph_on_the_host_and_on_the_device_has_one_order(loss_of: Any, place
             module.zero_grad()
         for expected, got in zip(*found, strict=True):
             assert (expected is None and got is None) or torch.equal(expected, got), (expected - got).abs().max()
+
+
+@pytest.mark.nightly
+def test_what_a_thread_pays_for_a_model_on_the_gpu_is_measured() -> None:
+    costs = astuple(measure(1, "cuda"))
+    assert all(math.isfinite(cost) and cost >= 0 for cost in costs) and sum(costs) > 0
