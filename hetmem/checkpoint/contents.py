@@ -142,19 +142,15 @@ class Streaming(Protocol):
 
     def forget_step(self) -> None:
         """Whatever was begun of a step is not finished."""
-        ...
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise what `load_state_dict` raises where the states are of another kind; nothing is changed."""
-        ...
 
     def beside_states(self) -> dict[str, Any]:
         """What the next steps depend on beside `state_dict`: plain numbers."""
-        ...
 
     def load_beside_states(self, values: dict[str, Any]) -> None:
         """Go on with those."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,6 @@ class Worker(Protocol):
 
     def give_way(self) -> bool:
         """Give up memory that is held but not worked with yet; return False if there is none."""
-        ...
 
     def close(self) -> None:
         """Finish everything, and end all threads."""
@@ -126,10 +125,6 @@ class Executor:
         tag = next(self._tags)
         self._jobs[tag] = ended
         return tag
-
-    def expect_job(self, done: Callable[[], None]) -> Callable[[], None]:
-        """Return what any thread calls at the end of a job, which reports its errors itself; see `expect`."""
-        return self._engine.reporter(self.expect(lambda _: done()))
 
     def copy_beside(
         self,

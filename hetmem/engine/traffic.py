@@ -204,10 +204,6 @@ class Traffic:
         if slots < before:
             self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
 
-    def give_back_free(self) -> None:
-        """Return the memory of all free slots to the device's allocator."""
-        self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), 0)
-
     def _placed(self, chunk: Chunk) -> torch.Tensor | None:
         """Return the device copy of `chunk` as a flat tensor, if it is VALID."""
         block = chunk.operand_block

@@ -11,8 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,28 +27,8 @@ _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Hooked(Protocol):
-    """Who is told."""
-
-    def before_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]] | None:
-        """`module` is about to run. Returns what to call it with, if not this."""
-
-    def after_forward(self, module: torch.nn.Module, output: Any) -> None:
-        """`module` has returned or raised."""
-
-    def before_state_dict(self, by: FrameType) -> None:
-        """Weights are to be read, or written over, by a method of a module that runs in `by`."""
-
-    def displace_hooks(self) -> None:
-        """Hooks of the program for saved tensors are on top, within a forward that needs to know no module."""
-
-    def before_assignment(self) -> None:
-        """Other parameters are to take the place of the module's."""
-
-    def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
-        """What stays as it is where a module is asked to `convert` its `parameters`, their gradients and buffers."""
+Hooked = Any
+"""The `Interception` that is told, held weakly: it imports this."""
 
 
 class _OfThisModule:
@@ -93,7 +72,8 @@ class BeforeForward(_OfThisModule):
     ) -> tuple[Any, dict[str, Any]] | None:
         hooked = self._hooked()
         if hooked is not None:
-            return hooked.before_forward(module, args, kwargs)
+            called_with: tuple[Any, dict[str, Any]] | None = hooked.before_forward(module, args, kwargs)
+            return called_with
         return None
 
 

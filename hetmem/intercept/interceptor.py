@@ -277,7 +277,7 @@ class Interception:
     def _left_device(self) -> None:
         """Weights are not where operators find them any more, in the middle of what computes."""
         bindings = self.runtime.bindings
-        for compute in self._here():
+        for compute in self._computes.here:
             if compute.task < 0:
                 bindings.leave_home()
         if in_backward() and not self._backwards:
@@ -378,7 +378,7 @@ class Interception:
             self.runtime.bindings.go_home()
             if not self.runtime.bindings.away:
                 self.gradients.sent_home.clear()
-            if not self._backwards and not self._here():
+            if not self._backwards and not self._computes.here:
                 self.runtime.trailing.resume()
 
     def computes(self) -> bool:
@@ -402,12 +402,9 @@ class Interception:
 
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
-    def _here(self) -> list[Compute]:
-        return self._computes.here
-
     def _current(self, top: FrameType | None) -> Compute | None:
         """What computes now, by the stack that has `top` on top; what has ended without a hook is forgotten."""
-        here, task = self._here(), torch_private.current_graph_task()
+        here, task = self._computes.here, torch_private.current_graph_task()
         while here and (here[-1].task > task or here[-1].has_ended(top)):
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it
@@ -422,10 +419,10 @@ class Interception:
 
     def _begin(self, call: Call) -> Compute:
         compute = Compute(call, weakly(self._end), self.leases.end)
-        ready = None if compute.task >= 0 or self._here() else self.is_whole
+        ready = None if compute.task >= 0 or self._computes.here else self.is_whole
         compute.section = self.runtime.turn.take("a forward", weakly(compute.runs), ready)
         HELD_BACK.begin_segment()
-        self._here().append(compute)
+        self._computes.here.append(compute)
         return compute
 
     def is_whole(self) -> bool:
@@ -437,7 +434,7 @@ class Interception:
 
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
-        here, over = self._here(), list[Compute]()
+        here, over = self._computes.here, list[Compute]()
         self._tracing.quiet = 0
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
@@ -464,7 +461,7 @@ class Interception:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
         self._current(sys._getframe())
         forget_what_is_over()
-        if not self._here() and self._forward is not None and not self._forward.runs():
+        if not self._computes.here and self._forward is not None and not self._forward.runs():
             self._regions.abandon([self._forward])
             self._rest_of(self._forward)
 
@@ -491,7 +488,7 @@ class Interception:
     def displace_hooks(self) -> None:
         """Have saved-tensor hooks of the program keep aliases of weights, not what is bound."""
         with HELD_BACK:
-            self.leases.displace_hooks()
+            self._saved.displace_others()
 
     def before_assignment(self) -> None:
         """Refuse `load_state_dict(assign=True)`, whose parameters would take the place of managed ones."""
@@ -509,7 +506,9 @@ class Interception:
         converted = [by_id[id(parameter)] for parameter in parameters if id(parameter) in by_id]
         with self.runtime.unwatched(), torch.no_grad():
             mixed = memory.mixed_precision is not None
-            refuse_conversion(converted, convert, memory.device.torch_device, computes=bool(self._here()), mixed=mixed)
+            refuse_conversion(
+                converted, convert, memory.device.torch_device, computes=bool(self._computes.here), mixed=mixed
+            )
         kept = [each for managed in converted for each in (managed.parameter, managed.parameter.grad)]
         return [each for each in kept if each is not None]
 
@@ -517,11 +516,11 @@ class Interception:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
         with self.runtime.turn.held("a checkpoint"):
             self._forget_interrupted()
-        return not self._here() and not in_backward()
+        return not self._computes.here and not in_backward()
 
     def reset(self) -> None:
         """No module of the model is running."""
-        here = self._here()
+        here = self._computes.here
         if here:
             self._end(here[0])
         if self._forward is not None:

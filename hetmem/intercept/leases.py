@@ -71,10 +71,6 @@ class Leases:
         self.keep(call, self._runtime.parameters)
         return True
 
-    def displace_hooks(self) -> None:
-        """Have saved-tensor hooks of the program, which are on top, keep aliases of weights."""
-        self._saved.displace_others()
-
     def _fit(self, used: list[ManagedParameter]) -> bool:
         """Whether chunks may ever have room for all of `used` at once."""
         memory = self._runtime.memory
