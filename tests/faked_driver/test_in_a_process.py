@@ -24,8 +24,9 @@ ALSO = (
 )
 
 
-def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own() -> None:
+def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(all_cases: bool) -> None:
     options = ["-p", "tests.faked_driver.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
+    options += ["--all-cases"] * all_cases
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/faked_driver/test_training.py", *ALSO],
         env={**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
