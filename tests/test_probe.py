@@ -50,7 +50,7 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
 @pytest.mark.parametrize("default", ["float64", *(case(each, nightly=True) for each in ("meta", "no_grad"))])
 def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it lost."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds: measure(1))
+    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: measure(1, device))
     monkeypatch.setattr(measuring, "_LAYERS", 32)
     with ExitStack() as around:
         if default == "float64":
