@@ -26,8 +26,8 @@ from hetmem.base.config import (
 )
 from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.base.units import parse_size
-from hetmem.engine.build import Precision, precision_of
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
+from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide

@@ -18,7 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from hetmem.engine.build import compute_dtypes, specs
+from hetmem.placing.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
 from hetmem.schedule.saved import SavedInterval
