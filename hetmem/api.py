@@ -15,19 +15,19 @@ import torch
 from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
-from hetmem.engine.build import Precision, build_memory, precision_of
-from hetmem.engine.filling import BuildingMemory, move_home
 from hetmem.engine.param_views import to_host_memory
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
-from hetmem.intercept import backward, grad_scalers, registry
+from hetmem.intercept import backward, registry
 from hetmem.intercept.interceptor import Interception
-from hetmem.intercept.module_building import Building, build_within
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
+from hetmem.placing.build import Precision, build_memory, precision_of
+from hetmem.placing.filling import BuildingMemory, move_home
+from hetmem.placing.module_building import Building, build_within
 from hetmem.schedule.blocks import Prefetch
 from hetmem.schedule.cache import EvictionPolicy
 from hetmem.schedule.residency import Residency
@@ -43,42 +43,34 @@ class RunnablePlan(Protocol):
     @property
     def fits(self) -> bool:
         """Whether the run stays within the budget."""
-        ...
 
     @property
     def budget(self) -> Budget:
         """The budget to run within."""
-        ...
 
     @property
     def chunk_bytes(self) -> int | None:
         """Bytes of a chunk at home; None = searched, as the plan did."""
-        ...
 
     @property
     def mixed_precision(self) -> str | None:
         """The name of the dtype that operators compute in, if it is another one than that of the parameters."""
-        ...
 
     @property
     def activations(self) -> str:
         """What becomes of activations, as `manage` has it."""
-        ...
 
     @property
     def optimizer(self) -> dict[str, str]:
         """The options that `hetmem.AdamW` is to be made with, beside torch's and the default ones."""
-        ...
 
     @property
     def prediction(self) -> dict[str, Any]:
         """What the report of the run is to show beside what it measures."""
-        ...
 
     @property
     def profile(self) -> dict[str, Any] | None:
         """The fields of the `HardwareProfile` that the run is to know; None = it needs none."""
-        ...
 
 
 def manage(
@@ -196,7 +188,7 @@ def _manage(
                 module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves, built=built
             )
             undone.callback(memory.close)
-            if built is None:  # else the constructor fails, and nobody has the module
+            if built is None:  # else the constructor fails, and the program gets no module
                 undone.callback(_to_host_memory, module, memory.parameters())
             move_home(memory, module, built)
             memory.page_lock()
@@ -211,7 +203,7 @@ def _manage(
         runtime.planned_optimizer = {} if planned is None else planned.optimizer
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
-        grad_scalers.watch()
+        registry.watch_scalers()
         registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
     return module

@@ -41,7 +41,7 @@ POINTS = {
     "take a slot": "hetmem.memory.device:DevicePool.prepare",
     "bind": "hetmem.engine.param_views:Bindings.bind",
     "unbind": "hetmem.engine.param_views:Bindings.unbind",
-    "use of a weight": "hetmem.engine.runtime:Runtime._moment",
+    "use of a weight": "hetmem.engine.uses:Uses._moment",
     "step done": "hetmem.engine.runtime:Runtime.after_step",
     "device copy": "hetmem.engine.traffic:Traffic.device_copy",
     "home written": "hetmem.engine.traffic:Traffic.superseded",
@@ -55,7 +55,7 @@ POINTS = {
     "gradients arrive": "hetmem.engine.gradients:GradientSink.arrive",
     "send a gradient": "hetmem.engine.executor:GradientCopies.send",
     "gradient is home": "hetmem.engine.executor:GradientCopies._arrived",
-    "move a home": "hetmem.engine.rehome:_copy",
+    "move a home": "hetmem.placing.rehome:_copy",
     "pump updates": "hetmem.schedule.updates:HostUpdates.pump",
     "open an update": "hetmem.schedule.updates:HostUpdates._open",
     "is an update free": "hetmem.optim.update_queue:Updates._is_free",
@@ -123,6 +123,8 @@ class MemoryFacts:
     non_model_peak_bytes: int
     activation_bytes: int
     """Host memory that holds activations."""
+    activation_nvme_bytes: int
+    """The same on NVMe."""
 
 
 class Inside:
@@ -163,14 +165,14 @@ class Inside:
 
     def leased(self) -> list[str]:
         """Return the labels of the copies that are in use on any tier."""
-        self._runtime.holds_copies()
+        self._runtime.uses.holds_copies()
         residency = self._traffic.residency
         blocks = ((block, tier) for tier in (Tier.DEVICE, Tier.HOST) for block in residency.resident(tier))
         return [residency.blocks[block].label for block, tier in blocks if residency.uses(block, tier)]
 
     def holds_views(self) -> bool:
         """Whether the user or autograd holds memory of a copy on the device."""
-        return self._runtime.holds_copies()
+        return self._runtime.uses.holds_copies()
 
     def place_of(self, tensor: torch.Tensor | int) -> str:
         """Return what lies where `tensor`, or an address, does: "home" (in host memory or a mapped file), "device" (a
@@ -228,7 +230,7 @@ class Inside:
         return max(len(self._found.segments._pending), len(self._found.segments._attempts))
 
     def measured(self) -> bool:
-        """Whether the segment that runs now is one that nobody has seen before."""
+        """Whether the segment that runs now was not measured before."""
         return self._runtime.tracer.measured
 
     def at_rest(self) -> bool:
@@ -253,6 +255,7 @@ class Inside:
             idle_bytes=memory.idle_bytes(room.non_model_peak_bytes),
             non_model_peak_bytes=room.non_model_peak_bytes,
             activation_bytes=memory.host_pool.lent_bytes,
+            activation_nvme_bytes=memory.store.lent_bytes if memory.store else 0,
         )
 
     def hardware(self) -> HardwareProfile | None:

@@ -77,8 +77,8 @@ dispatch_mode, PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY  # 
 # ---- what hetmem replaces, where torch has no hook: the reasons are with the replacements ----
 REPLACED = {
     "torch.autograd._engine_run_backward": "intercept.backward: the begin and the end of every backward",
-    "torch.amp.grad_scaler._MultiDeviceReplicator.get": "intercept.grad_scalers: waits for copies to host memory",
-    "torch.nn.Module._apply, of one instance": "intercept.module_hooks: `to`, `cuda`, `half` leave weights at home",
+    "torch.amp.grad_scaler._MultiDeviceReplicator.get": "intercept.registry: waits for copies to host memory",
+    "torch.nn.Module._apply, of one instance": "intercept.hooks: `to`, `cuda`, `half` leave weights at home",
     "Parameter.__class__": "engine.param_views: an unbound weight tells of functions that meet it (ADR 25)",
 }
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.cuda.verified import is_verified
 from tests.forked import Forks
-from tests.pairs import Thinning, each_occurs, every_two_meet, values_of
+from tests.pairs import THINNED, few_of
 
 try:
     from hypothesis import settings
@@ -48,6 +48,31 @@ def _threads_of_its_own() -> None:
         harness.begin_test()
 
 
+_imported = 0
+"""Modules that there were when the collector was last told to leave alone what there is."""
+
+
+def _leave_imports_alone() -> None:
+    """The many collections that tests ask for need not look again at what was imported."""
+    global _imported
+    _imported = len(sys.modules)
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Most of what is ever imported is."""
+    _leave_imports_alone()
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_not_collected() -> None:
+    """Also what the tests before this one have imported, without what they have dropped."""
+    if len(sys.modules) > _imported:
+        for _ in range(3):  # as many as a model takes whose backward has raised
+            gc.collect()
+        _leave_imports_alone()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _interrupts_raise() -> None:
     """Also where they are ignored, as in the background of a shell."""
@@ -62,7 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
     parser.addoption("--offload", action="store_true", help="activations of the tests' models leave the device")
     parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
-    parser.addoption("--programs", default="0:24", help="first:last seed of the random programs, or `fresh`: new ones")
+    parser.addoption("--programs", default="0:12", help="first:last seed of the random programs, or `fresh`: new ones")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -113,23 +138,17 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop cases marked `nightly`, or `kernels_changed` where the kernels are those that they have seen, and those of
-    each test marked `pairs` or `each` that it can do without."""
+    each test marked `pairs`, `each` or `in_turn` that it can do without."""
     if config.getoption("--all-cases"):
         return
-    tests: dict[tuple[str, Thinning], list[pytest.Function]] = {}
+    tests: dict[str, list[pytest.Function]] = {}
     left_out = ("nightly", "kernels_changed") if is_verified() else ("nightly",)
     dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))}
     for item in items:
-        for marker, thinned in (("pairs", every_two_meet), ("each", each_occurs)):
-            if isinstance(item, pytest.Function) and item.get_closest_marker(marker) and item not in dropped:
-                tests.setdefault((item.nodeid.partition("[")[0], thinned), []).append(item)
-    for (_, thinned), cases in tests.items():
-        kept = thinned([values_of(case) for case in cases])
+        if isinstance(item, pytest.Function) and item not in dropped and any(map(item.get_closest_marker, THINNED)):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        kept = few_of(cases)
         dropped.update(case for index, case in enumerate(cases) if index not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: the many collections that tests ask for need not look at it again."""
-    gc.freeze()

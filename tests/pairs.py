@@ -1,4 +1,5 @@
-"""Cases enough of tests whose parameters are a full product: every two values meet, or each value occurs.
+"""Cases enough of tests whose parameters are a full product: every two values meet, or each value occurs; or, of values
+that many tests share, the one whose turn it is.
 
 Faults that need three particular values at once are rare, and random programs look for them (Kuhn, Wallace, Gallo,
 "Software fault interactions and implications for software testing", IEEE TSE 2004).
@@ -7,14 +8,14 @@ Faults that need three particular values at once are rare, and random programs l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 Values = tuple[Hashable, ...]
-Thinning = Callable[[Sequence[Values]], list[int]]
 
 
 def values_of(case: pytest.Function) -> Values:
@@ -54,6 +55,27 @@ def each_occurs(cases: Sequence[Values]) -> list[int]:
         uses.update(values[best])
         chosen.append(best)
     return sorted(chosen)
+
+
+def in_turn(name: str, cases: Sequence[Values]) -> list[int]:
+    """Indices of some of `cases` of the test `name`, which shares a parameter with many others: `each_occurs`, or, if
+    that is its only parameter, one case, by the name, so that the tests together have all of its values."""
+    if cases and len(cases[0]) > 1:
+        return each_occurs(cases)
+    return [crc32(name.encode()) % len(cases)] if cases else []
+
+
+THINNED = ("pairs", "each", "in_turn")
+"""Marks of tests that leave out cases, the strongest first."""
+
+
+def few_of(cases: Sequence[pytest.Function]) -> set[int]:
+    """Indices of those cases of one test that its mark leaves."""
+    mark = next(filter(cases[0].get_closest_marker, THINNED))
+    values = [values_of(case) for case in cases]
+    if mark == "pairs":
+        return set(every_two_meet(values))
+    return set(each_occurs(values) if mark == "each" else in_turn(cases[0].originalname, values))
 
 
 def case(*values: Any, nightly: bool) -> Any:

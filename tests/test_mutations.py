@@ -17,6 +17,7 @@ STORIES = "tests/schedule/test_residency.py::"
 BITS = "tests/intercept/test_bit_equality.py::"
 COPIES = "tests/engine/test_home_copies.py::"
 SMALL = "tests/optim/test_small_states.py::"
+UNSEEN = "tests/engine/test_unseen_writes.py::"
 SHARE = "tests/engine/test_share.py::"
 
 
@@ -62,7 +63,7 @@ MUTATIONS = {
         STORIES + "test_staging_is_kept_while_it_feeds_the_device",
     ),
     "forget who holds a weight after its operator": Mutation(
-        "engine/runtime.py",
+        "engine/uses.py",
         "                if managed not in self._held:\n                    self._held[managed] = None\n",
         "                if False:\n                    pass\n",
         "tests/engine/test_writes_within_steps.py::test_writes_inside_forward_are_kept[view-host]",
@@ -89,7 +90,7 @@ MUTATIONS = {
         "engine/runtime.py",
         "    engine.abandon()\n",
         "    engine.close()\n",
-        "tests/intercept/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread",
+        "tests/intercept/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread[host]",
     ),
     "compute before a copy has arrived": Mutation(
         "engine/executor.py",
@@ -101,7 +102,7 @@ MUTATIONS = {
         "engine/executor.py",
         "        self._compute_marks[slot] = self._engine.mark()\n",
         "        pass\n",
-        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot[host-fp32-off]",
     ),
     "read gradients before they have arrived": Mutation(
         "engine/executor.py",
@@ -137,7 +138,8 @@ MUTATIONS = {
         "optim/chunk_update.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
-        "tests/faults/test_step_retry.py::test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too",
+        "tests/faults/test_step_retry.py::"
+        "test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too[tasks that update-2]",
     ),
     "clip by nothing": Mutation(
         "optim/optimizer.py",
@@ -149,7 +151,7 @@ MUTATIONS = {
         "optim/step.py",
         "        self.runtime.traffic.wait_until_written(homes)\n",
         "",
-        "tests/optim/test_overlap.py::test_parameters_can_be_read_as_soon_as_a_step_is_over",
+        "tests/optim/test_overlap.py::test_parameters_can_be_read_as_soon_as_a_step_is_over[backward]",
     ),
     "invalidate the device before staging": Mutation(
         "engine/traffic.py",
@@ -184,27 +186,28 @@ MUTATIONS = {
     ),
     "leave a 16-bit copy at home as it was before the user wrote": Mutation(
         "engine/write_check.py",
-        "            recast(managed, managed.home)\n",
+        "            managed.recast(managed.home)\n",
         "            pass\n",
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "engine/write_check.py",
+        "engine/sampling.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
-        "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
+        "[bf16 with copies at home-off-all copies]",
     ),
     "keep the copies of weights that the user may have written to after a step": Mutation(
         "engine/write_check.py",
         "                traffic.outdate(chunk)\n",
         "                pass\n",
-        "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward[fp32-off-nvme]",
     ),
     "add to no gradient that a step has used up, and say nothing": Mutation(
         "engine/gradients.py",
         "        clear_zeroed(parameter)\n",
         "        parameter.grad = None\n",
-        "tests/engine/test_unseen_writes.py::test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error",
+        UNSEEN + "test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error[backward-fp32-host]",
     ),
     "update no 16-bit copy at home": Mutation(
         "optim/update_pass.py",
@@ -213,19 +216,19 @@ MUTATIONS = {
         COPIES + "test_training_equals_torch[off-host-1]",
     ),
     "make no 16-bit copies at home to begin with": Mutation(
-        "engine/filling.py",
-        "    recast(managed, home)\n",
+        "placing/filling.py",
+        "    managed.recast(home)\n",
         "",
         COPIES + "test_a_copy_lies_in_host_memory_beside_its_parameters_or_nowhere",
     ),
     "move a home without what lies there": Mutation(
-        "engine/rehome.py",
+        "placing/rehome.py",
         "self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))",
         "pass",
         SHARE + "test_the_bits_are_those_of_plain_torch[off-bfloat16-host]",
     ),
     "move a home of which somebody holds a view": Mutation(
-        "engine/rehome.py",
+        "placing/rehome.py",
         "    return storage_references(managed.home) > managed.home_references\n",
         "    return False\n",
         SHARE + "test_a_chunk_whose_weights_somebody_holds_does_not_move",
@@ -253,7 +256,7 @@ MUTATIONS = {
         "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:",
         "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0"
         " and self.residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
-        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot[host-fp32-backward]",
     ),
     "move homes back while squares of their gradients are summed up": Mutation(
         "optim/step.py",
@@ -274,20 +277,20 @@ MUTATIONS = {
         "tests/optim/test_update_queue.py",
     ),
     "bind a module's weights for one function instead of its call": Mutation(
-        "intercept/module_leases.py",
+        "intercept/leases.py",
         "            managed.bound += 1\n        call.used += used\n        if self.casts.alive:\n",
-        "            pass\n        self._runtime.end_call(used)\n        if self.casts.alive:\n",
+        "            pass\n        self._runtime.uses.end_call(used)\n        if self.casts.alive:\n",
         "tests/intercept/test_call_counts.py::"
         "test_a_step_takes_no_more_calls_than_it_did[homes on the host, all copies]",
     ),
     "manage a model that keeps a view of a weight": Mutation(
-        "engine/build.py",
+        "placing/build.py",
         "> len(names) + 1 and",
         "> len(names) + 99 and",
         "tests/intercept/test_kept_views.py::test_a_view_from_before_manage_is_refused_by_name[kept]",
     ),
     "look at every weight in each call of a module": Mutation(
-        "intercept/module_leases.py",
+        "intercept/leases.py",
         "        by_id, used = self._by_id, list[ManagedParameter]()\n",
         "        by_id, used = self._by_id, list[ManagedParameter]()\n"
         "        for each in self._runtime.parameters:\n            id(each)\n",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -41,9 +41,6 @@ PUBLIC = {
 }
 """By name: the public attributes of a class, the parameters of a function, in the order in which they come."""
 
-STILL_TWICE = {"Segments", "Write"}
-"""Each until one of the two has a name of its own."""
-
 
 def attributes(kind: type) -> list[str]:
     own = [base for base in kind.__mro__ if base.__module__.startswith("hetmem")]
@@ -62,10 +59,9 @@ def test_public_names_are_those_that_users_know() -> None:
 def test_a_class_name_is_defined_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in (Path(__file__).parents[1] / "hetmem").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(path.name)
-    assert {name: where for name, where in places.items() if len(where) > 1 and name not in STILL_TWICE} == {}
+        for name in re.findall(r"^ *class (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            places[name].append(path.name)
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
 def test_sentences_name_their_subject() -> None:
@@ -73,4 +69,4 @@ def test_sentences_name_their_subject() -> None:
     pages = [page for page in root.glob("docs/*.md") if page.name != "log.md"]
     for path in (*root.glob("hetmem/**/*.py"), root / "README.md", root / "CONTRIBUTING.md", *pages):
         said = path.read_text().lower()
-        assert not any(word in said for word in ("whoever", "somebody", "what is there")), path
+        assert not any(word in said for word in ("whoever", "somebody", "anybody", "nobody", "what is there")), path

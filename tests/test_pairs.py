@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import each_occurs, every_two_meet, mostly
+from tests.pairs import each_occurs, every_two_meet, in_turn, mostly
 
 
 @pytest.mark.parametrize(("sizes", "most"), [((4, 2, 4), 16), ((5, 3, 3), 16), ((4, 2, 2, 3), 14), ((7, 2), 14)])
@@ -47,3 +47,12 @@ def test_a_single_parameter_or_case_keeps_everything() -> None:
     assert every_two_meet([(0,), (1,), (2,)]) == [0, 1, 2]
     assert every_two_meet([(0, 0)]) == [0]
     assert every_two_meet([]) == []
+
+
+def test_tests_that_share_a_parameter_have_its_values_in_turn() -> None:
+    shared = [(value,) for value in range(3)]
+    chosen = [in_turn(f"test_{number}", shared) for number in range(30)]
+    assert {len(indices) for indices in chosen} == {1} and {index for (index,) in chosen} == {0, 1, 2}
+    assert chosen == [in_turn(f"test_{number}", shared) for number in range(30)], "the same in every process"
+    assert in_turn("test", [*product(range(3), range(2))]) == each_occurs([*product(range(3), range(2))])
+    assert in_turn("test", []) == []

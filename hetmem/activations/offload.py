@@ -1,4 +1,4 @@
-"""Moves what autograd saves to host memory, and brings it back: when, and who waits.
+"""Moves what autograd saves off the device, and brings it back: when, and who waits. `spill` knows where it lies.
 
 A storage leaves when nothing but the graph holds it any more: before that its leaving would free nothing, and it may
 still be written to. It is looked for whenever another one is saved, and where the device has no room. It comes back
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from hetmem.activations.choice import Choice, Everything, WhatMust
+from hetmem.activations.spill import Spill
 from hetmem.activations.storages import SavedStorage, SavedView
-from hetmem.base.units import format_size
 from hetmem.base.weak import weakly
+from hetmem.engine.events import Held, SavedMove
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Role
 from hetmem.memory.host_pool import Loan
@@ -63,8 +64,7 @@ class Activations:
         self._between: dict[int, weakref.ref[SavedStorage]] = {}
         """Those of which nodes have asked for some views, and not for all."""
         self._unreserved: tuple[int, int] = (-1, 0)
-        self.refused_bytes = 0
-        """What found no room in host memory, since the last that found some."""
+        self._spill = Spill(runtime, weakly(self._unreserved_bytes))  # type: ignore[arg-type]
         self.closed = False
         """Whether the model is released: nothing moves any more, but what has left comes back."""
 
@@ -88,6 +88,7 @@ class Activations:
             storage = SavedStorage(self, self._count, memory)
             self._by_address[memory._cdata] = self._staying[self._count] = weakref.ref(storage)
             self._numbered[self._count] = storage
+            self.note(storage)
             if self.choice.saved(self._count, storage.nbytes):
                 self._due[self._count] = None
         view = SavedView(storage, tensor.detach())
@@ -119,16 +120,16 @@ class Activations:
 
     def _leave(self, storage: SavedStorage) -> bool:
         """Begin to move `storage` home; False if there is no room for it."""
-        loan = self._memory.host_pool.lend(storage.nbytes, self._unreserved_bytes())
-        if loan is None:
-            self.refused_bytes += storage.nbytes
+        with self._runtime.unwatched():
+            loan = self._spill.lend(storage.nbytes)
+        if loan is None or not self._may_leave(storage):
             return False
-        self.refused_bytes = 0
         del self._staying[storage.number]
         self._due.pop(storage.number, None)
         self._leaving[storage.number] = storage.nbytes
         with self._runtime.unwatched(), torch.no_grad():
             home, flat = storage.leave(loan)
+            self.note(storage)
             work = partial(self._memory.device.gradient_out, home, flat, add=False)
             del flat
             if self._engine.unlimited(Link.DEVICE_TO_HOST):
@@ -148,6 +149,10 @@ class Activations:
             self._runtime.room.transit_grew()
         return True
 
+    def _may_leave(self, storage: SavedStorage) -> bool:
+        """Return whether `storage` still may, after others were waited for."""
+        return storage.number in self._staying and storage.device is None and not storage.is_held_elsewhere()
+
     def _left(self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None) -> None:
         """Note that a storage is at home in `loan`, or with an `error` that it is where it was."""
         self._leaving.pop(number, None)
@@ -155,10 +160,12 @@ class Activations:
         if storage is not None:
             if error is not None:
                 storage.stays()
+                self.note(storage)
             else:
                 storage.leaving = False
                 if not storage.is_between():
                     self._drop(storage)
+                self._spill.arrived(storage)
         try:
             if error is not None:
                 raise error
@@ -170,6 +177,7 @@ class Activations:
         self._forget_address(storage)
         self._between.pop(storage.number, None)
         storage.device = None
+        self.note(storage)
 
     def _unreserved_bytes(self) -> int:
         """Return what gradients will take of host memory that have no place there yet."""
@@ -217,11 +225,13 @@ class Activations:
 
     def _fetch(self, storage: SavedStorage) -> None:
         """Begin to bring `storage` to the device, in memory that it has alone."""
+        if not self.closed:  # else its bytes on NVMe are read as a mapped file
+            self._spill.bring(storage)
         room, device = self._runtime.room, self._memory.device
         try:
             flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)
         except torch.OutOfMemoryError:
-            self._runtime.out_of_memory()
+            self._runtime.uses.out_of_memory()
             flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)
         room.count("activations fetched back", flat)
         work = partial(device.copy_in, flat.data, storage.home_bytes())  # `data`: counts no version of `flat`
@@ -233,6 +243,7 @@ class Activations:
                 Link.HOST_TO_DEVICE, work, storage.nbytes, ended, [self._engine.mark()]
             )
         storage.is_here(flat)
+        self.note(storage)
 
     def _arrived(
         self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None
@@ -262,19 +273,24 @@ class Activations:
             self._executor.wait_for_one()
 
     def _fetch_before(self, number: int) -> None:
-        """Begin to fetch what was saved before `number`, the last first, as far as the window goes."""
-        if self.closed or self._engine.unlimited(Link.HOST_TO_DEVICE):
+        """Begin to fetch what was saved before `number`, the last first, as far as the windows of the links go."""
+        if self.closed:
+            return
+        numbers = range(number - 1, max(0, number - _LOOKED_BACK), -1)
+        away = [each for before in numbers if (each := self._numbered.get(before)) is not None and each.is_away]
+        if self._memory.store is not None:
+            all(self._spill.read_ahead(storage) for storage in away)
+        if self._engine.unlimited(Link.HOST_TO_DEVICE):
             return  # a copy by this thread is no sooner for being made before its use
-        for before in range(number - 1, max(0, number - _LOOKED_BACK), -1):
-            storage = self._numbered.get(before)
-            if storage is None or storage.home is None or storage.device is not None:
-                continue
+        for storage in away:
+            if storage.home is None:
+                return
             if sum(self._ahead.values()) + storage.nbytes > self._window and self._ahead:
                 return
             if not self._runtime.room.has_room_ahead(storage.nbytes):
                 return
             self._fetch(storage)
-            self._ahead[before] = storage.nbytes
+            self._ahead[storage.number] = storage.nbytes
 
     # ---- room ----------------------------------------------------------------------------------------------------
 
@@ -313,18 +329,28 @@ class Activations:
 
     def shortage(self) -> str:
         """Return a sentence on why storages that could have left did not; "" if all could."""
-        if not self.refused_bytes:
-            return ""
-        pool = self._memory.host_pool
-        return (
-            f"Activations of {format_size(self.refused_bytes)} could not leave the device: host memory holds "
-            f"{format_size(pool.lent_bytes)} of them already, and weights, gradients and states take "
-            f"{format_size(pool.reserved_bytes)} of {format_size(pool.capacity_bytes)}; raise Budget(host=…) by "
-            f"{format_size(self.refused_bytes)} or more, use activation checkpointing, or a smaller micro-batch. "
-        )
+        return self._spill.shortage()
+
+    def note(self, storage: SavedStorage) -> None:
+        """Log where `storage` lies, if that has changed."""
+        self._log(storage, storage.tiers())
+
+    def _log(self, storage: SavedStorage, tiers: int) -> None:
+        if tiers != storage.noted:
+            events = self._runtime.events
+            events.saved.append(SavedMove(events.now(), storage.nbytes, storage.noted, tiers))
+            storage.noted = tiers
+
+    def held(self) -> Held:
+        """Return the bytes that graphs keep now, by the tiers on which they lie."""
+        held: Held = {}
+        for storage in list(self._numbered.values()):
+            held[storage.noted] = held.get(storage.noted, 0) + storage.nbytes
+        return held
 
     def forget(self, storage: SavedStorage) -> None:
         """Note that no graph keeps `storage` any more, on any thread: nothing is waited for."""
+        self._log(storage, 0)
         self._staying.pop(storage.number, None)
         self._due.pop(storage.number, None)
         if storage.arriving is None:

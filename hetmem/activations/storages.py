@@ -11,8 +11,10 @@ from typing import Protocol
 import torch
 
 from hetmem import torch_private
+from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME
 from hetmem.memory.chunk import elements
 from hetmem.memory.host_pool import Loan
+from hetmem.memory.nvme_store import LentExtent
 
 
 class Mover(Protocol):
@@ -26,6 +28,10 @@ class Mover(Protocol):
         """Note that a node asks for `storage`, which has not left."""
         ...
 
+    def note(self, storage: SavedStorage) -> None:
+        """Log where `storage` lies, if that has changed."""
+        ...
+
     def forget(self, storage: SavedStorage) -> None:
         """Note that no graph keeps `storage` any more; called by the garbage collector too, on any thread."""
         ...
@@ -33,7 +39,8 @@ class Mover(Protocol):
 
 class SavedStorage:
     """A storage of the device, whatever views of it are saved. Until it leaves, its views hold it; from then on
-    `device` does, a flat tensor over it or over what was fetched, and `home` its bytes in host memory."""
+    `device` does, a flat tensor over it or over what was fetched, `home` its bytes in host memory, and `extent`
+    those on NVMe."""
 
     __slots__ = (
         "__weakref__",
@@ -41,11 +48,13 @@ class SavedStorage:
         "address",
         "arriving",
         "device",
+        "extent",
         "fetched_version",
         "home",
         "leaving",
         "mover",
         "nbytes",
+        "noted",
         "number",
         "views",
     )
@@ -57,6 +66,9 @@ class SavedStorage:
         self.device: torch.Tensor | None = None
         self.fetched_version = 0
         self.home: Loan | None = None
+        self.extent: LentExtent | None = None
+        self.noted = 0
+        """The tiers that the log says; see `EventLog.saved`."""
         self.leaving = False
         """Whether `home` is not whole yet."""
         self.arriving: int | None = None
@@ -80,7 +92,7 @@ class SavedStorage:
         return any(unpacked) and not all(unpacked)
 
     def leave(self, home: Loan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin to leave for `home`; return the flat bytes there and on the device. Nobody can write to the storage any
+        """Begin to leave for `home`; return the flat bytes there and on the device. The program cannot write to it any
         more: what was written since a view was saved shows in its version now."""
         views = self.alive()
         assert self._memory is not None
@@ -97,10 +109,25 @@ class SavedStorage:
         """Hold `flat`, whose writes from now on are not hetmem's."""
         self.device, self.fetched_version = flat, flat._version
 
+    def tiers(self) -> int:
+        """Return the tiers on which the bytes lie, as the log has them."""
+        home = ON_HOST * (self.home is not None) | ON_NVME * (self.extent is not None)
+        return home | ON_DEVICE * (self.device is not None or not home)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether its bytes are at home alone, or on their way from there to the device."""
+        return self.device is None and (self.home is not None or self.extent is not None)
+
+    def is_idle(self) -> bool:
+        """Whether nothing is done with `home`, nor will be at once."""
+        return self.device is None and self.home is not None and not self.leaving
+
     def home_bytes(self) -> torch.Tensor:
-        """Return the bytes at home, flat."""
-        assert self.home is not None
-        return elements(self.home.memory, torch.uint8, self.nbytes)
+        """Return the bytes at home, flat; those on NVMe as a mapped file."""
+        home = self.home or self.extent
+        assert home is not None
+        return elements(home.memory, torch.uint8, self.nbytes)
 
     def stays(self) -> None:
         """End `leave`, which has failed: there is no home."""
@@ -126,7 +153,7 @@ class SavedView:
     )
 
     def __init__(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
-        """`tensor` has no graph, and nobody else holds that object."""
+        """`tensor` has no graph, and no other owner."""
         self.storage = storage
         self.tensor: torch.Tensor | None = tensor
         self._dtype, self._size, self._stride = tensor.dtype, tensor.shape, tensor.stride()

@@ -24,7 +24,7 @@ GRADIENTS = {
 }
 
 
-class Write(Enum):
+class GradientWrite(Enum):
     """What becomes of the gradient that the destination already holds."""
 
     OVERWRITE = "overwrite"
@@ -38,7 +38,7 @@ def gradient_out(
     destination: torch.Tensor,
     *,
     scale: float = 1.0,
-    write: Write = Write.OVERWRITE,
+    write: GradientWrite = GradientWrite.OVERWRITE,
     stream: torch.cuda.Stream | None = None,
     blocks: int | None = None,
 ) -> None:
@@ -57,7 +57,7 @@ def gradient_out(
     addresses = backend.address(source, "source"), backend.address(destination, "destination")
     if not backend.native:
         with torch.cuda.stream(stream):
-            reference.gradient_out(segments, source, destination, scale, write is Write.ADD)
+            reference.gradient_out(segments, source, destination, scale, write is GradientWrite.ADD)
     elif segments.tiles:
         kernel = f"gradient_{NAMES[source.dtype]}_{NAMES[destination.dtype]}_{write.value}"
         table = backend.address(segments.table, "segments"), np.int64(len(segments.tiles))

@@ -1,4 +1,4 @@
-"""The room of chunks on the device, and the error that says why there is none.
+"""The room of chunks on the device.
 
 On a watched device every tensor is counted as it is made; of a GPU only its allocator's peaks are known, and what it
 refused. Everything else comes before chunks: slots are given back, homes that moved to the device go back to host
@@ -7,294 +7,23 @@ memory. Copies come before homes that moved.
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
-from hetmem import torch_private
-from hetmem.base.units import MIB, format_size, round_down, round_up
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
+from hetmem.engine.shortage import Refusals, Shortage
 from hetmem.engine.traffic import Traffic
-from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.memory.live_bytes import DeviceMonitor
-from hetmem.schedule.layout import PAGE_ELEMENTS
-from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Moment, Tier
-from hetmem.schedule.tracer import StepTracer, segment_name
+from hetmem.schedule.tracer import StepTracer
 
-_MOST_PARTS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The device at one moment, in bytes.
-
-    `live_bytes` is what is neither copies nor homes of chunks, `lasting_bytes` the part of it that does not depend on
-    the batch; `copy_bytes` are all copies that the moment uses at once, of `copies` chunks whose largest parameter has
-    `largest_elements` (that of the model: `model_elements`); `home_bytes` are homes on the device. `whole_bytes` is
-    what keeping the model whole there takes, 0 if it is streamed. An element takes `itemsize` at home and
-    `compute_itemsize` in a copy.
-    """
-
-    device_bytes: int
-    usable_bytes: int
-    chunk_cap_bytes: int
-    live_bytes: int
-    lasting_bytes: int
-    copy_bytes: int
-    copies: int
-    largest_elements: int
-    model_elements: int
-    home_bytes: int
-    whole_bytes: int
-    slot_bytes: int
-    itemsize: int
-    compute_itemsize: int
-
-    def passes(
-        self,
-        *,
-        live_bytes: int | None = None,
-        copy_bytes: int | None = None,
-        home_bytes: int | None = None,
-        cap_bytes: int | None = None,
-    ) -> bool:
-        """Whether the moment would pass with these figures in place of its own."""
-        live = self.live_bytes if live_bytes is None else live_bytes
-        chunks = self.copy_bytes if copy_bytes is None else copy_bytes
-        chunks += self.home_bytes if home_bytes is None else home_bytes
-        return live + chunks <= self.usable_bytes and chunks <= (
-            self.chunk_cap_bytes if cap_bytes is None else cap_bytes
-        )
-
-
-def remedies(needs: Needs, others: Sequence[Needs] = ()) -> Iterator[str]:
-    """Changes that let the moment that failed pass, and all `others` that are known, the cheapest first; the last one,
-    a larger budget, always does."""
-    moments = (needs, *others)
-    if needs.whole_bytes:
-        yield from _streamed(moments)
-    else:
-        yield from _smaller_chunks(moments)
-    yield from _micro_batches(moments)
-    copies = max(moment.copy_bytes for moment in moments)
-    if not needs.whole_bytes and needs.device_bytes > needs.chunk_cap_bytes < needs.copy_bytes:
-        yield f"raise Budget(device_chunks=…): this moment needs {format_size(copies)} of chunks at once"
-        return
-    lost = needs.device_bytes - needs.usable_bytes
-    least = max(moment.copy_bytes + moment.live_bytes for moment in moments) + needs.home_bytes + lost
-    yield f"raise Budget(device=…): this moment needs {format_size(round_up(least, MIB))}"
-
-
-def _streamed(moments: Sequence[Needs]) -> Iterator[str]:
-    """States leave the device; what activations leave there is for chunks, and too little to keep the model whole."""
-    needs = moments[0]
-    cap = round_down(min(needs.usable_bytes - needs.live_bytes, needs.whole_bytes - 1), PAGE_ELEMENTS)
-    largest = max(needs.slot_bytes, needs.model_elements * needs.compute_itemsize)
-    if cap >= largest and all(moment.passes(home_bytes=0, cap_bytes=cap) for moment in moments):
-        yield f"set Budget(device_chunks={cap}), so that chunks are streamed instead of kept on the device"
-
-
-def _smaller_chunks(moments: Sequence[Needs]) -> Iterator[str]:
-    """Chunks just large enough for the largest parameter in use; a larger one takes several slots."""
-    needs = moments[0]
-    elements = round_up(needs.largest_elements, PAGE_ELEMENTS)
-    sizes = [m.copies * round_up(m.largest_elements, elements) * needs.compute_itemsize for m in moments]
-    widest = round_up(needs.model_elements, elements) * needs.compute_itemsize
-    if (
-        sizes[0] < needs.copy_bytes
-        and widest + needs.lasting_bytes + needs.home_bytes <= needs.usable_bytes
-        and widest + needs.home_bytes <= needs.chunk_cap_bytes
-        and all(moment.passes(copy_bytes=size) for moment, size in zip(moments, sizes, strict=True))
-    ):
-        size = elements * needs.itemsize
-        yield f"set chunk_bytes={size}: then the chunks in use take {format_size(sizes[0])}"
-
-
-def _micro_batches(moments: Sequence[Needs]) -> Iterator[str]:
-    """The fewest micro-batches, whose gradients add up, with which all pass: live bytes grow with the batch."""
-    parts = 2
-    while parts <= _MOST_PARTS:
-        lives = [m.lasting_bytes + (m.live_bytes - m.lasting_bytes) // parts for m in moments]
-        if all(moment.passes(live_bytes=live) for moment, live in zip(moments, lives, strict=True)):
-            yield f"use a smaller batch: with {parts} micro-batches what is live here is about {format_size(lives[0])}"
-            return
-        parts *= 2
-
-
-_NAMED = 3
 _MANY_CHUNKS = 4
 """Of so many copies, the largest, chunks need not give any for activations that come before their use."""
-
-
-class Transit(Protocol):
-    """What autograd has saved and crosses the links, as far as the device's room goes; see `activations.offload`."""
-
-    @property
-    def ahead_bytes(self) -> int:
-        """What chunks are to leave it, as long as they have enough."""
-        ...
-
-    def give_way(self) -> bool:
-        """Drop something that lies at home as well; False if there is nothing."""
-        ...
-
-    def make_room(self, nbytes: int) -> bool:
-        """Let so many bytes leave, as far as there are some that may; return whether any does."""
-        ...
-
-    def needs(self, own_bytes: int) -> None:
-        """Note that so much is needed beside chunks and what crosses the links."""
-        ...
-
-    def shortage(self) -> str:
-        """Return a sentence on what could not leave, and why."""
-        ...
-
-
-class Shortage:
-    """The facts of one runtime at the moment at which it has no room for `operator`."""
-
-    def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
-        self._memory, self._residency, self._tracer = memory, residency, tracer
-        self.activations: weakref.ref[Transit] | None = None
-        """What moves activations, if anything does: it holds the runtime, which must not hold it."""
-
-    def error(
-        self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0
-    ) -> DeviceOutOfMemoryError:
-        """`live_bytes`: what is neither copies nor homes of chunks; `wanted_bytes`: of the copy that finds no room;
-        `refused_bytes`: what else finds none, which `operator` names."""
-        memory = self._memory
-        in_use = self._in_use()
-        copies = sum(in_use.values())
-        wanted = f", and {format_size(wanted_bytes)} more for the chunk it uses" if wanted_bytes else ""
-        return DeviceOutOfMemoryError(
-            f"out of device memory in {operator} ({self._where()}): activations and other tensors take "
-            f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
-            f"{memory.homes_on_device()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}"
-            f"{self._stays()}. {self._activations_that_stay()}"
-            f"{self._ways_out(live_bytes + refused_bytes)}"
-        )
-
-    def _where(self) -> str:
-        key = self._tracer.key
-        return "outside a step" if key is None else f"moment {self._tracer.position} of the {segment_name(key)}"
-
-    def _in_use(self) -> dict[str, int]:
-        residency, slot = self._residency, self._memory.device_pool.slot_bytes
-        return {
-            residency.blocks[block].label: residency.blocks[block].span * slot
-            for block in residency.resident(Tier.DEVICE)
-            if residency.uses(block, Tier.DEVICE) and residency.slot_taken(block, Tier.DEVICE) >= 0
-        }
-
-    def _blocks_needed(self) -> set[int]:
-        """The blocks of all copies that this moment needs at once, those it could not have included."""
-        residency = self._residency
-        used = [block for block in residency.resident(Tier.DEVICE) if residency.uses(block, Tier.DEVICE)]
-        return {*self._tracer.blocks(), *used}
-
-    def _activations_that_stay(self) -> str:
-        """Why activations that might have left the device did not."""
-        moves = None if self.activations is None else self.activations()
-        return "" if moves is None else moves.shortage()
-
-    def _cap(self) -> str:
-        cap = self._memory.device_chunk_bytes
-        return f" (chunks may have {format_size(cap)} of it)" if cap < self._memory.device_bytes else ""
-
-    def _stays(self) -> str:
-        """Why a model that is whole on the device does not leave it, if that is for want of room."""
-        memory = self._memory
-        if not memory.resident or memory.has_room_away:
-            return ""
-        return (
-            f"; its homes cannot go to host memory, where they need {format_size(memory.away_bytes)} and "
-            f"{format_size(memory.host_pool.free_bytes)} are left of Budget(host=…)"
-        )
-
-    def _ways_out(self, live_bytes: int) -> str:
-        """What would let this moment pass, and all others that are known, cheapest first."""
-        needs = self._needs(live_bytes, self._blocks_needed())
-        moments = dict.fromkeys((moment.non_model_bytes, moment.blocks) for moment in self._tracer.known_moments())
-        others = [self._needs(nbytes, set(blocks)) for nbytes, blocks in moments]
-        ways = ", or ".join(remedies(needs, others))
-        known = "what is known of the step" if self._tracer.measured else "the step"
-        most = max((m.copy_bytes + m.live_bytes + m.home_bytes for m in (needs, *others)), default=0)
-        return (
-            f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too. "
-            f"In all {known} needs {format_size(most)} of the device; before a run, hetmem plan MODULE:FUNCTION "
-            f"--input … --device-memory {self._memory.device_bytes} --host-memory "
-            f"{self._memory.host_pool.capacity_bytes} says what the whole step needs"
-        )
-
-    def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:
-        """What a moment needs that uses `blocks`; without any it is as if it used the largest parameter."""
-        memory, residency = self._memory, self._residency
-        chunks = [chunk for chunk in memory.chunks if chunk.operand_block in blocks] or memory.chunks
-        largest = max(managed.numel for chunk in chunks for managed in chunk.parameters)
-        slot_bytes = memory.device_pool.slot_bytes
-        return Needs(
-            memory.device_bytes,
-            memory.usable_bytes,
-            memory.device_chunk_bytes,
-            live_bytes,
-            min(live_bytes, memory.buffer_bytes),
-            sum(residency.blocks[block].span for block in blocks) * slot_bytes,
-            len(blocks),
-            largest,
-            max(managed.numel for chunk in memory.chunks for managed in chunk.parameters),
-            memory.device_home_bytes,
-            memory.device_home_bytes if memory.resident else 0,
-            slot_bytes,
-            max(chunk.dtype.itemsize for chunk in chunks),
-            max(chunk.compute_dtype.itemsize for chunk in chunks),
-        )
-
-
-def _names(sizes: dict[str, int]) -> str:
-    if not sizes:
-        return ""
-    names = sorted(sizes, key=lambda name: sizes[name], reverse=True)
-    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f" ({'; '.join(names[:_NAMED])}{more})"
-
-
-class Refusals:
-    """Of one runtime, from when it is made."""
-
-    def __init__(self, memory: Memory, shortage: Shortage) -> None:
-        self._memory, self._shortage = memory, shortage
-        self.room_bytes = 0
-        """What would have been enough beside chunks; 0 while nothing was refused."""
-        self.said = ""
-        """Who held what when it happened last."""
-        memory.device.tell_refusals(self.refused)
-
-    def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
-        """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
-
-        From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
-        then; a part of a backward cannot be tried again, so there this logs what holds memory, before torch raises.
-        """
-        memory = self._memory
-        chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
-        self.room_bytes = max(self.room_bytes, min(memory.usable_bytes - chunks + asked_bytes, memory.usable_bytes))
-        live_bytes = max(0, allocated_bytes - chunks)
-        what = f"an allocation of {format_size(asked_bytes)}"
-        error = self._shortage.error(what, live_bytes, refused_bytes=asked_bytes)
-        given = min(asked_bytes, memory.device_pool.held_bytes())
-        self.said = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
-        if torch_private.current_graph_task() != -1:  # Python sees no error of a backward's node before it
-            logging.getLogger("hetmem").error(self.said)
 
 
 class DeviceRoom:
@@ -303,7 +32,7 @@ class DeviceRoom:
     def __init__(
         self, memory: Memory, traffic: Traffic, tracer: StepTracer, statistics: Statistics, *, sanitize: bool
     ) -> None:
-        self._memory, self._traffic, self._tracer, self._statistics = memory, traffic, tracer, statistics
+        self._memory, self._traffic, self._tracer, self.statistics = memory, traffic, tracer, statistics
         self.monitor = DeviceMonitor(
             memory.is_home_address, memory.is_device_address, weakly(self.non_model_grew), strict=sanitize
         )
@@ -341,7 +70,7 @@ class DeviceRoom:
     @property
     def non_model_peak_bytes(self) -> int:
         """The most that anything but chunks has ever needed of the device."""
-        return max(self._statistics.non_model_peak_bytes, self._room_seen)
+        return max(self.statistics.non_model_peak_bytes, self._room_seen)
 
     def look_at_allocator(self) -> int:
         """The bytes beside chunks now; where the device's allocator knows their peak, the last moment gets that."""
@@ -414,9 +143,7 @@ class DeviceRoom:
         if self._memory.device.watched:
             own_bytes = 0
             if self._tracer.measured:
-                live_bytes = (
-                    self.monitor.live_bytes
-                )  # before the others: they may die any time, and are none of it then
+                live_bytes = self.monitor.live_bytes  # before the others, which may die any time
                 own_bytes = live_bytes - self.leaving_bytes
             self._tracer.sent(own_bytes)
             if self._traffic.gradients.leaving or self.leaving or self.ahead:
@@ -451,7 +178,7 @@ class DeviceRoom:
         return moves is not None and moves.give_way()
 
     @property
-    def _activations(self) -> Transit | None:
+    def _activations(self) -> Any:
         return None if self.shortage.activations is None else self.shortage.activations()
 
     def transit_grew(self) -> None:
@@ -491,7 +218,7 @@ class DeviceRoom:
                 self.monitor.left |= self._leave_device(live_bytes)
         if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
             raise self.shortage.error(operator, live_bytes)
-        self._statistics.device_in_use(self.chunk_bytes(), live_bytes)
+        self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
         if (moves := self._activations) is not None:
             moves.needs(live_bytes - self.leaving_bytes)
 
@@ -555,7 +282,7 @@ class DeviceRoom:
             self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
             self._traffic.gradients.wait()  # they are on the device as long as they are on their way
             self._traffic.executor.wait_while(lambda: bool(self.leaving))
-            self._traffic.give_back_free()
+            self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), 0)
         finally:
             self._traffic.limit_device(before, before=before)
             self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else

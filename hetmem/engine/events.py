@@ -83,6 +83,21 @@ class Fault(NamedTuple):
     block: int
 
 
+ON_DEVICE, ON_HOST, ON_NVME = 1, 2, 4
+"""Bits of the tiers on which the bytes of a saved storage lie, or which they are on their way to."""
+Held = dict[int, int]
+"""By such bits, the bytes that lie so."""
+
+
+class SavedMove(NamedTuple):
+    """A storage of `nbytes` that autograd has saved lay `before` on those tiers, and lies on those `after` it."""
+
+    at: float
+    nbytes: int
+    before: int
+    after: int
+
+
 class _Mark(NamedTuple):
     """A timed mark in the stream of compute, what of, and the time at which it was asked for. `other`: the mark, or the
     time, that compute waits for there, or the mark where the update began that ends there; `since`: when the segment
@@ -119,6 +134,8 @@ class EventLog:
         self.transfers: deque[Transfer] = deque(maxlen=entries)
         self.moments: deque[MomentSeen] = deque(maxlen=entries)
         self.copies: deque[CopyChange] = deque(maxlen=entries)
+        self.saved: deque[SavedMove] = deque(maxlen=entries)
+        """Of a model whose activations move."""
         self.faults: deque[Fault] = deque(maxlen=entries)
         self.stalls: deque[Stall] = deque(maxlen=entries)
         self.updates: deque[Span] = deque(maxlen=entries)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -462,54 +462,3 @@ def updated_by_another(name: str) -> str:
         f"{name} was updated during backward by another optimizer, made with overlap=, whose step() was to be called: "
         f"make that with overlap='off', or drop it before the backward"
     )
-
-
-class Marks:
-    """The parameters of one optimizer whose gradients are shown as used up."""
-
-    def __init__(self) -> None:
-        self._marked: list[torch.Tensor] = []
-        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-    def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
-        """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
-        for managed in parameters:
-            parameter = managed.parameter
-            if parameter.grad is not None:
-                continue
-            key = parameter.dtype, parameter.device
-            if key not in self._elements:
-                self._elements[key] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-            parameter.grad = UsedUp(parameter, self._elements[key], managed.name, stepped=stepped)
-            if not stepped:
-                self._marked.append(parameter)
-
-    def drop(self) -> None:
-        """Let every marked gradient be None."""
-        for parameter in self._marked:
-            if isinstance(parameter.grad, UsedUp):
-                parameter.grad = None
-        self._marked.clear()
-
-
-class InForkedChild(torch.nn.Parameter):
-    """A tensor whose home is not in this process, which `fork()` has made: every function of torch over it raises."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: object,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> NoReturn:
-        raise ManageError(
-            "this tensor lies in memory of hetmem, and this process, made by fork(), has none of it: use the model in "
-            "the process that manages it. Give workers of a DataLoader ordinary tensors (weight.detach().clone()), or "
-            "make them before hetmem.manage, or by multiprocessing_context='spawn'"
-        )
-
-
-def refuse_in_child(tensor: torch.Tensor) -> None:
-    """Let every use of `tensor` in the child raise, where reading it would be a segmentation fault."""
-    tensor.__class__ = InForkedChild

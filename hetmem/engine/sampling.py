@@ -1,4 +1,4 @@
-"""Sampled bits of weights and gradients, which find most writes that count no version.
+"""Comparisons that find writes which count no version: 16-bit copies as a whole, sampled bits of everything else.
 
 A home is read only where it lies in host memory or on NVMe: a copy on a GPU could be read only by waiting for all that
 was asked of the GPU before. What a difference means is for the caller to say.
@@ -10,15 +10,19 @@ copy is marked as torn, and read again from its home before its use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from hetmem.cpu import compare_tasks
+from hetmem.cpu.workers import WorkerPool
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
+_TILE = 512 * 1024  # elements that are cast and compared while they are in the CPU's cache
 _OF_WEIGHTS = 16  # elements of each parameter, at least, if it has as many
 _OF_GRADIENTS = 1024  # elements, of which the greatest is the sample
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -89,6 +93,64 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     one, other = as_integers(left), as_integers(right)
     return bool(torch.equal(one, other) or ((one == other) | (left.isnan() & right.isnan())).all())
+
+
+# ---- 16-bit copies at home: as a whole --------------------------------------------------------------------------
+
+
+class HomeCopies:
+    """The comparison of 16-bit copies at home with their parameters. A chunk is `unchecked` until `stale` is asked."""
+
+    def __init__(self) -> None:
+        self.unchecked: dict[Chunk, None] = {}
+        self._begun: dict[Chunk, Callable[[], bool]] = {}
+        self._workers: Callable[[], WorkerPool | None] = lambda: None
+
+    def compare_on(self, workers: WorkerPool) -> None:
+        """Have the threads of `workers` compare, as long as that lives."""
+        self._workers = weakref.ref(workers)
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Begin to compare `chunks`, and those of earlier forwards that were not used since, in their order of use."""
+        self.unchecked.update(dict.fromkeys(chunks))
+        workers = self._workers()
+        self._begun = {} if workers is None else {chunk: _begin_to_compare(workers, chunk) for chunk in self.unchecked}
+
+    def renewed(self, chunk: Chunk) -> None:
+        """Forget what was begun of `chunk`: an update makes its parameters and copy anew."""
+        self.unchecked.pop(chunk, None)
+        self._begun.pop(chunk, None)
+
+    def stale(self, chunk: Chunk) -> list[ManagedParameter]:
+        """Return the parameters of `chunk` whose copies differ from them; these copies are made anew."""
+        self.unchecked.pop(chunk, None)
+        begun = self._begun.pop(chunk, None)
+        if begun is not None and begun():
+            return []
+        found = [managed for managed in chunk.parameters if not _copy_is_current(managed)]
+        if found or begun is not None:
+            with torch.no_grad():
+                chunk.flat(Role.COMPUTE).copy_(chunk.flat(Role.PARAM))  # what lies between parameters too
+            chunk.recast()
+        return found
+
+
+def _begin_to_compare(workers: WorkerPool, chunk: Chunk) -> Callable[[], bool]:
+    """Begin to compare the 16-bit copy of `chunk`; the result waits for whether it equals the parameters."""
+    tasks, found = compare_tasks(chunk.flat(Role.PARAM), chunk.flat(Role.COMPUTE))
+    batch = workers.begin(tasks)
+
+    def same() -> bool:
+        batch.join()
+        return not found.any()
+
+    return same
+
+
+def _copy_is_current(managed: ManagedParameter) -> bool:
+    home, copy = (managed.part(managed.chunk.flat(role)) for role in (Role.PARAM, Role.COMPUTE))
+    tiles = zip(home.split(_TILE), copy.split(_TILE), strict=True)
+    return all(same_bits(there, here.to(there.dtype)) for here, there in tiles)
 
 
 # ---- gradients: the greatest of a thousand elements ----------------------------------------------------------------

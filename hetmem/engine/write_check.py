@@ -20,24 +20,18 @@ operators, NumPy) count no version:
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 
 import torch
 
-from hetmem.cpu import compare_tasks
-from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.filling import recast, recast_all
 from hetmem.engine.param_views import Bindings, is_home_gradient, storage_references
-from hetmem.engine.sampling import as_sampled, same_bits, sample_of
+from hetmem.engine.sampling import HomeCopies, as_sampled, same_bits, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.trace import Tier
-
-_TILE = 512 * 1024  # elements that are cast and compared while they are in the CPU's cache
 
 
 class WriteCheck:
@@ -278,7 +272,7 @@ class WriteCheck:
         if chunk.operand == Role.COMPUTE:
             traffic.superseded(chunk, Role.PARAM)
             traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # a write in flight must not come later
-            recast(managed, managed.home)
+            managed.recast(managed.home)
         traffic.superseded(chunk, chunk.operand, but_device=but_device)
 
     def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
@@ -366,61 +360,6 @@ class WriteCheck:
                 if sample is not None and not all(as_sampled([(sample, managed.part(at_home))])):
                     return True
         return False
-
-
-class HomeCopies:
-    """The comparison of 16-bit copies at home with their parameters. A chunk is `unchecked` until `stale` is asked."""
-
-    def __init__(self) -> None:
-        self.unchecked: dict[Chunk, None] = {}
-        self._begun: dict[Chunk, Callable[[], bool]] = {}
-        self._workers: Callable[[], WorkerPool | None] = lambda: None
-
-    def compare_on(self, workers: WorkerPool) -> None:
-        """Have the threads of `workers` compare, as long as that lives."""
-        self._workers = weakref.ref(workers)
-
-    def begin(self, chunks: Iterable[Chunk]) -> None:
-        """Begin to compare `chunks`, and those of earlier forwards that were not used since, in their order of use."""
-        self.unchecked.update(dict.fromkeys(chunks))
-        workers = self._workers()
-        self._begun = {} if workers is None else {chunk: _begin_to_compare(workers, chunk) for chunk in self.unchecked}
-
-    def renewed(self, chunk: Chunk) -> None:
-        """Forget what was begun of `chunk`: an update makes its parameters and copy anew."""
-        self.unchecked.pop(chunk, None)
-        self._begun.pop(chunk, None)
-
-    def stale(self, chunk: Chunk) -> list[ManagedParameter]:
-        """Return the parameters of `chunk` whose copies differ from them; these copies are made anew."""
-        self.unchecked.pop(chunk, None)
-        begun = self._begun.pop(chunk, None)
-        if begun is not None and begun():
-            return []
-        found = [managed for managed in chunk.parameters if not _copy_is_current(managed)]
-        if found or begun is not None:
-            with torch.no_grad():
-                chunk.flat(Role.COMPUTE).copy_(chunk.flat(Role.PARAM))  # what lies between parameters too
-            recast_all(chunk)
-        return found
-
-
-def _begin_to_compare(workers: WorkerPool, chunk: Chunk) -> Callable[[], bool]:
-    """Begin to compare the 16-bit copy of `chunk`; the result waits for whether it equals the parameters."""
-    tasks, found = compare_tasks(chunk.flat(Role.PARAM), chunk.flat(Role.COMPUTE))
-    batch = workers.begin(tasks)
-
-    def same() -> bool:
-        batch.join()
-        return not found.any()
-
-    return same
-
-
-def _copy_is_current(managed: ManagedParameter) -> bool:
-    home, copy = (managed.part(managed.chunk.flat(role)) for role in (Role.PARAM, Role.COMPUTE))
-    tiles = zip(home.split(_TILE), copy.split(_TILE), strict=True)
-    return all(same_bits(there, here.to(there.dtype)) for here, there in tiles)
 
 
 def _is_replaced(managed: ManagedParameter) -> bool:

@@ -5,6 +5,12 @@ that has called the backward. A graph has nodes of both where weights, or gradie
 on weights, or on their gradients. Two threads at once would wait for each other's copies, add to one `p.grad` at the
 same time, and sum gradients in the order in which they happen to come. So the thread that calls runs all nodes, in
 torch's order, which is the same for a graph of one device: to look for nodes of the host would cost more than it saves.
+
+Note "accumulators": users ask for gradients by parameter, `torch.autograd.grad(loss, parameters)` and
+`backward(inputs=parameters)`. torch finds a parameter in a graph by the node that accumulates its gradients, and
+forgets that where `.data` gets another dtype or device. So it does for a parameter that computes on the device, or in
+16 bits, and is its home afterwards: it would look as if it were not used. Its nodes are looked up in the graph instead,
+and what arrives there becomes what the parameter is.
 """
 
 from __future__ import annotations
@@ -12,12 +18,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
@@ -28,8 +35,8 @@ from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import forget_what_is_over
 from hetmem.intercept.interceptor import Interception
-from hetmem.intercept.requested_gradients import accumulators, differentiate
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.live_bytes import nodes_behind
 
 _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
@@ -172,4 +179,53 @@ def _tell_of_arrivals(outputs: Any) -> None:
     for key, count in counts.items():
         found = registry.of_parameter(by_id[key]) if count > 1 else None
         if found is not None:
-            found[0].gradients.expect(found[1], count)
+            for listener in found[0].gradients.listeners:
+                listener.expect(found[1], count)
+
+
+# ---- gradients by parameter: see note "accumulators" -----------------------------------------------------------------
+
+
+def differentiate(
+    engine: Any, outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *more: Any, **kw: Any
+) -> Any:
+    """What `engine`, torch's, gives for `inputs`: those that name no managed parameter as ever."""
+    nodes = _lost(outputs, inputs) if inputs else {}
+    if not nodes:
+        return engine(outputs, grads, retain, create, inputs, *more, **kw)
+    asked = [[GradientEdge(node, 0) for node in nodes.get(id(each), ())] or [each] for each in inputs]
+    edges = tuple(edge for each in asked for edge in each)
+    found = engine(outputs, grads, retain, create, edges, *more, **kw)
+    if kw.get("accumulate_grad"):
+        return found
+    each_one = iter(found)
+    arrived = zip(inputs, [[next(each_one) for _ in each] for each in asked], strict=True)
+    return tuple(_sum(each, parts) if id(each) in nodes else parts[0] for each, parts in arrived)
+
+
+def accumulators(outputs: Any) -> Iterator[Any]:
+    """The nodes behind `outputs` that accumulate gradients of what their `variable` is: each forward has its own for a
+    parameter that is somewhere else, or of another dtype, between forwards."""
+    return (node for node in nodes_behind(outputs) if type(node).__name__ == "AccumulateGrad")
+
+
+@uncompiled
+def _lost(outputs: Any, inputs: Iterable[Any]) -> dict[int, list[Any]]:
+    """The accumulators of those of `inputs` that torch would not find, by `id`."""
+    wanted = {id(asked) for asked in inputs if _is_lost(asked)}
+    found: dict[int, list[Any]] = {}
+    for node in accumulators(outputs) if wanted else ():
+        if id(node.variable) in wanted:
+            found.setdefault(id(node.variable), []).append(node)
+    return found
+
+
+def _is_lost(asked: Any) -> bool:
+    found = registry.of_parameter(asked) if isinstance(asked, torch.nn.Parameter) else None
+    return found is not None and found[1].rest is not found[1].home
+
+
+@uncompiled
+def _sum(parameter: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    there = [part.to(parameter.device, parameter.dtype) for part in parts if part is not None]
+    return sum(there[1:], there[0]) if there else None

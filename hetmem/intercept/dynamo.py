@@ -1,7 +1,7 @@
 """What hetmem knows of `torch.compile`: who compiles, and how to keep them from code that is hetmem's own.
 
 It knows of no model. torch's callback compiles the frames that a thread is about to run; None: they are not compiled;
-False: nobody, but code that is there already runs.
+False: none are compiled, but compiled code that exists runs.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> 
 
 
 def _renumber(handle: RemovableHandle, number: int) -> None:
-    """`handle`, just registered, has `number`, which nobody else has."""
+    """`handle`, just registered, has `number`, which no other handle has."""
     for found in (handle.hooks_dict_ref, *handle.extra_dict_ref):
         hooks = found()
         if hooks is not None and handle.id in hooks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -92,24 +92,13 @@ def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequen
     return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
 
 
-class Surroundings(Protocol):
-    """Who knows what computes around a function."""
-
-    def computes(self) -> bool:
-        """Whether what meets a weight on this thread now is a part of a forward, and no code of the user's beside."""
-        ...
-
-    def keep(self, used: list[ManagedParameter]) -> bool:
-        """`used`, which are bound, stay so until the innermost call of a module is over. False if there is none."""
-        ...
-
-
 class Faults:
     """Binds managed parameters of one model to their device copies for the length of each function that meets them."""
 
-    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Surroundings) -> None:
+    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Any) -> None:
         self._runtime, self._gradients, self._saved = runtime, gradients, saved
-        self._around = weakref.ref(around)
+        self._around: Callable[[], Any] = weakref.ref(around)
+        """The `Interception`, which knows what computes around a function: it imports this."""
         self._by_id = runtime.bindings.by_id
         with runtime.unwatched():
             self._on_device = torch.empty(0, device=runtime.memory.device.torch_device)
@@ -145,7 +134,7 @@ class Faults:
             return
         with HELD_BACK, torch.no_grad():
             value = value.data if isinstance(value, _Unbound) else value
-            self._runtime.set_bound(managed, value)
+            self._runtime.uses.set_bound(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where a parameter that is not bound is among the arguments."""
@@ -194,7 +183,7 @@ class Faults:
         return dtype if asks is _Asks.DTYPE else dtype.is_floating_point
 
     def _operator(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Surroundings
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Any
     ) -> Any:
         if func == _SET_DATA and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
@@ -202,7 +191,7 @@ class Faults:
             self._gradients.use_again(used)
         if in_backward():
             self._saved.enter_node()
-        self._runtime.use(_name(func), used)
+        self._runtime.uses.use(_name(func), used)
         stays, displaced, casts = False, self._saved.displace_others(), self._saved.casts
         left = casts.leave_cache()
         try:
@@ -215,7 +204,7 @@ class Faults:
             stays = func in _POINTERS and around.keep(used)
             if not stays:
                 written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
-                self._runtime.end_use(used, untracked=func in (_SET_DATA, _GET_DATA), writes=written)
+                self._runtime.uses.end_use(used, untracked=func in (_SET_DATA, _GET_DATA), writes=written)
                 casts.drop(used)
 
     def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
@@ -243,7 +232,7 @@ class Faults:
             with HELD_BACK:
                 self._gradients.use_again(used)
                 for managed in used:
-                    self._runtime.read_at_home(managed)
+                    self._runtime.uses.read_at_home(managed)
             there = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
@@ -251,7 +240,7 @@ class Faults:
                 return result
             finally:
                 with HELD_BACK:
-                    self._runtime.rest_again(there)
+                    self._runtime.uses.rest_again(there)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""
@@ -260,7 +249,7 @@ class Faults:
         with torch.no_grad():
             if isinstance(value, _Unbound):  # which may have no values now
                 value = value.data
-            self._runtime.data_set(managed, value)
+            self._runtime.uses.data_set(managed, value)
 
 
 def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
@@ -284,7 +273,7 @@ def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwarg
         if is_in_place(func) or "out" in kwargs:
             raise _explained(runtimes, error) from None
         for runtime in runtimes:
-            runtime.out_of_memory()
+            runtime.uses.out_of_memory()
     try:
         return func(*args, **kwargs)
     except torch.OutOfMemoryError as error:

@@ -6,7 +6,7 @@ whether the calls that it was put there for are on the stack of their thread; on
 
 Note "compiled functions": a function that `torch.compile` makes code of, and that a forward calls (attention with a
 score of the user's, say), is traced with what is on the stack of function modes, as if that were a part of it. So there
-the mode is nothing; where a weight that nobody has bound is used the graph ends.
+the mode is nothing; where an unbound weight is used the graph ends.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from hetmem.engine.runtime import Runtime, TrainingPhase
 from hetmem.engine.turns import RUNNING, Section, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.live_bytes import nobody_sees
+from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import STEP
 from hetmem.torch_private import tree_leaves
 
-_PASSED_THROUGH = ("hetmem.intercept.backward", "hetmem.intercept.requested_gradients")
+_PASSED_THROUGH = "hetmem.intercept.backward"
 _FORWARDS = 32
 """Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
 calls no backward, has any number."""
@@ -49,7 +49,7 @@ class _Ended:
     yet. Then nothing is done: who has called it settles, or the next forward, backward or step.
     """
 
-    def __init__(self, segments: Segments, number: int) -> None:
+    def __init__(self, segments: StepSegments, number: int) -> None:
         self._segments, self._number = weakref.ref(segments), number
         self._called = False
 
@@ -92,20 +92,20 @@ def _hetmem_is_at_work() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")
-        if name.startswith("hetmem.") and name not in _PASSED_THROUGH:
+        if name.startswith("hetmem.") and name != _PASSED_THROUGH:
             return True
         frame = frame.f_back
     return False
 
 
-class Segments:
+class StepSegments:
     """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._pending: tuple[Hashable, ...] = ()
         self.unseen = False
-        """Whether what is done in this backward is no operator for anybody; see `nobody_sees`."""
+        """Whether no mode sees what is done in this backward; see `is_unseen`."""
         self.backwards = 0
         self.thread = threading.get_ident()
         """The one that computed the last forward."""
@@ -166,7 +166,7 @@ class Segments:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:
             self._runtime.events.begin_segment("backward")  # one more of the same trace
-        self.unseen = nobody_sees() and not self._runtime.tracer.measured
+        self.unseen = is_unseen() and not self._runtime.tracer.measured
         with self._runtime.unwatched():
             self.backward_began()
         engine: Any = torch_private.engine

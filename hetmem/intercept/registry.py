@@ -1,4 +1,10 @@
-"""Which modules and parameters are managed, and by what. Weak: being managed keeps nothing alive."""
+"""Which modules and parameters are managed, and by what. Weak: being managed keeps nothing alive.
+
+Note "scalers": torch's `GradScaler` keeps the scale, and whether something was not finite, in tensors of the GPU. Where
+gradients are in host memory torch copies both there with `non_blocking=True`, which is in order on a device. The CPU
+reads at once, and finds what lay there before: a wrong scale, or an overflow that is missed. So these copies are waited
+for.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,11 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from threading import get_ident
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import format_size
 from hetmem.engine.events import Span
-from hetmem.engine.param_views import refuse_in_child, updated_by_another
+from hetmem.engine.param_views import updated_by_another
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, Turn, in_backward
 from hetmem.errors import ManageError, StoreError
@@ -96,7 +104,7 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
         _count_step(interception.runtime)
         _warn_of_states(interception, optimizer)
         with suppress(Exception), interception.runtime.unwatched():
-            interception.runtime.renew_what_is_held()
+            interception.runtime.uses.renew_what_is_held()
     try:
         if failed is not None:
             raise failed
@@ -218,10 +226,67 @@ def refuse_managed(module: torch.nn.Module) -> None:
             )
 
 
+class InForkedChild(torch.nn.Parameter):
+    """A tensor whose home is not in this process, which `fork()` has made: every function of torch over it raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: object,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> NoReturn:
+        raise ManageError(
+            "this tensor lies in memory of hetmem, and this process, made by fork(), has none of it: use the model in "
+            "the process that manages it. Give workers of a DataLoader ordinary tensors (weight.detach().clone()), or "
+            "make them before hetmem.manage, or by multiprocessing_context='spawn'"
+        )
+
+
 def _after_fork() -> None:
     for interception in interceptions():
         for managed in interception.runtime.parameters:
-            refuse_in_child(managed.parameter)
+            managed.parameter.__class__ = InForkedChild  # where reading it would be a segmentation fault
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+# ---- scalers: see note "scalers" -------------------------------------------------------------------------------------
+
+_FOR_FUSED = ("grad_scale", "found_inf")
+_replicator: Any = getattr(torch.amp.grad_scaler, "_MultiDeviceReplicator", None)
+_get: Any = getattr(_replicator, "get", None)
+
+
+@cache
+def watch_scalers() -> None:
+    """See note "scalers". In a torch that has other names for it nothing is done."""
+    if _get is not None:
+        _replicator.get = _get_here
+    register_optimizer_step_pre_hook(_send_scale_home)
+
+
+def _get_here(self: Any, device: torch.device) -> torch.Tensor:
+    """In the place of `_MultiDeviceReplicator.get`."""
+    found: torch.Tensor = _get(self, device)
+    if found.device.type == "cpu" and self.master.device.type == "cuda":
+        torch.cuda.current_stream(self.master.device).synchronize()
+    return found
+
+
+def _send_scale_home(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """A fused optimizer of torch's gets the scale from a scaler, and sends it where its parameters are."""
+    for name in _FOR_FUSED:
+        value = getattr(optimizer, name, None)
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu" and _has_some_at_home(optimizer):
+            setattr(optimizer, name, value.cpu())
+
+
+def _has_some_at_home(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any managed parameter of `optimizer` is in host memory."""
+    return any(
+        parameter.device.type == "cpu" and of_parameter(parameter) is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )

@@ -18,10 +18,10 @@ from hetmem.engine.turns import in_backward
 from hetmem.intercept.autocast_casts import Casts
 from hetmem.intercept.dynamo import called_by_autograd, set_compiler, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
-from hetmem.intercept.phases import Segments
+from hetmem.intercept.phases import StepSegments
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.live_bytes import nobody_sees
+from hetmem.memory.live_bytes import is_unseen
 
 _AUTOGRAD: Any = torch_private.autograd
 _STRIDED = torch.strided
@@ -70,7 +70,7 @@ class SavedTensors:
     where an interrupt ends it.
     """
 
-    def __init__(self, runtime: Runtime, segments: Segments, activations: Activations | None) -> None:
+    def __init__(self, runtime: Runtime, segments: StepSegments, activations: Activations | None) -> None:
         self.runtime, self.segments = runtime, segments
         self.activations = activations
         """What moves everything but weights; None = it stays on the device."""
@@ -78,7 +78,7 @@ class SavedTensors:
         self._by_id = runtime.bindings.by_id
         self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
-        """Classes of tensors that may be asked for their memory without anybody's noticing."""
+        """Classes of tensors that may be asked for their memory without a call of Python."""
 
     @called_by_autograd
     def on_backward(self) -> None:
@@ -183,14 +183,14 @@ class SavedTensors:
         managed = packed.managed
         if torch.is_grad_enabled() and torch_private.current_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
-        if self.segments.unseen or nobody_sees():
+        if self.segments.unseen or is_unseen():
             return self._view(packed, managed)
         with self.runtime.unwatched():
             return self._view(packed, managed)
 
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
         """Return what autograd gets back, which no mode of the user's sees."""
-        device = self.runtime.saved(managed)  # may wait for an update of it
+        device = self.runtime.uses.saved(managed)  # may wait for an update of it
         parameter = managed.parameter
         kind, parameter.__class__ = type(parameter), managed.kind
         version, parameter.__class__ = parameter._version, kind  # as `version_now`

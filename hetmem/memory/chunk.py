@@ -266,6 +266,11 @@ class Chunk:
             return elements(memory, torch.uint8, self._bytes(role, self.numel))
         return elements(memory, self.dtype_of(role), self.numel)
 
+    def recast(self) -> None:
+        """Make the 16-bit copies at home, if there are any, what the parameters say."""
+        for managed in self.parameters:
+            managed.recast(managed.home)
+
     def label(self, role: Role) -> str:
         """How messages name `role` of this chunk."""
         names = [parameter.name for parameter in self.parameters]
@@ -323,7 +328,7 @@ class ManagedParameter:
         """The parameter's version counter, whatever class it has."""
         parameter = self.parameter
         kind = type(parameter)
-        parameter.__class__ = self.kind  # of which torch asks nobody
+        parameter.__class__ = self.kind  # whose attributes torch reads without a call of Python
         version = parameter._version
         parameter.__class__ = kind
         return version
@@ -387,3 +392,9 @@ class ManagedParameter:
     def part(self, flat: torch.Tensor) -> torch.Tensor:
         """This parameter's elements of `flat`, a 1-D tensor over a whole role of its chunk."""
         return flat[self.offset : self.offset + self.numel]
+
+    def recast(self, home: torch.Tensor) -> None:
+        """Make the 16-bit copy at home, if there is one, what `home`, which holds the parameter's values, says."""
+        if Role.COMPUTE in self.chunk.homes:
+            with torch.no_grad():
+                self.view(Role.COMPUTE).copy_(home)

@@ -27,7 +27,7 @@ from hetmem.base.units import MIB
 from hetmem.base.whole_files import keep, kept
 from hetmem.cuda.backend import Backend
 from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
+from hetmem.cuda.gradient import GRADIENTS, GradientWrite, gradient_out
 from hetmem.cuda.segments import Segments
 
 UNMEASURED = "not measured on this GPU: run `hetmem probe`"
@@ -221,7 +221,7 @@ class Moves:
         return wanted and (gradient.dtype, home.dtype) in GRADIENTS and self._is_mapped(home)
 
     def _by_kernel(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
-        write = Write.ADD if add else Write.OVERWRITE
+        write = GradientWrite.ADD if add else GradientWrite.OVERWRITE
         for part in _pieces(home.numel(), KERNEL_ELEMENTS):
             whole = self._whole(part.stop - part.start)
             gradient_out(self.kernels, whole, gradient[part], home[part], write=write, blocks=self.ways.blocks)

@@ -139,7 +139,7 @@ class Device:
         return 0
 
     def fragment_bytes(self) -> int:
-        """Return the most that its allocator had at one time between tensors: free, and of no use to anybody else."""
+        """Return the most that its allocator had at one time between tensors: free, and of no use to others."""
         return 0
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:

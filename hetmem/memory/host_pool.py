@@ -38,6 +38,11 @@ class Spans:
         self._given: deque[int] = deque()
 
     @property
+    def end(self) -> int:
+        """Where the range ends."""
+        return self._end
+
+    @property
     def lowest(self) -> int:
         """Where the lowest span that is lent begins; the end of the range if none is."""
         self._settle()
@@ -201,6 +206,10 @@ class HostPool:
     def __init__(self, capacity_bytes: int, mapping: Mapping | None = None) -> None:
         self.capacity_bytes = round_down(capacity_bytes, PAGE_BYTES)
         self.reserved_bytes = 0
+        self.peak_bytes = 0
+        """The most that was reserved and lent at one time."""
+        self.for_loans_bytes = 0
+        """So much at the end is never reserved."""
         self.mapping = mapping or Mapping(max(PAGE_BYTES, self.capacity_bytes))
         self.mapping.keep_from_children()
         self._staging_offset = 0
@@ -210,18 +219,32 @@ class HostPool:
     @property
     def free_bytes(self) -> int:
         """What may still be reserved."""
-        return self._spans.lowest - self.reserved_bytes
+        return self._reserved_up_to() - self.reserved_bytes
+
+    def _reserved_up_to(self) -> int:
+        return min(self._spans.lowest, self.capacity_bytes - self.for_loans_bytes)
 
     @property
     def lent_bytes(self) -> int:
         """What `lend` has handed out."""
         return self._spans.lent_bytes
 
-    def lend(self, nbytes: int, leave_bytes: int = 0) -> Loan | None:
-        """Lend page-aligned memory for a while, and leave `leave_bytes` to be reserved; None if there is no room."""
+    def loan_room_bytes(self, leave_bytes: int) -> int:
+        """Return what may be lent beside `leave_bytes` that are to be reserved, in however many pieces."""
+        return self.capacity_bytes - self._first_loan(leave_bytes) - self.lent_bytes
+
+    def _first_loan(self, leave_bytes: int) -> int:
         start = round_up(self.reserved_bytes + leave_bytes, PAGE_BYTES)
-        at = self._spans.take(nbytes, start)
-        return None if at is None else Loan(self._spans, at, self.mapping.buffer(at, round_up(nbytes, PAGE_BYTES)))
+        return max(self.reserved_bytes, min(start, self.capacity_bytes - self.for_loans_bytes))
+
+    def lend(self, nbytes: int, leave_bytes: int = 0, apart_bytes: int = 0) -> Loan | None:
+        """Lend page-aligned memory for a while, and leave `leave_bytes` to be reserved, and `apart_bytes` beside them
+        to other loans; None if there is no room."""
+        at = self._spans.take(nbytes, round_up(self._first_loan(leave_bytes) + apart_bytes, PAGE_BYTES))
+        if at is None:
+            return None
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes + self.lent_bytes)
+        return Loan(self._spans, at, self.mapping.buffer(at, round_up(nbytes, PAGE_BYTES)))
 
     def reserve(self, nbytes: int) -> memoryview:
         """`nbytes` of page-aligned memory for good. Raises `CapacityError` with nothing changed."""
@@ -229,12 +252,13 @@ class HostPool:
         start = self.reserved_bytes
         if start // PIECE_BYTES != (start + taken - 1) // PIECE_BYTES and 0 < taken <= PIECE_BYTES:
             start = round_up(start, PIECE_BYTES)
-        if start + taken > self._spans.lowest:
+        if start + taken > self._reserved_up_to():
             raise CapacityError(
                 f"the host pool has no room: {format_size(taken)} wanted, {format_size(self.free_bytes)} left "
                 f"of {format_size(self.capacity_bytes)}"
             )
         self.reserved_bytes = start + taken
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes + self.lent_bytes)
         return self.mapping.buffer(start, nbytes)
 
     def reserve_staging(self, slot_bytes: int, slots: int) -> None:

@@ -158,7 +158,7 @@ class DeviceMonitor(TorchDispatchMode):
                 node.register_hook(_Leave(self))
 
 
-def nobody_sees() -> bool:
+def is_unseen() -> bool:
     """Return whether no mode or transform is around: `DeviceMonitor.unwatched` would change nothing."""
     return not (_dispatch_modes() or _function_modes() or _inference() or _transform() is not None)
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, StoreError
+from hetmem.memory.host_pool import Spans
 from hetmem.memory.mapping import Mapping
 
 BLOCK_BYTES = 4096  # covers the O_DIRECT alignment of the disks and filesystems in use
@@ -45,6 +46,10 @@ class StoreFile:
         self.reserved_bytes = 0
         self.kept_bytes = 0
         """Of the begin of the file: blocks that are there, reserved or not."""
+        self.loans = Spans(nbytes, BLOCK_BYTES, nbytes + 1)
+        """What is lent, from the end of the file downward."""
+        self._lent_from = nbytes
+        """From here on the blocks are allocated, and say anything."""
         with contextlib.ExitStack() as opened:
             try:
                 self.buffered = _open_unnamed(directory)
@@ -73,14 +78,37 @@ class StoreFile:
         return self.direct != self.buffered
 
     def allocate(self, nbytes: int) -> None:
-        """Take disk blocks for `nbytes` after the reserved ones; `trim` gives them back."""
+        """Take zeroed disk blocks for `nbytes` after the reserved ones; `trim` gives them back."""
+        if self._lent_from < self.loans.end:
+            self.trim()
+        self._take_blocks(self.reserved_bytes, nbytes)
+        end = self.reserved_bytes + nbytes
+        if end > self._lent_from:  # where nothing is lent any more
+            start = max(self.reserved_bytes, self._lent_from)
+            self.pages[start:end] = bytes(end - start)
+            self._lent_from = end
+
+    def lend(self, nbytes: int) -> int | None:
+        """Return where `nbytes`, whole blocks, are lent until `loans` has them back; None if there is no room. Their
+        blocks stay allocated, so that the next step allocates none."""
+        at = self.loans.take(nbytes, self.reserved_bytes)
+        if at is not None and at < self._lent_from:
+            try:
+                self._take_blocks(at, self._lent_from - at)
+            except StoreError:
+                self.loans.give_back(at)
+                raise
+            self._lent_from = at
+        return at
+
+    def _take_blocks(self, start: int, nbytes: int) -> None:
         disk = os.fstatvfs(self.buffered)
-        free = disk.f_bavail * disk.f_frsize + max(0, self.kept_bytes - self.reserved_bytes)
+        free = disk.f_bavail * disk.f_frsize + max(0, self.kept_bytes - start)
         try:
             # Asked first because a failing fallocate fills the disk, for every process on it, before it says so.
             if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(self.buffered, self.reserved_bytes, nbytes)
+            os.posix_fallocate(self.buffered, start, nbytes)
         except OSError as error:
             missing = f", {sized(nbytes - free)} are missing" if nbytes > free else ""  # a quota, say, else
             raise StoreError(
@@ -90,8 +118,11 @@ class StoreFile:
             ) from error
 
     def trim(self) -> None:
-        """Give back blocks beyond the reserved ones; no view of them exists, and `allocate` lengthens the file."""
-        os.ftruncate(self.buffered, max(self.reserved_bytes, self.kept_bytes))
+        """Give back blocks beyond the reserved ones, unless some are lent; no view of them exists, and `allocate`
+        lengthens the file."""
+        if not self.loans.lent_bytes:
+            os.ftruncate(self.buffered, max(self.reserved_bytes, self.kept_bytes))
+            self._lent_from = self.loans.end
 
     def transfer(self, verb: str, move: Move, memory: memoryview, position: int) -> None:
         """Move all of `memory` from or to `position`, however little each call moves; `StoreError` if not, whatever it

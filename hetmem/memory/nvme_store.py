@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from hetmem.base.config import nvme_timeout_seconds
 from hetmem.base.units import round_down, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
+from hetmem.memory.host_pool import Loan, Spans
 from hetmem.memory.mapping import Mapping, address_of
 from hetmem.memory.nvme_file import BLOCK_BYTES, StoreFile, VectoredIo, sized
 from hetmem.memory.nvme_requests import DiskLink, DiskSettings, Requests, settings_for
@@ -37,6 +38,17 @@ class Extent:
     file: int
     offset: int
     nbytes: int
+
+
+class LentExtent(Loan):
+    """`extent` of a store, and its bytes as `memory`: see `NvmeStore.view`. The store has it back when this is dropped,
+    on any thread; a transfer has to hold it."""
+
+    __slots__ = ("extent",)
+
+    def __init__(self, spans: Spans, at: int, memory: memoryview, extent: Extent) -> None:
+        super().__init__(spans, at, memory)
+        self.extent = extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,8 @@ class NvmeStore:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be greater than 0, got {threads}")
         self.capacity_bytes = capacity_bytes
+        self.peak_bytes = 0
+        """The most that was reserved and lent at one time."""
         self.timeout_seconds = nvme_timeout_seconds() if timeout_seconds is None else timeout_seconds
         self._lock = threading.Lock()  # guards _closed, reservations, and submission against close
         self._closed = False
@@ -122,6 +136,15 @@ class NvmeStore:
     def reserved_bytes(self) -> int:
         """Bytes reserved so far, rounding included; never above `capacity_bytes`. Zero once closed."""
         return sum(file.reserved_bytes for file in self._files)
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that `lend` has handed out, rounding included."""
+        with self._lock:
+            return self._lent()
+
+    def _lent(self) -> int:
+        return sum(file.loans.lent_bytes for file in self._files)
 
     @property
     def bytes_read(self) -> int:
@@ -160,8 +183,10 @@ class NvmeStore:
             raise ValueError("an extent needs at least 1 byte")
         with self._lock:
             self._check_open()
-            if self.reserved_bytes + sum(lengths) > self.capacity_bytes:
+            lent = self._lent()
+            if self.reserved_bytes + lent + sum(lengths) > self.capacity_bytes:
                 room = f"{sized(self.reserved_bytes)} of {sized(self.capacity_bytes)} are reserved"
+                room += f", and {sized(lent)} lent to activations" if lent else ""
                 raise CapacityError(f"no room for {sized(sum(lengths))} in the NVMe store: {room}. Raise its budget")
             ends = [file.reserved_bytes for file in self._files]
             first = self._first + (len(set(ends)) == 1 and ends[0] > 0)
@@ -176,9 +201,28 @@ class NvmeStore:
                 extents.append(Extent(index, ends[index], nbytes))
                 ends[index] += nbytes
                 left[self._files[index].disk] -= nbytes
+            if any(end > file.loans.lowest for file, end in zip(self._files, ends, strict=True)):
+                what = f"no room for {sized(sum(lengths))} in one piece of the NVMe store"
+                raise CapacityError(f"{what}, beside what is lent to activations. Raise its budget")
             self._allocate(ends)
             self._first = first
             return extents
+
+    def lend(self, nbytes: int, leave_bytes: int = 0) -> LentExtent | None:
+        """Lend an extent of `nbytes`, which say anything, for a while, and leave `leave_bytes` to be reserved; None if
+        the capacity has no room. Raises `StoreError` when a disk has none."""
+        length = round_up(nbytes, BLOCK_BYTES)
+        with self._lock:
+            self._check_open()
+            taken = self.reserved_bytes + self._lent() + length
+            if taken + leave_bytes > self.capacity_bytes:
+                return None
+            for file in sorted(self._files, key=lambda file: file.reserved_bytes + file.loans.lent_bytes):
+                if (at := file.lend(length)) is not None:
+                    self.peak_bytes = max(self.peak_bytes, taken)
+                    extent = Extent(self._files.index(file), at, length)
+                    return LentExtent(file.loans, at, memoryview(file.pages)[at : at + length], extent)
+        return None
 
     def forget(self) -> None:
         """End all reservations; what was written stays in the files, and under extents that are reserved next, until
@@ -186,7 +230,7 @@ class NvmeStore:
         with self._lock:
             for file in self._files:
                 file.kept_bytes, file.reserved_bytes = file.reserved_bytes, 0
-            self._first = 0
+            self._first = self.peak_bytes = 0
 
     def trim(self) -> None:
         """Give back what `forget` has kept beyond the extents that are reserved now: those that follow are zeroed."""
@@ -289,12 +333,14 @@ class NvmeStore:
             raise
         for file, end in zip(self._files, ends, strict=True):
             file.reserved_bytes = end
+        self.peak_bytes = max(self.peak_bytes, self.reserved_bytes + self._lent())
 
     def _file_of(self, extent: Extent) -> StoreFile:
         self._check_open()
         files = self._files
         if not 0 <= extent.file < len(files) or not (
             0 <= extent.offset <= extent.offset + extent.nbytes <= files[extent.file].reserved_bytes
+            or files[extent.file].loans.lowest <= extent.offset
         ):
             raise ValueError(f"{extent} was not reserved in this store")
         return files[extent.file]

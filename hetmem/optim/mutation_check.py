@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hetmem.engine.param_views import Marks, is_as_it_was
+import torch
+
+from hetmem.engine.param_views import UsedUp, is_as_it_was, show_gradient, take_gradient
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.chunk_update import ChunkUpdate, Part
@@ -86,7 +88,7 @@ class MutationCheck:
         self._marks, self._shows = Marks(), False
 
     def see(self, waiting: Iterable[tuple[ManagedParameter, dict[str, Any], int]]) -> None:
-        """The backward is over: `waiting` are parameters with a gradient that nobody has used, their groups, and how
+        """The backward is over: `waiting` are parameters whose gradient no update has used, their groups, and how
         many of their gradients have arrived."""
         for managed, group, count in waiting:
             if self._waiting.get(id(managed), (-1,))[0] != count:
@@ -201,3 +203,31 @@ def half_updated(update: ChunkUpdate) -> RuntimeError:
     return RuntimeError(
         f"the update of {names} … failed when some of its elements were one step further than others: load a checkpoint"
     )
+
+
+class Marks:
+    """The parameters of one optimizer whose gradients are shown as used up."""
+
+    def __init__(self) -> None:
+        self._marked: list[torch.Tensor] = []
+        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
+        """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
+        for managed in parameters:
+            parameter = managed.parameter
+            if parameter.grad is not None:
+                continue
+            key = parameter.dtype, parameter.device
+            if key not in self._elements:
+                self._elements[key] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+            show_gradient(parameter, UsedUp(parameter, self._elements[key], managed.name, stepped=stepped))
+            if not stepped:
+                self._marked.append(parameter)
+
+    def drop(self) -> None:
+        """Let every marked gradient be None."""
+        for parameter in self._marked:
+            if isinstance(parameter.grad, UsedUp):
+                take_gradient(parameter)
+        self._marked.clear()

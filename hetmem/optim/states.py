@@ -103,7 +103,7 @@ class States:
         return written
 
     def held(self, chunk: Chunk) -> bool:
-        """Whether anybody has views of states of `chunk` beside those in `state`."""
+        """Whether the program holds views of states of `chunk` beside those in `state`."""
         return any(is_shared(shown) for shown, _ in self._shown(chunk))
 
     def moved(self, chunk: Chunk) -> None:
@@ -187,15 +187,12 @@ class SteppingOptimizer(Protocol):
     @property
     def needs_all_gradients(self) -> bool:
         """Whether the factor of gradients depends on all of them."""
-        ...
 
     def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
         """The group of each parameter, by its `id`."""
-        ...
 
     def number_of(self, managed: ManagedParameter) -> int:
         """The place of `managed` among all parameters of the optimizer."""
-        ...
 
 
 class Owners:

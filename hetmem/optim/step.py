@@ -18,6 +18,7 @@ import torch
 
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradients import has_hooks_of_the_user
+from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
@@ -187,7 +188,7 @@ class Stepper:
         self._optimizer.states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
-        """Whether all gradients of `chunk` that a step ever had are in, and nobody will change them."""
+        """Whether all gradients of `chunk` that a step ever had are in, and cannot change any more."""
         mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
         return chunk not in self._progress and all(
             self._arrivals.complete(m)
@@ -217,8 +218,8 @@ class Stepper:
     def begin(self) -> None:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
         self.refuse_ruined()
-        self._interception.refuse_a_fork("a step")
-        self._interception.refuse_a_capture("a step")
+        refuse_a_fork("a step", self._interception.process)
+        refuse_a_capture("a step", self.runtime.memory.device)
         self._interception.reset()
         self._interception.segments.begin_step()
         self._refuse_edits()
@@ -309,8 +310,8 @@ class Stepper:
                 raise other_factor(update)
 
     def end(self, *, updated: bool) -> None:
-        """The step is over for all models of the optimizer: nobody will try it again."""
-        self._updates.owe()  # what trails and fails from here on is nobody's to repeat
+        """End the step for all models of the optimizer; it is not tried again."""
+        self._updates.owe()  # no step repeats what trails and fails from here on
         if updated:
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.leave(self._progress.values())

@@ -77,7 +77,7 @@ class Passes:
 
     def _see_gradients(self, update: ChunkUpdate) -> None:
         """Note that the gradients have arrived: a write to them from now on, before `step`, changes what was used."""
-        if update.kept:  # which counted its versions as it arrived, and has no sample that nobody waits for
+        if update.kept:  # its versions were counted as it arrived, and it has no sample to wait for
             return
         self._notice_disturbance(update, update.opened)
         for part in update.parts if self._optimizer.overlap is not Overlap.OFF else ():
@@ -99,7 +99,7 @@ class Passes:
         return part
 
     def as_seen(self, part: Part) -> bool:
-        """Whether nobody has written to the gradient of `part` since."""
+        """Whether the gradient of `part` was not written to since."""
         return part.version == part.gradient._version and self.unscaled([part])
 
     def _notice_disturbance(self, update: ChunkUpdate, opened: Opened) -> None:

@@ -15,7 +15,6 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.cpu.workers import Batch, WorkerPool
 from hetmem.engine.events import Span
-from hetmem.engine.filling import recast_all
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role, without_graph
@@ -150,11 +149,11 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._close(update, failed=True)
             raise
         self._running.append(update)
-        ended = self._traffic.executor.expect_job(partial(weakly(self._ended), weakref.ref(update)))
+        tag = self._traffic.executor.expect(partial(weakly(self._ended), weakref.ref(update)))
         update.began = self._runtime.events.now()
-        update.batch = self._workers.begin(tasks, after=ended)
+        update.batch = self._workers.begin(tasks, after=self._traffic.engine.reporter(tag))
 
-    def _ended(self, ended: weakref.ref[ChunkUpdate]) -> None:
+    def _ended(self, ended: weakref.ref[ChunkUpdate], _: BaseException | None) -> None:
         update = ended()
         assert update is not None, "it is among those that run"
         self._running.remove(update)
@@ -206,7 +205,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             elif update.writes:
                 back.callback(traffic.end_update, chunk, renew=update.had_copy and not update.keeps_copy)
             if failed and Role.COMPUTE in update.needs:
-                back.callback(recast_all, chunk)  # parameters may be what they were, and their copies not
+                back.callback(chunk.recast)  # parameters may be what they were, and their copies not
             for role in reversed(update.needs):
                 back.callback(self._close_role, update, role, failed=failed)
             if update.copy is not None:

@@ -135,14 +135,18 @@ def activation_choices(
                 "choice": choice,
                 "step_seconds": best.result.seconds if isinstance(best, Judged) else None,
                 "moved_bytes": sum(move.nbytes for move in workload.moves),
+                "kept_bytes": sum(each.nbytes for each in kept.saved) - sum(move.nbytes for move in workload.moves),
+                "nvme_bytes": best.arrangement.spilled_bytes if isinstance(best, Judged) else 0,
                 "times": lower,
+                "rows": int(kept.rows * lower),
+                "sequence": int(kept.tokens / kept.rows * lower),
             }
         )
     return tuple(found)
 
 
 def _has_room(workload: Workload, asked: Setting) -> bool:
-    """Whether each operator has room on the device, and what moves in host memory."""
+    """Whether each operator has room on the device, and what moves in host memory and on NVMe."""
     for setting in dict.fromkeys((asked, not_whole(workload, asked))):
         with suppress(NoRoom):
             check_device(workload, arranged(workload, setting), setting.capacities)
@@ -173,8 +177,6 @@ def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, in
         roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
     if best.result.update_slot_bytes:
         roles["device"][SENT_STATES] = best.result.update_slot_bytes
-    if decision.workload.away_bytes:
-        roles["host"]["activations"] = decision.workload.away_bytes
     homes = sum(roles["device"].values())
     roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
     roles["device"]["activations"] = best.result.non_model_peak_bytes
@@ -253,12 +255,19 @@ def _does_as(workload: Workload, setting: Setting, best: Judged, hardware: Hardw
         return False
     if ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes
+    if not made.lent and ground == made.ground and _on_device(best.setting) == _on_device(setting):
+        return True  # nothing else is rehearsed
     found = judged(workload, setting, hardware, micro_batches)
     if not isinstance(found, Judged) or found.result.seconds > _AS_FAST * best.result.seconds:
         return False
     one, other = found.result, best.result
     moved = one.moved_bytes == other.moved_bytes and one.new_bytes == other.new_bytes
     return moved and (one.streamed_updates, one.update_slot_bytes) == (other.streamed_updates, other.update_slot_bytes)
+
+
+def _on_device(setting: Setting) -> tuple[int, ...]:
+    capacities = setting.capacities
+    return capacities.device_bytes, capacities.usable_bytes, capacities.chunk_cap_bytes
 
 
 _AS_FAST = 1.01

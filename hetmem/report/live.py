@@ -95,10 +95,10 @@ class Watch:
 def _tiers(runtime: Runtime) -> dict[str, list[int]]:
     """Peak and allowed bytes."""
     memory = runtime.memory
-    nvme = memory.store.reserved_bytes if memory.store else 0
+    nvme = memory.store.peak_bytes if memory.store else 0
     return {
         "device": [max(runtime.statistics.device_peak_bytes, runtime.room.chunk_bytes()), memory.device_bytes],
-        "host": [memory.host_pool.reserved_bytes, memory.host_pool.capacity_bytes],
+        "host": [memory.host_pool.peak_bytes, memory.host_pool.capacity_bytes],
         "nvme": [nvme, memory.nvme_bytes],
     }
 

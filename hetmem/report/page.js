@@ -51,6 +51,7 @@ function fillVerdict() {
   byId("verdict").hidden = false;
   const [first] = step.sentence.split(":");
   byId("sentence").append(element("b", "", first), step.sentence.slice(first.length));
+  if (data.activations) byId("activations").textContent = data.activations.sentence;
   for (const term of Object.keys(step.terms).filter((name) => !unused(name) && (step.of === "step" || step.terms[name]))) {
     const binds = term === step.binding ? " binds" : "";
     const track = element("div", "track"), fill = element("div", "fill");
@@ -151,10 +152,12 @@ function fillTable(table, heads, rows) {
 }
 
 function fillLinks() {
-  fillTable(byId("links"), ["Link", "Moved", "Busy", "Rate"], Object.entries(data.links).filter(([name]) => !unused(name)).map(([name, link]) => [
+  const saved = data.activations?.bytes;
+  fillTable(byId("links"), ["Link", "Moved", "Busy", "Rate", ...(saved ? ["Activations, last step"] : [])], Object.entries(data.links).filter(([name]) => !unused(name)).map(([name, link]) => [
     element("td", "", TERMS[name]), shows(element("td"), `links.${name}.bytes`, "bytes"),
     shows(element("td"), `links.${name}.seconds`, "seconds"),
     element("td", "", link.seconds ? `${formatBytes(link.bytes / link.seconds)}/s` : "–"),
+    ...(saved ? [shows(element("td"), `activations.bytes.${name}`, "bytes")] : []),
   ]));
 }
 
@@ -190,7 +193,7 @@ function makeCharts() {
     ...[
       new MemoryChart("Device memory", data.tiers.device, timeline.memory.device),
       new MemoryChart("Host memory", data.tiers.host, timeline.memory.host),
-      new MemoryChart("NVMe", data.tiers.nvme, null),
+      new MemoryChart("NVMe", data.tiers.nvme, timeline.memory.nvme ?? null),
     ].filter((chart) => chart.peak),
     ...[0, 1].map((tier) => new ChunkMap(timeline, tier)).filter((map) => map.rows.length),
     new Lanes(timeline),

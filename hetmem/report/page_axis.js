@@ -22,7 +22,7 @@ const formatShare = (share) => `${(share * 100).toFixed(1)}%`;
 
 const ROLE_NAMES = {
   param: "Weights", compute: "16-bit weights", grad: "Gradients", exp_avg: "First moment", exp_avg_sq: "Second moment",
-  kept: "Kept for homes on the device", non_model: "Everything else",
+  kept: "Kept for homes on the device", activations: "Activations", non_model: "Everything else",
 };
 const roleName = (role) => ROLE_NAMES[role] ?? role;
 const roleColour = (role) => (role in ROLE_NAMES ? `--${role.replaceAll("_", "-")}` : "--other");

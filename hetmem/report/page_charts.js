@@ -63,6 +63,8 @@ function formatTick(us, stepUs) {
 }
 
 // ---- memory ---------------------------------------------------------------------------------------------------------
+const WHOLE_ROLES = ["activations", "non_model"]; // which are no copies of chunks
+
 /** Bytes of one tier over time: homes below (they stay), copies on them, everything else on top. */
 class MemoryChart {
   constructor(title, tier, memory) {
@@ -71,8 +73,8 @@ class MemoryChart {
     this.atUs = memory ? memory.at_us : [0];
     const homes = Object.entries(tier.homes).map(([role, bytes]) => ({ role, name: roleName(role), at: () => bytes }));
     const copies = Object.entries(memory ? memory.bytes : {}).map(([role, bytes]) => ({
-      role, at: (index) => bytes[index], copy: homes.length > 0 && role !== "non_model",
-      name: role === "non_model" ? "Everything else" : `${roleName(role)}${homes.length ? ", staged" : ", copies"}`,
+      role, at: (index) => bytes[index], copy: homes.length > 0 && !WHOLE_ROLES.includes(role),
+      name: WHOLE_ROLES.includes(role) ? roleName(role) : `${roleName(role)}${homes.length ? ", staged" : ", copies"}`,
     }));
     const order = Object.keys(ROLE_NAMES);
     this.series = [...homes, ...copies].sort((a, b) =>

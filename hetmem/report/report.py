@@ -19,11 +19,13 @@ import torch
 
 from hetmem.base.config import VERSION
 from hetmem.base.units import format_size
+from hetmem.engine.events import Held
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import Device, SimDevice
-from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
+from hetmem.report.activations import activations_section
+from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
 from hetmem.report.step import step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
@@ -61,8 +63,6 @@ class MemoryReport:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it: the page, in a frame of its own."""
-        from hetmem.report.page import page_text  # only notebooks and saving need it
-
         page = html.escape(page_text(self.data))
         return f'<iframe srcdoc="{page}" style="width:100%; height:720px; border:0" sandbox="allow-scripts"></iframe>'
 
@@ -74,12 +74,13 @@ def report(model: torch.nn.Module) -> MemoryReport:
 
     Raises `ManageError` if it is not managed, and the error of a transfer that failed.
     """
-    runtime = registry.of_module(model).runtime
+    interception = registry.of_module(model)
+    runtime, moves = interception.runtime, interception.activations
     runtime.traffic.executor.drain()
     runtime.events.read_marks(wait=True)
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     layout, tiers = runtime.memory.layout, _tiers(runtime)
-    window = last_window(runtime.events)
+    window, held = last_window(runtime.events), {} if moves is None else moves.held()
     parameters = sum(parameter.numel for parameter in runtime.parameters)
     data: dict[str, Any] = {
         "schema": SCHEMA,
@@ -109,7 +110,8 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "missing": _missing(runtime, window),
         "history": history(runtime.events),
         "step": _step(window, tiers, runtime) if window is not None and window.whole else None,
-        "timeline": _timeline(runtime, window) if window is not None else None,
+        "activations": activations_section(window, held) if window is not None else None,
+        "timeline": _timeline(runtime, window, held) if window is not None else None,
     }
     return MemoryReport(data)
 
@@ -175,10 +177,10 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
     return missing + runtime.memory.device.remarks()
 
 
-def _timeline(runtime: Runtime, window: Window) -> dict[str, Any]:
+def _timeline(runtime: Runtime, window: Window, held: Held) -> dict[str, Any]:
     residency = runtime.traffic.residency
     present = (frozenset(residency.resident(Tier.DEVICE)), frozenset(residency.resident(Tier.HOST)))
-    return timeline_section(window, _block_facts(runtime), present)
+    return timeline_section(window, _block_facts(runtime), present, held)
 
 
 def _block_facts(runtime: Runtime) -> list[BlockFacts]:
@@ -220,7 +222,7 @@ def _widest(runtime: Runtime) -> int:
 
 def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
     memory, statistics = runtime.memory, runtime.statistics
-    nvme = memory.store.reserved_bytes if memory.store else 0
+    store = memory.store
     device = {
         "capacity_bytes": memory.device_bytes,
         "peak_bytes": max(statistics.device_peak_bytes, runtime.room.chunk_bytes()),
@@ -231,14 +233,18 @@ def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
     }
     host = {
         "capacity_bytes": memory.host_pool.capacity_bytes,
-        "peak_bytes": memory.host_pool.reserved_bytes,
-        "used_bytes": memory.host_pool.reserved_bytes,
+        "peak_bytes": memory.host_pool.peak_bytes,
+        "used_bytes": memory.host_pool.reserved_bytes + memory.host_pool.lent_bytes,
         "staging_bytes": memory.staging_slots * memory.host_pool.slot_bytes,
     }
     tiers: dict[str, dict[str, Any]] = {
         "device": device,
         "host": host,
-        "nvme": {"capacity_bytes": memory.nvme_bytes, "peak_bytes": nvme, "used_bytes": nvme},
+        "nvme": {
+            "capacity_bytes": memory.nvme_bytes,
+            "peak_bytes": store.peak_bytes if store else 0,
+            "used_bytes": store.reserved_bytes + store.lent_bytes if store else 0,
+        },
     }
     for tier in Tier:
         tiers[tier.name.lower()]["homes"] = _homes_by_role(runtime.chunks, tier)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from hetmem.engine.events import Span, Stall
+from hetmem.engine.events import Held, Span, Stall
+from hetmem.report.activations import TIERS, held_over_time
 from hetmem.report.intervals import overlap, union
 from hetmem.report.window import Window
 from hetmem.schedule.blocks import Link
@@ -41,8 +42,11 @@ Entry = TypeVar("Entry")
 Present = tuple[frozenset[int], frozenset[int]]
 
 
-def timeline_section(window: Window, blocks: Sequence[BlockFacts], present: Present) -> dict[str, Any]:
-    """The section; `present` are the blocks with a copy on the device and in staging now."""
+def timeline_section(
+    window: Window, blocks: Sequence[BlockFacts], present: Present, held: Held | None = None
+) -> dict[str, Any]:
+    """The section; `present` are the blocks with a copy on the device and in staging now, `held` what is kept of what
+    autograd saves."""
     clock, thin = Clock(window.start, window.end), Thinning()
     copies = _copies(window, present)
     stalls = thin("stalls", window.stalls, _duration)
@@ -54,7 +58,7 @@ def timeline_section(window: Window, blocks: Sequence[BlockFacts], present: Pres
         "segments": [[span.what, clock(span.start), clock(span.end)] for span in window.segments],
         "launched": [[span.what, clock(span.start), clock(span.end)] for span in window.launched],
         **_moment_columns(window, clock, thin),
-        "memory": _memory(window, blocks, copies, clock, thin),
+        "memory": _memory(window, blocks, copies, held or {}, clock, thin),
         "blocks": _blocks(window, blocks),
         "copies": _copy_columns(thin("copies", copies, lambda copy: copy.until - copy.since), window, clock),
         "transfers": _transfer_columns(window, clock, thin),
@@ -178,11 +182,12 @@ def _copy_columns(copies: list[_Copy], window: Window, clock: Clock) -> dict[str
 
 
 def _memory(
-    window: Window, blocks: Sequence[BlockFacts], copies: list[_Copy], clock: Clock, thin: Thinning
+    window: Window, blocks: Sequence[BlockFacts], copies: list[_Copy], held: Held, clock: Clock, thin: Thinning
 ) -> dict[str, Any]:
-    """Bytes of copies by role on device and host, and of everything that is not chunks on the device, as steps."""
+    """Bytes of copies by role on device and host, of activations that move, and of everything else on the device, as
+    steps."""
     sections = {}
-    for tier, name in enumerate(("device", "host")):
+    for tier, name in enumerate(("device", "host", "nvme") if window.saved else ("device", "host")):
         changes: list[tuple[float, str, int]] = []
         for copy in copies:
             if copy.tier == tier:
@@ -193,12 +198,23 @@ def _memory(
         if name == "device":
             changes += _non_model_changes(window)
             roles.append("non_model")
-        points = thin(f"memory.{name}", _steps(changes, roles, window.start, clock), lambda point: sum(point[1]))
+        if window.saved:
+            changes += _saved_changes(held_over_time(window, held, TIERS[name]))
+            roles.append("activations")
+        steps = _steps(changes, roles, window.start, clock)
+        if name == "device" and window.saved:  # which a moment's bytes include
+            steps = [(at, (*others, max(0, all_of - saved), saved)) for at, (*others, all_of, saved) in steps]
+        points = thin(f"memory.{name}", steps, lambda point: sum(point[1]))
         sections[name] = {
             "at_us": [at for at, _ in points],
             "bytes": {role: [values[index] for _, values in points] for index, role in enumerate(roles)},
         }
     return sections
+
+
+def _saved_changes(points: list[tuple[float, int]]) -> list[tuple[float, str, int]]:
+    before = [0, *(nbytes for _, nbytes in points)]
+    return [(at, "activations", nbytes - last) for (at, nbytes), last in zip(points, before, strict=False)]
 
 
 def _non_model_changes(window: Window) -> list[tuple[float, str, int]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
-from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, SavedMove, Span, Stall, Transfer
 from hetmem.report.intervals import overlap, union
 
 Entry = TypeVar("Entry")
@@ -30,8 +30,8 @@ class Window:
 
     `covers` is "step" or "forward"; `whole`: it is a whole step, or a whole forward of a model that is not trained.
     Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "compute behind the host" in
-    `engine.events`. `copies` reaches beyond `end`, so that what is present now tells what was present then. `forgotten`
-    names the kinds of entries whose beginning the log has lost.
+    `engine.events`. `copies` and `saved` reach beyond `end`, so that what is present now tells what was present then.
+    `forgotten` names the kinds of entries whose beginning the log has lost.
     """
 
     covers: str
@@ -48,6 +48,7 @@ class Window:
     launched: list[Span] = field(default_factory=list)
     host_waits: list[Span] = field(default_factory=list)
     caught_up: list[Span] = field(default_factory=list)
+    saved: list[SavedMove] = field(default_factory=list)
     whole: bool = True
 
 
@@ -97,7 +98,7 @@ def history(events: EventLog) -> dict[str, Any]:
 
 def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span], *, whole: bool) -> Window:
     forgotten = []
-    for kind in ("transfers", "moments", "copies", "faults", "stalls", "updates", "host_waits", "caught_up"):
+    for kind in ("transfers", "moments", "copies", "faults", "stalls", "updates", "host_waits", "caught_up", "saved"):
         entries = getattr(events, kind)
         if len(entries) == entries.maxlen and _time_of(entries[0]) > start:
             forgotten.append(kind)
@@ -120,11 +121,12 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
         spans(events.launched),
         spans(events.host_waits),
         spans(events.caught_up),
+        [move for move in _copied(events.saved) if move.at >= start],
         whole,
     )
 
 
-def _time_of(entry: Span | Stall | MomentSeen | Transfer | CopyChange | Fault) -> float:
+def _time_of(entry: Span | Stall | MomentSeen | Transfer | CopyChange | Fault | SavedMove) -> float:
     return entry.start if isinstance(entry, (Span, Stall, Transfer)) else entry.at
 
 

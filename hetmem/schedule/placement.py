@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
+from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
@@ -72,6 +73,13 @@ class Capacities:
     def chunk_cap_bytes(self) -> int:
         """The most that chunks may take of the device."""
         return self.device_bytes if self.device_chunk_bytes is None else self.device_chunk_bytes
+
+
+def loaned_bytes(capacities: Capacities, staging_bytes: int) -> int:
+    """Return how much of host memory beside `staging_bytes` no home takes where activations move and homes lie on NVMe:
+    activations cross it, and what gradients may have in flight is enough of it a few times over."""
+    room = max(0, capacities.host_bytes - staging_bytes)
+    return round_down(min(4 * in_flight_bytes(capacities.device_bytes), room // 4), PAGE_BYTES)
 
 
 class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, and says which

@@ -31,7 +31,7 @@ def test_where_all_fits_nothing_moves(tmp_path: Path) -> None:
     assert moved == [0, 0]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("sanitize", [True, False], ids=["checked", "traced"])
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("size", [512, 1024])

@@ -69,6 +69,7 @@ def peak(module: nn.Module) -> int:
     return hetmem.report(module).to_dict()["tiers"]["device"]["peak_bytes"]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("sanitize", [True, False], ids=["checked", "traced"])
 def test_a_step_that_is_too_large_for_the_device_has_the_bits_of_torch(
@@ -225,7 +226,7 @@ def frozen(module: nn.Module) -> None:
 ACTS = (several_backwards, several_forwards, twice, in_parts, autocast, dropped, raised, frozen)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 @pytest.mark.parametrize("name", DEVICES)
 def test_gradients_of_any_use_of_a_graph_equal_torch(act: Callable[[Any], None], name: str, tmp_path: Path) -> None:
@@ -302,6 +303,7 @@ class Failing(hetmem.SimDevice):
         super().gradient_out(target, arrived, add=add)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("speed", [None, "400MB"], ids=["by the caller", "beside compute"])
 @pytest.mark.parametrize("out", [True, False], ids=["out", "in"])
 def test_a_copy_that_fails_ends_in_an_error_or_in_the_right_bits(

@@ -49,7 +49,7 @@ def foreign(directory: Path, kind: str) -> Path:
     return directory / kind
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("options", OVERLAPS.values(), ids=OVERLAPS)
 @pytest.mark.parametrize("kind", ["8bit", "amsgrad"])
@@ -68,7 +68,7 @@ def test_a_step_that_has_begun_goes_on_after_a_load_that_is_refused(
     assert_same_states(left.optimizer, right.optimizer)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("options", OVERLAPS.values(), ids=OVERLAPS)
 @pytest.mark.parametrize("use", [hetmem.save, hetmem.load, hetmem.load_weights])

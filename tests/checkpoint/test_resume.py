@@ -54,7 +54,6 @@ class Case:
 
 
 CASES = {
-    "resident to nvme": Case(adamw(), placements=("resident", "nvme")),
     "host to resident": Case(adamw(), placements=("host", "resident")),
     "nvme to host": Case(adamw(), placements=("nvme", "host")),
     "groups": Case(groups),
@@ -64,13 +63,9 @@ CASES = {
     "8-bit moments": Case(adamw(moments="8bit", seed=5), adamw(moments="8bit"), placements=("nvme", "host")),
     "stochastic": Case(adamw(stochastic_rounding=True, seed=5), adamw(stochastic_rounding=True), dtype=BF16),
     "backward": Case(adamw(overlap="backward"), adamw(overlap="forward"), placements=("nvme", "host")),
-    "forward": Case(adamw(overlap="forward"), placements=("nvme", "nvme")),
     "streamed": Case(adamw(overlap="forward", gradients="streamed"), placements=("nvme", "nvme")),
     "SGD": Case(offloaded(torch.optim.SGD, momentum=0.9)),
-    "SGD without states": Case(offloaded(torch.optim.SGD)),
-    "amsgrad": Case(offloaded(torch.optim.Adam, amsgrad=True), placements=("host", "host")),
     "torch's AdamW": Case(lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2), placements=("nvme", "host")),
-    "plain": Case(lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2), placements=("plain", "plain")),
     "plain to managed": Case(
         lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True),
         adamw(),
@@ -82,6 +77,10 @@ CASES = {
 }
 MORE = {
     **{f"{a} to {b}": Case(adamw(), placements=(a, b)) for a in PLACEMENTS for b in PLACEMENTS},
+    "forward": Case(adamw(overlap="forward"), placements=("nvme", "nvme")),
+    "SGD without states": Case(offloaded(torch.optim.SGD)),
+    "amsgrad": Case(offloaded(torch.optim.Adam, amsgrad=True), placements=("host", "host")),
+    "plain": Case(lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2), placements=("plain", "plain")),
     "bf16 compute": Case(adamw(), options={"mixed_precision": BF16}),
     "clipped": Case(adamw(max_grad_norm=0.1), placements=("nvme", "host")),
     "NAdam": Case(offloaded(torch.optim.NAdam), placements=("nvme", "resident")),

@@ -20,7 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,10 +26,10 @@ from tests.cpu.tested import (
     square_sum_tasks,
     update,
 )
+from tests.forked import Forks
 from tests.pairs import mostly, some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ROOT = Path(__file__).parents[2]
 STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
@@ -105,6 +104,7 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(7)).to(dtype)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("copy_dtype", some([torch.bfloat16, None, torch.float16, torch.float32], 2))
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 def test_numba_is_what_runs_here(grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
@@ -305,11 +305,12 @@ def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyP
     update._verified_loop.cache_clear()
 
 
-def test_a_cpu_without_fma_and_f16c_gives_the_same_bits() -> None:
+def test_a_cpu_without_fma_and_f16c_gives_the_same_bits(forks: Forks) -> None:
     """Small states are compiled too. The loop of float32 compares itself with torch when it is compiled."""
     # With LLVM's own casts from and to float16 this process died: they became calls of functions that nothing links.
     code = """
-import torch
+import numba, torch
+numba.config.CPU_NAME = "generic"  # what NUMBA_CPU_NAME sets
 from hetmem.cpu import AdamWStep, adamw_tasks, compact, update
 b, f = torch.bfloat16, torch.float16
 assert callable(compact._compact_kernel((b, f, b, b, f)))
@@ -326,7 +327,8 @@ for param, grad in ((wide, every), (beside, beside.half())):
     odd = before.isinf() | before.isnan() | grad.isinf()
     assert (odd | (copy == before.half()) & (param == before)).all()
 """
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, cwd=ROOT)
+    ended = forks.run(code)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_change_of_the_operations_is_not_answered_from_the_cache(

@@ -102,7 +102,7 @@ def assert_equal(actual: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 # ---- bfloat16 ----
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("weight", [F32, BF16])
 @pytest.mark.parametrize("first_moment", [F32, BF16])
 @pytest.mark.parametrize("second_moment", [F32, BF16])
@@ -245,7 +245,7 @@ def check_codes(actual: Codes8Bit, x: torch.Tensor, chance: torch.Tensor) -> Non
     assert distance.max() <= 1  # the neighbour at most
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("param_dtype", [F32, BF16])
 @pytest.mark.parametrize("numel", [1, GROUP_ELEMENTS, 2 * GROUP_ELEMENTS + 77])
 def test_five_steps_are_the_float32_update_in_codes_by_chance(

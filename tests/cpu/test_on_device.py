@@ -21,7 +21,7 @@ STEPS = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize(("dtype", "copy"), KINDS)
 @pytest.mark.parametrize("numel", [1, 7, 15, 16, 17, 31, 1000, 4099])
@@ -39,6 +39,7 @@ def test_a_parameter_of_any_length_has_the_bits_of_torch_on_the_host(
         assert all(map(same_bits, here, there))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("dtype", "copy"), KINDS)
 @pytest.mark.parametrize("fault", ["tails", "all"])
 def test_a_device_that_rounds_otherwise_is_found_out(

@@ -14,7 +14,7 @@ from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles
 from hetmem.cuda import reference
 from hetmem.cuda.adam import ADAMS, adamw
 from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.gradient import GRADIENTS, Write, gradient_out
+from hetmem.cuda.gradient import GRADIENTS, GradientWrite, gradient_out
 from hetmem.cuda.segments import Segments
 from hetmem.cuda.squares import square_sums
 from tests.cuda.vectors import HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
@@ -50,7 +50,12 @@ def check_cast_layouts(place: Place) -> None:
 
 
 def run_gradient(
-    place: Place, runs: list[tuple[int, int, int]], data: torch.Tensor, old: torch.Tensor, scale: float, write: Write
+    place: Place,
+    runs: list[tuple[int, int, int]],
+    data: torch.Tensor,
+    old: torch.Tensor,
+    scale: float,
+    write: GradientWrite,
 ) -> None:
     """The launcher gives the reference's bits."""
     segments = Segments(runs, place.device)
@@ -58,7 +63,7 @@ def run_gradient(
     gradient_out(place.backend, segments, source.view, destination.view, scale=scale, write=write, blocks=2)
     place.synchronize()
     expected = old.clone()
-    reference.gradient_out(segments, data, expected, scale, write is Write.ADD)
+    reference.gradient_out(segments, data, expected, scale, write is GradientWrite.ADD)
     assert_same(destination.result(), expected, f"{data.dtype} to {old.dtype}, {write}, scale {scale}")
 
 
@@ -67,7 +72,7 @@ def check_gradient_numbers(place: Place) -> None:
         data = numbers(source_dtype, thorough=False)
         old = torch.cat([numbers(dtype, thorough=False)] * 2)[: data.numel()].flip(0)
         old = torch.nn.functional.pad(old, (0, data.numel() - old.numel()))
-        for write in Write:
+        for write in GradientWrite:
             for scale in (1.0, 1 / 3):
                 run_gradient(place, [(0, 0, data.numel())], data, old, scale, write)
 
@@ -75,7 +80,9 @@ def check_gradient_numbers(place: Place) -> None:
 def check_gradient_layouts(place: Place) -> None:
     for source_dtype, dtype in sorted(GRADIENTS, key=str):
         for index, layout in enumerate(RUNS.values()):
-            write = Write.ADD if (index + (dtype == WIDE) + (source_dtype == WIDE)) % 2 else Write.OVERWRITE
+            write = (
+                GradientWrite.ADD if (index + (dtype == WIDE) + (source_dtype == WIDE)) % 2 else GradientWrite.OVERWRITE
+            )
             runs = layout if place.thorough else layout[::3]
             shape = Segments(runs, "cpu")
             data, old = ordinary(shape.source_numel, source_dtype), ordinary(shape.destination_numel, dtype, seed=1)

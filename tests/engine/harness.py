@@ -24,11 +24,18 @@ import hetmem
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
-everywhere = pytest.mark.parametrize("placement", PLACEMENTS)
-offloaded = pytest.mark.parametrize("placement", [pytest.param("resident", marks=pytest.mark.nightly), *STREAMED])
+
+
+def shared(name: str, values: Iterable[Any], **options: Any) -> Callable[[Any], Any]:
+    """Parametrize a test as many others are: the tests have the values in turn."""
+    return lambda test: pytest.mark.in_turn(pytest.mark.parametrize(name, list(values), **options)(test))
+
+
+everywhere = shared("placement", PLACEMENTS)
+offloaded = shared("placement", [pytest.param("resident", marks=pytest.mark.nightly), *STREAMED])
 """Of what hetmem does no otherwise for a model that is whole on the device, where all of it is simpler."""
-streamed = pytest.mark.parametrize("placement", STREAMED)
-precisions = pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+streamed = shared("placement", STREAMED)
+precisions = shared("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 
 WIDTH = 64
 """Of `mlp` and the models made for one test: a square layer of this width is one chunk of `CHUNK` bytes."""
@@ -348,7 +355,7 @@ class Tower(nn.Module):
     VOCABULARY = 64
 
     def __init__(
-        self, width: int = 32, depth: int = 3, *, tied: bool = True, checkpointing: bool | None = None
+        self, width: int = 32, depth: int = 2, *, tied: bool = True, checkpointing: bool | None = None
     ) -> None:
         super().__init__()
         self.checkpointing = checkpointing

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import hetmem
 from hetmem import testing
-from tests.engine.harness import Tower
+from tests.engine.harness import Tower, shared
 
 BF16 = torch.bfloat16
-MIXED = pytest.mark.parametrize("mixed", [None, BF16], ids=["float32", "bfloat16"])
+MIXED = shared("mixed", [None, BF16], ids=["float32", "bfloat16"])
 
 
 def build() -> nn.Module:

@@ -76,7 +76,7 @@ def viewed_by_another(module: nn.Module) -> None:
 EDITS = (scaled, replaced, written_by_slice, dropped, data_written, set_without_backward, swapped, viewed_by_another)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @offloaded
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("when", ["before step", "between micro-steps"])

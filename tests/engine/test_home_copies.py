@@ -27,6 +27,7 @@ from tests.engine.harness import (
     mlp,
     pair,
     same_bits,
+    shared,
     token_batches,
     train_both,
     vector_batches,
@@ -46,7 +47,7 @@ SLOTS = {
     "host": (256.0, [(HOST, HOST)] * 4),
     "some without": (6.5, [(HOST, HOST), (HOST, None), *[(NVME, None)] * 2]),
 }
-everywhere = pytest.mark.parametrize("place", SLOTS)
+everywhere = shared("place", SLOTS)
 
 
 def room(place: str, directory: Path, **changes: Any) -> hetmem.Budget:
@@ -134,8 +135,8 @@ def test_only_float32_parameters_have_copies(tmp_path: Path) -> None:
 def test_training_equals_torch(overlap: str, accumulation: int, place: str, tmp_path: Path) -> None:
     plain, managed = pair(Tower, room(place, tmp_path), tmp_path, mixed_precision=BF16)
     optimizers = adamws(plain, managed, overlap=overlap)
-    recipe = Recipe(steps=4, accumulation=accumulation, mixed=BF16)
-    train_both(plain, managed, token_batches(4 * accumulation), recipe, optimizers=optimizers)
+    recipe = Recipe(accumulation=accumulation, mixed=BF16)
+    train_both(plain, managed, token_batches(3 * accumulation), recipe, optimizers=optimizers)
     assert_true_copies(managed)
 
 
@@ -254,6 +255,7 @@ def test_what_the_user_writes_is_in_the_copies_at_the_next_forward(
     writes.test_writes_between_steps_reach_the_next_forward(write, BF16, room(place, tmp_path), tmp_path)
 
 
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("write", writes.KINDS, ids=writes.named)
 def test_what_the_user_writes_before_a_step_is_stepped_from(

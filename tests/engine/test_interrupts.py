@@ -155,7 +155,7 @@ def test_a_model_dropped_right_after_an_interrupt_is_collected(
 FORWARD = ("before all", "before a layer", "after a layer", "after all", "generator")
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", FORWARD)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -268,7 +268,7 @@ def test_a_forward_that_goes_on_after_an_interrupt_of_a_part_gives_the_bits_of_t
     assert on_torchs_stacks() == []
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", FORWARD)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -285,7 +285,7 @@ def test_a_forward_right_after_an_interrupt_is_no_part_of_the_one_that_ended(
         assert_same(plain(*BATCH), loss, "loss")
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", FORWARD)
 @pytest.mark.parametrize("other", PLACEMENTS)
@@ -298,7 +298,7 @@ def test_another_managed_model_takes_what_an_interrupt_left_off_the_thread(
     assert on_torchs_stacks() == []
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])

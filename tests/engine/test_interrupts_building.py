@@ -16,9 +16,9 @@ from torch.nn.modules import module as torch_module
 
 import hetmem
 from hetmem import api
-from hetmem.engine.filling import BuildingMemory
-from hetmem.intercept import module_building
 from hetmem.memory import interrupts
+from hetmem.placing import module_building
+from hetmem.placing.filling import BuildingMemory
 from tests.engine.harness import WIDTH, all_hetmem_threads_end, budget
 from tests.engine.struck import Struck, some_of
 from tests.engine.test_interrupts_managing import is_managed

@@ -29,7 +29,7 @@ from tests.engine.struck import Struck, some_of
 from tests.memory.left import open_files
 
 BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
-_SAMPLED, _ALL = 15, 200
+_SAMPLED, _ALL = 8, 200
 """So many lines of a call are struck, one by one in calls of their own; the second with `--all-cases`."""
 _HETMEM = str(Path(hetmem.__file__).parent)
 
@@ -127,6 +127,7 @@ def test_what_an_interrupt_leaves_of_manage(placement: str, tmp_path: Path, all_
     assert undone, "none came before the end"
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_what_an_interrupt_leaves_of_release(placement: str, overlap: Any, tmp_path: Path, all_cases: bool) -> None:

@@ -136,7 +136,7 @@ def goes_on(struck: Struck, roots: tuple[nn.Module, nn.Module], pairs: list[tupl
         assert_same_states(left, right, f"call {at}")
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("within", WITHIN)
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @everywhere

@@ -207,7 +207,7 @@ def saved(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("into", ["plain", "managed"])
 @pytest.mark.parametrize("fresh", [True, False], ids=["into a new optimizer", "into one that has stepped"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetmem.base.units import KIB, MIB
-from hetmem.engine.device_limit import Needs, remedies
+from hetmem.engine.shortage import Needs, remedies
 
 STREAMED = Needs(
     device_bytes=4 * MIB,

@@ -80,7 +80,7 @@ def turned(module: Any) -> list[torch.Tensor]:
 WAYS = (exchanged_for_averages, exchanged, state_dict_kept, kept_by_a_graph, turned)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -26,6 +26,7 @@ from tests.engine.harness import (
     loss_of,
     pair,
     reference,
+    shared,
     token_batches,
     train_both,
 )
@@ -33,8 +34,8 @@ from tests.engine.lazy_device import AllocatingDevice
 
 BF16 = torch.bfloat16
 CHUNKS = 18
-WHERE = pytest.mark.parametrize("where", ["host", "nvme"])
-MIXED = pytest.mark.parametrize("mixed", [None, BF16], ids=["float32", "bfloat16"])
+WHERE = shared("where", ["host", "nvme"])
+MIXED = shared("mixed", [None, BF16], ids=["float32", "bfloat16"])
 
 
 def build() -> nn.Module:
@@ -71,14 +72,14 @@ def one_more_step(pairs: tuple[nn.Module, nn.Module], optimizers: Any, recipe: R
     return {name: nbytes - before[name] for name, nbytes in links(pairs[1]).items()}
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @WHERE
 @MIXED
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 def test_the_bits_are_those_of_plain_torch(overlap: str, where: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
     optimizers = adamws(plain, managed, overlap=overlap)
-    train_both(plain, managed, token_batches(5), Recipe(steps=5, mixed=mixed), optimizers=optimizers)
+    train_both(plain, managed, token_batches(4), Recipe(steps=4, mixed=mixed), optimizers=optimizers)
     assert moved(managed) == 8
     for chunk in chunks_of(managed):
         tiers = set(chunk.homes.values())
@@ -93,8 +94,8 @@ def test_accumulated_and_clipped_gradients_are_those_of_plain_torch(
     where: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
     plain, managed = pair(build, room(where, mixed, tmp_path), tmp_path, mixed_precision=mixed)
-    recipe = Recipe(steps=4, accumulation=3, clip=0.01, mixed=mixed, set_to_none=False)
-    train_both(plain, managed, token_batches(12), recipe)
+    recipe = Recipe(steps=3, accumulation=2, clip=0.01, mixed=mixed, set_to_none=False)
+    train_both(plain, managed, token_batches(6), recipe)
     assert moved(managed) == 8
 
 
@@ -174,7 +175,7 @@ def test_homes_go_back_when_a_larger_batch_needs_their_memory(
     limits = {"device": "2300KiB", "host": "8MiB"} if where == "host" else {"device": "2300KiB", "host": 16 * CHUNK}
     budget = hetmem.Budget(**limits, nvme=budget.nvme, nvme_dir=budget.nvme_dir)
     plain, managed = pair(build, budget, tmp_path, mixed_precision=mixed)
-    recipe = Recipe(steps=3, accumulation=accumulation, mixed=mixed)
+    recipe = Recipe(steps=2, accumulation=accumulation, mixed=mixed)
     optimizers = train_both(plain, managed, token_batches(3), recipe)
     before = moved(managed)
     assert before > 8

@@ -30,7 +30,7 @@ from tests.engine.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDe
 from tests.optim.machines import SLOW_HOST
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @offloaded
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])
@@ -128,7 +128,7 @@ def test_a_copy_comes_after_the_last_use_of_its_slot(
 ) -> None:
     """A copy that was superseded while a backward used it had its slot given away with no mark behind that backward."""
     device = NumberedDevice()
-    managed = manage(Tower(), placement, tmp_path, mixed_precision=mixed, device=device, sanitize=False)
+    managed = manage(Tower(depth=3), placement, tmp_path, mixed_precision=mixed, device=device, sanitize=False)
     train_in_order(managed, device, hetmem.AdamW(managed.parameters(), overlap=overlap))
     assert device.streams.ordered > 10
 
@@ -138,7 +138,7 @@ def test_what_is_brought_for_an_update_comes_after_the_last_use_of_its_slot(tmp_
     device = NumberedDevice()
     room = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=17 * CHUNK)
     options: dict[str, Any] = {"mixed_precision": torch.bfloat16, "sanitize": False, "hardware": SLOW_HOST}
-    managed = manage(Tower(), room, tmp_path, device=device, **options)
+    managed = manage(Tower(depth=3), room, tmp_path, device=device, **options)
     runtime = registry.of_module(managed).runtime
     train_in_order(managed, device, hetmem.AdamW(managed.parameters()))
     assert runtime.statistics.updated_bytes[Way.STREAMED] > 0
@@ -152,7 +152,7 @@ def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator
     copy that was superseded while it was in use is fetched anew where it lies."""
     device = NumberedDevice()
     room = hetmem.Budget(device="64MiB", host="8MiB", device_chunks="400KiB")
-    managed = manage(Tower(), room, tmp_path, device=device, sanitize=False)
+    managed = manage(Tower(depth=3), room, tmp_path, device=device, sanitize=False)
     train_in_order(managed, device, hetmem.AdamW(managed.parameters()))
     runtime = registry.of_module(managed).runtime
     traffic, residency = runtime.traffic, runtime.traffic.residency

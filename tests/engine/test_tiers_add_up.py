@@ -49,6 +49,7 @@ def managed(model: nn.Module, device: str, host: str, nvme: Path | None = None, 
     return hetmem.manage(model, budget, device="sim", chunk_bytes=80 * 1024, **options)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("nvme", [False, True], ids=["host", "nvme"])
 @pytest.mark.parametrize("how", ["off", "backward", "streamed"])
 def test_states_of_more_than_the_host_holds_train_with_the_same_bits(how: str, *, nvme: bool, tmp_path: Path) -> None:

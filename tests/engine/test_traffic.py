@@ -52,7 +52,7 @@ def block_of(chunk: Chunk, role: Role = Role.PARAM) -> int:
 def in_use(module: nn.Module) -> list[str]:
     """What copies are used on any tier."""
     runtime = runtime_of(module)
-    assert not runtime.holds_copies()
+    assert not runtime.uses.holds_copies()
     residency = runtime.traffic.residency
     tiers = (DEVICE, HOST)
     return [residency.blocks[b].label for tier in tiers for b in residency.resident(tier) if residency.uses(b, tier)]

@@ -87,7 +87,7 @@ class Writer:
             p.data.copy_(p.data.sign() * (p.data.abs() - 1e-3).clamp(min=0))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("place", ["resident", *ROOMS, "nvme"])
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_single_elements_of_frozen_weights_that_are_written_reach_the_next_forwa
     assert_same((plain if mixed is None else Mixed(plain, mixed).twin)(*batch), managed(*batch), "output")
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def trained(
         assert_same_weights(*modules)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @KINDS
 @writes

@@ -62,7 +62,7 @@ class FaultyDisk:
             self.stores.append(NvmeStore(directories, nbytes, io=self, **options))
             return self.stores[-1]
 
-        monkeypatch.setattr("hetmem.engine.build.NvmeStore", make)
+        monkeypatch.setattr("hetmem.placing.build.NvmeStore", make)
 
 
 def healthy(_: str, __: int, nbytes: int) -> int:

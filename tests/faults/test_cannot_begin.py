@@ -127,7 +127,7 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
     assert [traffic.residency.state(block, Tier.DEVICE) is None for block in blocks] == [True, False]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("at", range(1, 7))
@@ -192,6 +192,7 @@ def test_a_role_for_which_host_memory_has_no_room_is_not_left_on_the_device_eith
     assert not any(role in chunk.homes for chunk in memory.chunks)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(("models", "call"), some([(1, 3), (1, 0), (2, 13), (1, 7), (2, 3), (2, 15)], 2))
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_a_step_that_cannot_begin_all_of_its_updates_is_repeated_with_its_gradients(

@@ -67,6 +67,7 @@ def test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once(
     hetmem.release(training.managed)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("call", some(range(0, 30, 6), 3))
 @pytest.mark.parametrize("wait", ["synchronize", "state_dict", "forward"])
 def test_what_trails_behind_a_step_and_could_not_be_read_is_updated_for_whoever_waits_again(
@@ -188,6 +189,7 @@ def test_a_step_that_fails_forgets_no_update_that_waits_for_its_turn_on_the_devi
     assert_same_states(left, right)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("call", some(range(0, 24, 3), 3))
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
@@ -218,6 +220,7 @@ def test_an_error_while_an_update_gives_back_what_it_used_leaves_nobody_waiting(
     hetmem.release(managed)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("tasks", ["tasks that sum", "tasks that update"])
 def test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too(
@@ -362,6 +365,7 @@ def test_a_gradient_that_could_not_be_written_and_that_nobody_wants_stops_no_ste
     assert_same_weights(plain, managed)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_a_write_after_an_update_is_refused_also_where_the_disk_failed_before_it_was_found(

@@ -69,7 +69,7 @@ WAITS: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("part", ["bring", "host"])
 @pytest.mark.parametrize("spared", [0, 2])

@@ -84,7 +84,7 @@ def step_at_last(optimizer: Any, of_tiles: BrokenTiles, tries: list[Callable[[in
     return failed
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize(("overlap", "at"), [("off", 0), ("off", 1), ("forward", 0)])
 @pytest.mark.parametrize(("where", "broken"), [("host", every), ("nvme", odd), ("nvme", every)])
 @pytest.mark.parametrize("name", ["adamw", "NAdam", "Adagrad"])
@@ -106,6 +106,7 @@ def test_a_chunk_of_which_nothing_was_written_at_home_is_updated_by_the_step_tha
     hetmem.release(managed)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["adamw", "Adagrad"])
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("placement", ["host", "states on nvme"])

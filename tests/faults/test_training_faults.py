@@ -6,11 +6,8 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from hetmem.errors import StoreError
 from tests.engine.harness import loss_of, mlp, pair, same_bits, vector_batches
 from tests.faults.disk import BLOCK_BYTES, EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
 from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
+from tests.forked import Forks
 from tests.optim.stories import one
 from tests.pairs import some
 
@@ -176,45 +174,37 @@ def test_every_byte_of_weights_and_states_is_written_once_a_step_and_of_gradient
 
 
 TRAIN = """
-import itertools, sys, torch, hetmem
-sys.path.insert(0, sys.argv[2])
+import os, signal, sys
 from pathlib import Path
+import torch, hetmem
 from tests.engine.harness import loss_of, manage, mlp, vector_batches
 torch.manual_seed(0)
 model = manage(mlp(), "nvme", Path(sys.argv[1]))
 optimizer = hetmem.AdamW(model.parameters())
-for step in itertools.count():
+for _ in range(3):
     for batch in vector_batches(1, 8, 64):
         loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(step, flush=True)
+held = 0
+for descriptor in map(int, os.listdir("/proc/self/fd")):
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        continue  # it listed them
+    held += 512 * status.st_blocks * (not status.st_nlink)
+print(held, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_training_leaves_no_file_and_no_blocks_and_a_new_one_starts(tmp_path: Path) -> None:
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root}
-
-    command = [sys.executable, "-c", TRAIN, str(tmp_path), root]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
-        assert process.stdout is not None
-        for step in range(3):
-            assert process.stdout.readline() == b"%d\n" % step
-        held = [status for status in map(os.stat, open_files(process.pid)) if status.st_nlink == 0]
-        assert sum(status.st_blocks for status in held) * 512 >= 3 * CHUNK_BYTES
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
+def test_a_killed_training_leaves_no_file_and_no_blocks_and_a_new_one_starts(forks: Forks, tmp_path: Path) -> None:
+    killed = forks.run(TRAIN, str(tmp_path))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert int(killed.stdout) >= 3 * CHUNK_BYTES, "bytes on the disk in files without a name"
     assert os.listdir(tmp_path) == []
     _, managed = pair(mlp, "nvme", tmp_path)
     one(managed, vector_batches(1, 8, 64)[0], hetmem.AdamW(managed.parameters()))
-
-
-def open_files(process: int) -> list[str]:
-    """Paths that lead to the unnamed files of a process, also where they have no name."""
-    directory = f"/proc/{process}/fd"
-    found: Callable[[str], bool] = lambda name: "/#" in os.readlink(f"{directory}/{name}")  # noqa: E731
-    return [f"{directory}/{name}" for name in os.listdir(directory) if found(name)]
 
 
 @pytest.mark.parametrize("call", some(range(24), 3))

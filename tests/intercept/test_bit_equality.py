@@ -61,7 +61,7 @@ def test_training_equals_torch_in_every_placement(
         assert not any(link["bytes"] for link in hetmem.report(managed).to_dict()["links"].values())
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])

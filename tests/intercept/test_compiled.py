@@ -178,7 +178,8 @@ def managed_and_plain(
     managed = manage(copy.deepcopy(plain), limits(slots, directory), directory, device=device, **options)
     backend = Backend()
     backend.managed = managed
-    return plain, managed, compiled(plain, Backend()), compiled(managed, backend), backend
+    call = compiled(plain, Backend()) if compiled is each_wrapped else plain  # whose names are those of wrapped blocks
+    return plain, managed, call, compiled(managed, backend), backend
 
 
 def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = 4) -> None:

@@ -128,7 +128,7 @@ def test_a_compiled_function_without_weights_is_one_graph(reentrant: bool | None
     assert len(backend.graphs) <= 2, "once with gradients and once, for what a checkpoint computes first, without"
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("ahead", [False, True], ids=["eager", "aot"])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("of", ["trained", "frozen"])

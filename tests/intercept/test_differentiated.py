@@ -90,7 +90,7 @@ def assert_all_same(expected: Any, got: Any) -> None:
         assert_same(None if one is None else one.to(torch.float32), other, f"{index}")
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @offloaded
 @precisions
 @pytest.mark.parametrize("asks", ASKS, ids=lambda asks: asks.__name__)

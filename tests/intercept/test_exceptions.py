@@ -173,6 +173,7 @@ class Remembered(nn.Module):
         return self.layers(x) + x
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("speed", [None, "1GB"], ids=["at once", "on a thread"])
 @pytest.mark.parametrize("times", [1, 1000], ids=["tried again", "raised"])
 def test_an_error_of_a_copy_holds_no_activation_once_nobody_holds_it(

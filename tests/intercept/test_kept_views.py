@@ -239,7 +239,7 @@ class Caches(nn.Module):
         return y if self.view == "turned" else y + self.layer(x)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("view", VIEWS)

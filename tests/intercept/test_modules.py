@@ -240,14 +240,14 @@ def test_modules_of_torch_and_awkward_ones_train_and_evaluate_as_plain(
         optimizers = tuple(torch.optim.SGD(module.parameters(), lr=0.1) for module in modules)
     else:
         optimizers = None
-    optimizers = train_both(*modules, batches(3), Recipe(accumulation=2), optimizers=optimizers)
+    optimizers = train_both(*modules, batches(3), Recipe(steps=2, accumulation=2), optimizers=optimizers)
     for module in modules:
         module.eval()
     with torch.no_grad():
         assert_same(*both(modules, lambda module: module(*batches(1)[0])), "evaluation")
     for module in modules:
         module.train()
-    train_both(*modules, batches(3), optimizers=optimizers)
+    train_both(*modules, batches(3), Recipe(steps=2), optimizers=optimizers)
 
 
 @pytest.mark.each

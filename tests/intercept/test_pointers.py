@@ -81,7 +81,7 @@ class Kernels(nn.Module):
         return x
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize("sanitize", [True, False], ids=["checked", "known"])

@@ -122,7 +122,7 @@ class Positions(nn.Module):
         return self.way(self.turned, self.first(x), self.table[0])
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @ways

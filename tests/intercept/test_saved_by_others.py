@@ -160,7 +160,7 @@ class OfScale(nn.Module):
         return self.layers[2](x)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @pytest.mark.parametrize("hooks", [kept, save_on_cpu])
@@ -256,7 +256,7 @@ def _halve(parameter: torch.Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_a_hook_of_the_user_edits_a_gradient_at_home_within_a_checkpoint(
@@ -303,6 +303,7 @@ class OfTurned(nn.Module):
         return x @ self.weight.t()
 
 
+@pytest.mark.each
 @precisions
 @pytest.mark.parametrize("hooks", [kept, save_on_cpu])
 @pytest.mark.parametrize("offloaded", ["host", "nvme"])

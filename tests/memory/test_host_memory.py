@@ -152,7 +152,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_workers_of_a_data_loader_feed_training(context: str, tmp_path: Path) -> None:
     plain, managed = pair(mlp, "host", tmp_path)
     train_both(plain, managed, BATCHES, Recipe(steps=1))  # threads run, and the optimizer's states are there

@@ -84,7 +84,7 @@ def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
         machine._used = 0
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("ways", [Ways(gradients=way) for way in CopyPath], ids=lambda ways: ways.gradients.name)
 @pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
 def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, add: bool) -> None:
@@ -127,6 +127,7 @@ def test_a_gradient_s_elements_go_to_their_own_places_whatever_its_strides(
         assert torch.equal(home, expected), name
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
 def test_a_nan_stays_one_and_infinities_keep_their_signs(
     cuda: FakeCuda, kernels: LateKernels | None, ways: Ways

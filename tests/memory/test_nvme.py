@@ -144,6 +144,28 @@ def test_capacity_is_exact_and_a_batch_is_all_or_nothing(tmp_path: Path) -> None
     store.close()
 
 
+def test_what_is_lent_keeps_to_the_capacity_and_what_is_reserved_next_is_zeroed(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path], 8 * BLOCK_BYTES)
+    store.reserve(BLOCK_BYTES)
+    loans = [store.lend(2 * BLOCK_BYTES, leave_bytes=BLOCK_BYTES) for _ in range(4)]
+    assert [loan is None for loan in loans] == [False] * 3 + [True]
+    assert store.lent_bytes == 6 * BLOCK_BYTES
+    sources = [random_memory(2 * BLOCK_BYTES, seed) for seed in range(3)]
+    for loan, source in zip(loans, sources, strict=False):
+        store.write(loan.extent, source).result()
+    assert [bytes(loan.memory) for loan in loans[:3]] == [bytes(source) for source in sources]
+    with pytest.raises(CapacityError, match="lent to activations"):
+        store.reserve(2 * BLOCK_BYTES)
+    assert store.peak_bytes == 7 * BLOCK_BYTES
+    loans[2] = loan = None  # the one that lies lowest
+    assert bytes(store.view(store.reserve(2 * BLOCK_BYTES))) == bytes(2 * BLOCK_BYTES)
+    assert bytes(loans[0].memory) == bytes(sources[0])
+    loans.clear()
+    assert bytes(store.view(store.reserve(5 * BLOCK_BYTES))) == bytes(5 * BLOCK_BYTES)
+    assert (store.reserved_bytes, store.lent_bytes) == (8 * BLOCK_BYTES, 0)
+    store.close()
+
+
 def test_two_thousand_extents_need_a_constant_number_of_mappings_and_descriptors(tmp_path: Path) -> None:
     store = NvmeStore([tmp_path], 2000 * BLOCK_BYTES)
     with open("/proc/self/maps") as maps:

@@ -91,9 +91,9 @@ ROOM = hetmem.Budget(device="256KiB", host="8MiB")
 def test_after_a_refusal_in_backward_chunks_leave_that_much_more_and_training_goes_on(
     cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetmem.engine.rehome.choose", lambda *_: [])  # homes are not in what this allocator counts
+    monkeypatch.setattr("hetmem.placing.rehome.choose", lambda *_: [])  # homes are not in what this allocator counts
     device = Machine(cuda)
-    plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    plain, managed = pair(partial(Greedy, depth=3), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
     batches = token_batches(6)
     left, right = train_both(plain, managed, batches)
     before = device.held()
@@ -115,7 +115,7 @@ def test_room_that_chunks_need_at_once_is_not_left_free_whatever_was_refused(
     cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = Machine(cuda)
-    plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
+    plain, managed = pair(partial(Greedy, depth=3), ROOM, tmp_path, chunk_bytes="16KiB", device=device, sanitize=False)
     managed.ask = partial(device.refuse, 1 << 40)
     with pytest.raises(torch.OutOfMemoryError), caplog.at_level(logging.ERROR, "hetmem"):
         managed(*token_batches(1)[0]).backward()
@@ -178,7 +178,7 @@ def test_what_was_evicted_for_an_operator_is_not_taken_for_memory_of_the_model(c
     device.other_bytes = 20 * KIB
     peak()
     device.other_bytes = 4 * KIB
-    runtime.out_of_memory()
+    runtime.uses.out_of_memory()
     managed(*token_batches(1)[0]).backward()
     assert runtime.room._most_non_model == 20 * KIB, "what the model needed before counts, and no more"
 
@@ -203,7 +203,7 @@ def test_an_interrupt_while_chunks_give_way_takes_nothing_from_them_for_good(
     with monkeypatch.context() as patched:
         patched.setattr(runtime.traffic.executor, "drain", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            runtime.out_of_memory()
+            runtime.uses.out_of_memory()
     train_both(plain, managed, token_batches(3), optimizers=(left, right))
 
 
@@ -257,7 +257,9 @@ def test_a_chunk_without_memory_for_its_slot_gets_that_of_idle_chunks(
     """In a backward too, as fetching is hetmem's own. A fetch that did not begin is not waited for."""
     device = ShortMachine(cuda)
     room = hetmem.Budget(device="256KiB", host="8MiB", device_chunks="64KiB")
-    plain, managed = pair(Greedy, room, tmp_path, chunk_bytes="16KiB", device=device, sanitize=sanitize)
+    plain, managed = pair(
+        partial(Greedy, depth=3), room, tmp_path, chunk_bytes="16KiB", device=device, sanitize=sanitize
+    )
     pool = device.pools[0]
     (batch,) = token_batches(1)
     expected = plain(*batch)
@@ -275,7 +277,7 @@ def test_a_chunk_without_memory_for_its_slot_gets_that_of_idle_chunks(
 
 def test_a_chunk_that_finds_no_memory_at_all_fails_and_nothing_hangs(cuda: FakeCuda, tmp_path: Path) -> None:
     device = ShortMachine(cuda)
-    plain, managed = pair(Greedy, ROOM, tmp_path, chunk_bytes="16KiB", device=device)
+    plain, managed = pair(partial(Greedy, depth=3), ROOM, tmp_path, chunk_bytes="16KiB", device=device)
     pool = device.pools[0]
     pool.refusals = 1 << 30
     with pytest.raises(torch.OutOfMemoryError):

@@ -66,7 +66,7 @@ def waits_of(module: nn.Module, batches: list[tuple[torch.Tensor, ...]], **optio
     return found
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,8 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import hetmem
 from tests.memory.tested import Memory, TransferEngine, live_bytes
 
+_HETMEM = f"{Path(hetmem.__file__).parent}/"
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
 _CROSSES = {"to", "copy_"}
 _WAITING_OPERATORS = {
@@ -125,12 +128,12 @@ class _Operators(TorchDispatchMode):
 
 
 def _who() -> str:
-    """The functions of hetmem that wait and that called it, as "write_check.compare < runtime.end_use"."""
+    """The functions of hetmem that wait and that called it, as "write_check.compare < uses.end_use"."""
     found: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(found) < 3:
         path = frame.f_code.co_filename
-        if "/hetmem/" in path and "/tests/" not in path and frame.f_code.co_name != "wait_while":  # a loop, no more
+        if path.startswith(_HETMEM) and frame.f_code.co_name != "wait_while":  # a loop, no more
             found.append(f"{path.rsplit('/', 1)[-1].removesuffix('.py')}.{frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(found) or "outside of hetmem"

@@ -35,7 +35,7 @@ from tests.optim.stories import OVERLAPS, overlaps
 from tests.pairs import mostly
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @overlaps
@@ -165,7 +165,7 @@ def test_the_gradient_scaler_of_torch_works(placement: str, tmp_path: Path) -> N
     assert skipped == 2
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("change", ["written", "replaced"])
 @streamed
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])

@@ -62,7 +62,7 @@ def assert_counts_or_is_refused(edit: Callable[[Any], None], both: Twins) -> Non
     assert_same_weights(both.plain, both.managed)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @overlaps
 @pytest.mark.parametrize("which", ["all", "one chunk"])
@@ -76,7 +76,7 @@ def test_gradients_dropped_before_the_step_are_not_used(
     assert_counts_or_is_refused(drop, twins(pair(mlp, placement, tmp_path), overlap=overlap))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("options", [*({"overlap": overlap} for overlap in OVERLAPS), STREAMED_GRADIENTS], ids=str)
 @pytest.mark.parametrize("way", ["in place", "replaced"])
@@ -101,7 +101,7 @@ def test_weights_written_between_a_forward_and_its_backward_count(
     both.assert_same()
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @overlaps
 @pytest.mark.parametrize("evaluated", [False, True], ids=["", "evaluated"])

@@ -47,7 +47,7 @@ from tests.optim.test_streamed_gradients import train_apart
 # ---- bits and bytes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("shape", [ODD, EVEN])
@@ -74,6 +74,7 @@ def test_gradients_that_stay_give_the_bits_of_plain_torch(
     assert testing.of(managed).stayed_gradient_bytes() - stayed == 3 * arrived
 
 
+@pytest.mark.each
 @MIXED
 @pytest.mark.parametrize("shape", [ODD, EVEN])
 def test_nothing_of_a_gradient_crosses_the_link(

@@ -80,7 +80,7 @@ def test_a_third_state_that_host_memory_has_no_room_for_goes_to_nvme(tmp_path: P
     assert nvme_bytes(managed) > 0
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
 @pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])

@@ -56,7 +56,7 @@ def updates_within(module: nn.Module, what: str) -> int:
     return sum(start <= at < end for at in began for start, end in spans(module, what))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -87,7 +87,7 @@ def test_a_scaler_writes_gradients_while_those_before_are_read_ahead(
         assert_same_weights(plain, managed)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @overlaps
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), float("-inf")])

@@ -127,7 +127,7 @@ REPLACED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("kind", REPLACED)
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])

@@ -22,6 +22,7 @@ from tests.engine.harness import (
     assert_same_weights,
     pair,
     same_bits,
+    shared,
     token_batches,
     train_both,
 )
@@ -34,7 +35,7 @@ BF16 = torch.bfloat16
 WIDTH = 57
 """So that the last elements of nearly all parameters are the host's."""
 
-MIXED = pytest.mark.parametrize("mixed", [None, BF16], ids=["float32", "bfloat16"])
+MIXED = shared("mixed", [None, BF16], ids=["float32", "bfloat16"])
 
 
 def build() -> nn.Module:
@@ -67,7 +68,7 @@ DEVICES: dict[str, Any] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize(("mixed", "home_copies"), [(None, None), (BF16, True), (BF16, False)], ids=str)
 @pytest.mark.parametrize(
     ("device", "overlap"),

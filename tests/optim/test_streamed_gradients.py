@@ -60,7 +60,7 @@ def train_apart(
         assert_same_states(*optimizers, f"step {step}")
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
@@ -210,7 +210,7 @@ DROPS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("consumed", ["in the backward", "after it", "before what is dropped", "in the step"])
 @pytest.mark.parametrize("way", DROPS)
@@ -289,7 +289,7 @@ def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tm
         step()
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @pytest.mark.parametrize("used", ["both forwards", "one of two"])
@@ -341,7 +341,7 @@ def test_a_block_of_several_checkpoints_is_refused_and_trains_as_is_said_there(p
     train_both(plain, managed, BATCHES, Recipe(steps=4), optimizers=optimizers)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
 @pytest.mark.parametrize("options", [{}, {"moments": torch.bfloat16}, {"moments": "8bit"}], ids=["", "bf16", "8bit"])
 @pytest.mark.parametrize("overlap", ["backward", "forward"])

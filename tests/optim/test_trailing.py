@@ -50,7 +50,7 @@ def test_gradients_zeroed_by_the_model_while_updates_trail_do_no_harm(
     assert_same_weights(both.plain, both.managed)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 @trailing

@@ -117,6 +117,7 @@ def test_a_group_that_is_added_later_may_share_a_chunk_with_others(tmp_path: Pat
     assert_same_states(sides[0][1], sides[1][1])
 
 
+@pytest.mark.each
 @precisions
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e-3}, {"loss_scale": 8.0}], ids=["", "clipped", "scaled"])
 def test_it_is_one_call_for_each_group(

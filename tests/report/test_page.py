@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,23 +43,39 @@ FORMATS = {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """With one context, of one page: most tests show what they look at there, one after the other."""
     with chromium() as started:
+        started.new_context().new_page()
         yield started
 
 
+WIDE = {"width": 1440, "height": 900}
+
+
 @contextmanager
-def opened(browser: Any, path: Path, **options: Any) -> Iterator[Any]:
-    """A page that showed `path`; fails if it wrote to the console, raised, or asked for anything else."""
+def opened(browser: Any, path: Path, *, viewport: dict[str, int] | None = None, **options: Any) -> Iterator[Any]:
+    """A page that showed `path`; fails if it wrote to the console, raised, or asked for anything else. With `options`
+    it is of a context of its own."""
     said: list[str] = []
-    with browser.new_context(**{"viewport": {"width": 1440, "height": 900}, **options}) as context:
-        page = context.new_page()
-        page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: said.append(f"error: {error}"))
-        page.on("request", lambda request: said.append(request.url) if request.url != path.as_uri() else None)
-        page.goto(path.as_uri())
-        if options.get("java_script_enabled", True):
-            settle(page)
-        yield page
+    listeners: dict[str, Callable[[Any], None]] = {
+        "console": lambda message: said.append(f"{message.type}: {message.text}"),
+        "pageerror": lambda error: said.append(f"error: {error}"),
+        "request": lambda request: said.append(request.url) if request.url != path.as_uri() else None,
+    }
+    with browser.new_context(**options) if options else nullcontext(browser.contexts[0]) as context:
+        page = context.new_page() if options else context.pages[0]
+        page.set_viewport_size(viewport or WIDE)
+        page.mouse.move(0, 0)
+        for event, listener in listeners.items():
+            page.on(event, listener)
+        try:
+            page.goto(path.as_uri())
+            if options.get("java_script_enabled", True):
+                settle(page)
+            yield page
+        finally:
+            for event, listener in listeners.items():
+                page.remove_listener(event, listener)
         assert [line for line in said if not line.startswith("data:")] == []
 
 
@@ -387,6 +403,7 @@ def test_ten_thousand_moments_are_drawn_frame_by_frame(browser: Any, long_page: 
     assert max(frames) < SLOWEST_FRAME_MILLISECONDS
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("placement", ["resident", "host"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_page_of_any_run_opens_without_an_error(browser: Any, tmp_path: Path, placement: str, steps: int) -> None:

@@ -32,6 +32,7 @@ def lines(data: dict[str, Any]) -> dict[str, list[str]]:
     return {row[:16].strip(): [cell.strip() for cell in row[16:].split("  ") if cell.strip()] for row in rows}
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("budget", [STREAMED, WHOLE], ids=["streamed", "whole"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_report_has_what_the_plan_expects(budget: hetmem.Budget, steps: int, tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ class Run:
         self.carry_out(residency.prefetch(block, DEVICE))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("policy", [NextUse, LRU, FIFO])
 @pytest.mark.parametrize("seed", [*range(30), 233, 572])
 def test_every_decision_is_the_one_that_looking_at_all_copies_makes(seed: int, policy: Any) -> None:

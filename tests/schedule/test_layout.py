@@ -264,6 +264,7 @@ def test_shapes_have_the_published_number_of_parameters(model: str) -> None:
     assert sum(spec.numel for spec in parameter_specs(model)) == PARAMETERS[model]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("maximum_elements", [8 * MI, 32 * MI, 64 * MI, 256 * MI])
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_waste_at_most_two_percent(model: str, maximum_elements: int) -> None:

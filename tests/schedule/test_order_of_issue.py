@@ -74,7 +74,7 @@ class Program:
         self.end_some()
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(
     expected=uses,
     others=uses,

@@ -166,6 +166,7 @@ def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
 # --- prefetching costs no fetch -------------------------------------------------------------------------------------
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("delay", [0, 1, 4])
 @pytest.mark.parametrize("renewed", [False, True], ids=["kept", "renewed"])
 @pytest.mark.parametrize("slots", [2, 5, 8, 13])

@@ -409,5 +409,5 @@ class ResidencyMachine(RuleBasedStateMachine):
         assert again.counts == self.residency.counts
 
 
-ResidencyMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+ResidencyMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestResidency = ResidencyMachine.TestCase

@@ -1,6 +1,6 @@
 """While a module is built, its parameters go to memory of the tiers, so they never fill host memory.
 
-`engine.filling` makes homes of it when all are there.
+`filling` makes homes of it when all are there.
 
 Note "ended twice": an interrupt may come before the first instruction of what ends something, also of a `with`. So that
 is tried twice: where the first one was not begun the second one does it, and otherwise there is nothing left to do.
@@ -17,11 +17,11 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetmem.base.config import Limits
-from hetmem.engine.build import check_directories, host_bytes, is_lazy
-from hetmem.engine.filling import BuildingMemory
 from hetmem.engine.param_views import is_shared
 from hetmem.memory.device import Device
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.placing.build import check_directories, host_bytes, is_lazy
+from hetmem.placing.filling import BuildingMemory
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 _state = threading.local()

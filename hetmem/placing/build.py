@@ -18,7 +18,6 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.config import Limits
-from hetmem.engine.filling import BuildingMemory
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import storage_references
 from hetmem.errors import BudgetError, ManageError
@@ -28,8 +27,9 @@ from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
+from hetmem.placing.filling import BuildingMemory
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
-from hetmem.schedule.placement import Capacities, NoRoom, survey
+from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 Precision = torch.dtype | Literal["bf16", "bfloat16", "fp16", "float16"]
@@ -157,7 +157,7 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ManageError(
-                f"{name or 'the model'} is a {type(part).__name__} of torch.jit, and nobody sees what that computes: "
+                f"{name or 'the model'} is a {type(part).__name__} of torch.jit, whose operators no hook sees: "
                 f"leave torch.jit.script out, or use torch.compile"
             )
     parameters = dict(module.named_parameters())
@@ -224,7 +224,7 @@ def build_memory(
         raise BudgetError(str(refusal)) from None
     HELD_BACK.raise_here()  # the search takes its time
     store = None
-    if ground.uses_nvme:
+    if ground.uses_nvme or (moves_activations and limits.nvme_bytes):
         opened = built.store if built is not None else None
         store = opened or NvmeStore(list(limits.nvme_directories), limits.nvme_bytes)
     pins: list[Callable[[], None]] = []
@@ -233,6 +233,8 @@ def build_memory(
         most = capacities.host_bytes if all_host else ground.host_bytes
         host_pool = HostPool(most, None if built is None else built.mapping)
         pins.append(host_pool.mapping.share_with_children)
+        if moves_activations and ground.uses_nvme:  # else host memory has room for all homes
+            host_pool.for_loans_bytes = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(

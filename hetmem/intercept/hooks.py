@@ -1,5 +1,9 @@
-"""Hooks of a module. In a copy of the module, and where it is pickled, torch's and Python's own things take their
-place that do nothing: the file can be read without hetmem."""
+"""Hooks of a module, and of autograd for what arrives at its parameters, among those of the user.
+
+In a copy of the module, and where it is pickled, torch's and Python's own things take their place that do nothing: the
+file can be read without hetmem. Hooks of gradients tell a sink, which they do not hold: a parameter must not keep its
+model alive.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hetmem import torch_private
-from hetmem.intercept.dynamo import Tracing, opaque, skipped
+from hetmem.engine.gradients import ArrivalHooks, GradientSink
+from hetmem.errors import ManageError
+from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
 from hetmem.intercept.saved_tensors import Pack
+from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
 
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
@@ -22,28 +28,8 @@ _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Hooked(Protocol):
-    """Who is told."""
-
-    def before_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]] | None:
-        """`module` is about to run. Returns what to call it with, if not this."""
-
-    def after_forward(self, module: torch.nn.Module, output: Any) -> None:
-        """`module` has returned or raised."""
-
-    def before_state_dict(self, by: FrameType) -> None:
-        """Weights are to be read, or written over, by a method of a module that runs in `by`."""
-
-    def displace_hooks(self) -> None:
-        """Hooks of the program for saved tensors are on top, within a forward that needs to know no module."""
-
-    def before_assignment(self) -> None:
-        """Other parameters are to take the place of the module's."""
-
-    def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
-        """What stays as it is where a module is asked to `convert` its `parameters`, their gradients and buffers."""
+Hooked = Any
+"""The `Interception` that is told, held weakly: it imports this."""
 
 
 class _OfThisModule:
@@ -87,7 +73,8 @@ class BeforeForward(_OfThisModule):
     ) -> tuple[Any, dict[str, Any]] | None:
         hooked = self._hooked()
         if hooked is not None:
-            return hooked.before_forward(module, args, kwargs)
+            called_with: tuple[Any, dict[str, Any]] | None = hooked.before_forward(module, args, kwargs)
+            return called_with
         return None
 
 
@@ -123,7 +110,10 @@ class BeforeStateDict(_OfThisModule):
         if hooked is not None:
             hooked.before_state_dict(sys._getframe(2))  # behind `HELD_BACK`
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
-                hooked.before_assignment()
+                raise ManageError(
+                    "load_state_dict(assign=True) would put other parameters in the place of those that hetmem "
+                    "manages: leave assign=True out, which copies the values, or call hetmem.release(model) first"
+                )
 
 
 class Conversions:
@@ -132,7 +122,7 @@ class Conversions:
 
     def __init__(self, module: torch.nn.Module, hooked: Hooked | None) -> None:
         self._module = weakref.ref(module)
-        self._hooked = _nobody if hooked is None else weakref.ref(hooked)
+        self._hooked = _none if hooked is None else weakref.ref(hooked)
 
     def __call__(self, convert: Convert, recurse: bool = True) -> torch.nn.Module:
         module, hooked = self._module(), self._hooked()
@@ -144,7 +134,7 @@ class Conversions:
         return converted
 
     def is_over(self) -> bool:
-        """Whether nobody is told: the module is a copy of one that was managed."""
+        """Whether it tells nothing of conversions: the module is a copy of one that was managed."""
         return self._hooked() is None
 
     def remove(self) -> None:
@@ -171,16 +161,6 @@ class _AllBut:
         return tensor if id(tensor) in self._kept else self._convert(tensor)
 
 
-def asked_format(convert: Convert, dimensions: int, device: torch.device) -> torch.memory_format | None:
-    """The memory format that `convert` gives to tensors of 4 or 5 `dimensions`, if it changes theirs."""
-    formats = torch.contiguous_format, (torch.channels_last if dimensions == 4 else torch.channels_last_3d)
-    for before, after in (formats, formats[::-1]):
-        converted = convert(torch.empty((2,) * dimensions, device=device, memory_format=before))
-        if converted.is_contiguous(memory_format=after):
-            return after
-    return None
-
-
 def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iterator[Conversions]:
     """Tell `hooked` of conversions of `modules`, one by one, leaving out any that has another `_apply`."""
     for module in modules:
@@ -191,5 +171,94 @@ def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iter
             yield vars(module)["_apply"]
 
 
-def _nobody() -> None:
+def _none() -> None:
     return None
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def order_hooks(sink: GradientSink, parameter: torch.Tensor, own: int) -> list[Any]:
+    """The user's hooks for what arrives at `parameter` find all gradients at home, its own too: that is taken away by
+    the hook with the number `own`, behind them. Returns the handle of a hook that is new, if one is."""
+    hooks: Any = parameter._backward_hooks
+    others = [(key, hook) for key, hook in hooks.items() if key != own and not isinstance(hook, _Arrive)]
+    made = [] if len(others) + 1 < len(hooks) else [parameter.register_hook(_Arrive(sink, parameter))]
+    for key, hook in (*others, (own, hooks[own])):
+        del hooks[key]
+        hooks[key] = hook
+    return made
+
+
+class BeforeArrival:
+    """Tensor hook: runs before autograd accumulates."""
+
+    __torch_unserialize__ = True  # torch warns of hooks that are lost on pickling; this one is meant to be
+
+    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
+        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
+
+    @opaque
+    def __call__(self, grad: torch.Tensor) -> None:
+        sink = self._sink()
+        bindings = None if sink is None else sink.runtime.bindings
+        if sink is not None and bindings is not None and self._key in bindings.by_id:
+            managed = bindings.by_id[self._key]
+            if bindings.resting or not (sink.is_simple and sink.runtime.in_backward):
+                self._tell(sink, managed)
+                return
+            parameter = managed.parameter  # as `_tell`, where nothing calls Python: an interrupt finds all or nothing
+            if type(parameter) is managed.unbound_kind:
+                sink.sent_home += (managed,)
+                parameter.__class__ = managed.kind
+            if parameter.grad is not None or managed in sink.taken:
+                self._tell(sink, managed)
+            else:
+                sink.taken[managed] = None
+
+    @called_by_autograd
+    def _tell(self, sink: GradientSink, managed: ManagedParameter) -> None:
+        if not sink.runtime.in_backward:
+            sink.segments.on_backward()
+        sink.before(managed)
+
+
+class _Arrive:
+    """Tensor hook, before those of the user, which may read gradients."""
+
+    __torch_unserialize__ = True
+
+    def __init__(self, sink: GradientSink, parameter: torch.Tensor) -> None:
+        self._sink, self._key = weakref.ref(sink), id(parameter)
+
+    @called_by_autograd
+    def __call__(self, grad: torch.Tensor) -> None:
+        sink = self._sink()
+        if sink is not None:
+            managed = sink.runtime.bindings.by_id[self._key]
+            sink.runtime.uses.read_at_home(managed)
+            sink.send_home(managed)
+            sink.arrive()
+
+
+class AfterArrival:
+    """Post-accumulate hook: takes what arrived."""
+
+    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
+        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
+
+    @opaque
+    def __call__(self, parameter: torch.Tensor) -> None:
+        sink = self._sink()
+        by_id = {} if sink is None else sink.runtime.bindings.by_id
+        if sink is not None and self._key in by_id:
+            compiler = set_compiler(None)
+            try:
+                with HELD_BACK:
+                    sink.after(by_id[self._key])
+            finally:
+                if compiler is not None:
+                    set_compiler(compiler)
+
+
+HOOKS = ArrivalHooks(BeforeArrival, AfterArrival, order_hooks)

@@ -218,7 +218,7 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     else:
         home.copy_(data)
     managed.chunk.parameters.append(managed)
-    recast(managed, home)
+    managed.recast(home)
     reside(managed, home, memory.device.torch_device)
 
 
@@ -254,16 +254,3 @@ def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
                 alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
                 with suppress(RuntimeError):
                     torch_private.swap_impl(parameter, alone)
-
-
-def recast(managed: ManagedParameter, home: torch.Tensor) -> None:
-    """Make the 16-bit copy at home, if there is one, what `home`, which holds the values of `managed`, says."""
-    if Role.COMPUTE in managed.chunk.homes:
-        with torch.no_grad():
-            managed.view(Role.COMPUTE).copy_(home)
-
-
-def recast_all(chunk: Chunk) -> None:
-    """`recast` of every parameter of `chunk`."""
-    for managed in chunk.parameters:
-        recast(managed, managed.home)

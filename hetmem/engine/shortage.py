@@ -1,0 +1,258 @@
+"""The errors that say what holds the memory of the device, and which changes would be enough, the cheapest first."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hetmem import torch_private
+from hetmem.base.units import MIB, format_size, round_down, round_up
+from hetmem.engine.homes import Memory
+from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.schedule.layout import PAGE_ELEMENTS
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
+from hetmem.schedule.tracer import StepTracer, segment_name
+
+_MOST_PARTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The device at one moment, in bytes.
+
+    `live_bytes` is what is neither copies nor homes of chunks, `lasting_bytes` the part of it that does not depend on
+    the batch; `copy_bytes` are all copies that the moment uses at once, of `copies` chunks whose largest parameter has
+    `largest_elements` (that of the model: `model_elements`); `home_bytes` are homes on the device. `whole_bytes` is
+    what keeping the model whole there takes, 0 if it is streamed. An element takes `itemsize` at home and
+    `compute_itemsize` in a copy.
+    """
+
+    device_bytes: int
+    usable_bytes: int
+    chunk_cap_bytes: int
+    live_bytes: int
+    lasting_bytes: int
+    copy_bytes: int
+    copies: int
+    largest_elements: int
+    model_elements: int
+    home_bytes: int
+    whole_bytes: int
+    slot_bytes: int
+    itemsize: int
+    compute_itemsize: int
+
+    def passes(
+        self,
+        *,
+        live_bytes: int | None = None,
+        copy_bytes: int | None = None,
+        home_bytes: int | None = None,
+        cap_bytes: int | None = None,
+    ) -> bool:
+        """Whether the moment would pass with these figures in place of its own."""
+        live = self.live_bytes if live_bytes is None else live_bytes
+        chunks = self.copy_bytes if copy_bytes is None else copy_bytes
+        chunks += self.home_bytes if home_bytes is None else home_bytes
+        return live + chunks <= self.usable_bytes and chunks <= (
+            self.chunk_cap_bytes if cap_bytes is None else cap_bytes
+        )
+
+
+def remedies(needs: Needs, others: Sequence[Needs] = ()) -> Iterator[str]:
+    """Changes that let the moment that failed pass, and all `others` that are known, the cheapest first; the last one,
+    a larger budget, always does."""
+    moments = (needs, *others)
+    if needs.whole_bytes:
+        yield from _streamed(moments)
+    else:
+        yield from _smaller_chunks(moments)
+    yield from _micro_batches(moments)
+    copies = max(moment.copy_bytes for moment in moments)
+    if not needs.whole_bytes and needs.device_bytes > needs.chunk_cap_bytes < needs.copy_bytes:
+        yield f"raise Budget(device_chunks=…): this moment needs {format_size(copies)} of chunks at once"
+        return
+    lost = needs.device_bytes - needs.usable_bytes
+    least = max(moment.copy_bytes + moment.live_bytes for moment in moments) + needs.home_bytes + lost
+    yield f"raise Budget(device=…): this moment needs {format_size(round_up(least, MIB))}"
+
+
+def _streamed(moments: Sequence[Needs]) -> Iterator[str]:
+    """States leave the device; what activations leave there is for chunks, and too little to keep the model whole."""
+    needs = moments[0]
+    cap = round_down(min(needs.usable_bytes - needs.live_bytes, needs.whole_bytes - 1), PAGE_ELEMENTS)
+    largest = max(needs.slot_bytes, needs.model_elements * needs.compute_itemsize)
+    if cap >= largest and all(moment.passes(home_bytes=0, cap_bytes=cap) for moment in moments):
+        yield f"set Budget(device_chunks={cap}), so that chunks are streamed instead of kept on the device"
+
+
+def _smaller_chunks(moments: Sequence[Needs]) -> Iterator[str]:
+    """Chunks just large enough for the largest parameter in use; a larger one takes several slots."""
+    needs = moments[0]
+    elements = round_up(needs.largest_elements, PAGE_ELEMENTS)
+    sizes = [m.copies * round_up(m.largest_elements, elements) * needs.compute_itemsize for m in moments]
+    widest = round_up(needs.model_elements, elements) * needs.compute_itemsize
+    if (
+        sizes[0] < needs.copy_bytes
+        and widest + needs.lasting_bytes + needs.home_bytes <= needs.usable_bytes
+        and widest + needs.home_bytes <= needs.chunk_cap_bytes
+        and all(moment.passes(copy_bytes=size) for moment, size in zip(moments, sizes, strict=True))
+    ):
+        size = elements * needs.itemsize
+        yield f"set chunk_bytes={size}: then the chunks in use take {format_size(sizes[0])}"
+
+
+def _micro_batches(moments: Sequence[Needs]) -> Iterator[str]:
+    """The fewest micro-batches, whose gradients add up, with which all pass: live bytes grow with the batch."""
+    parts = 2
+    while parts <= _MOST_PARTS:
+        lives = [m.lasting_bytes + (m.live_bytes - m.lasting_bytes) // parts for m in moments]
+        if all(moment.passes(live_bytes=live) for moment, live in zip(moments, lives, strict=True)):
+            yield f"use a smaller batch: with {parts} micro-batches what is live here is about {format_size(lives[0])}"
+            return
+        parts *= 2
+
+
+_NAMED = 3
+
+
+class Shortage:
+    """The facts of one runtime at the moment at which it has no room for `operator`."""
+
+    def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
+        self._memory, self._residency, self._tracer = memory, residency, tracer
+        self.activations: weakref.ref[Any] | None = None
+        """The `Activations` of `activations.offload`, if they move: they hold the runtime, which must not hold them."""
+
+    def error(
+        self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0
+    ) -> DeviceOutOfMemoryError:
+        """`live_bytes`: what is neither copies nor homes of chunks; `wanted_bytes`: of the copy that finds no room;
+        `refused_bytes`: what else finds none, which `operator` names."""
+        memory = self._memory
+        in_use = self._in_use()
+        copies = sum(in_use.values())
+        wanted = f", and {format_size(wanted_bytes)} more for the chunk it uses" if wanted_bytes else ""
+        return DeviceOutOfMemoryError(
+            f"out of device memory in {operator} ({self._where()}): activations and other tensors take "
+            f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
+            f"{memory.homes_on_device()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}"
+            f"{self._stays()}. {self._activations_that_stay()}"
+            f"{self._ways_out(live_bytes + refused_bytes)}"
+        )
+
+    def _where(self) -> str:
+        key = self._tracer.key
+        return "outside a step" if key is None else f"moment {self._tracer.position} of the {segment_name(key)}"
+
+    def _in_use(self) -> dict[str, int]:
+        residency, slot = self._residency, self._memory.device_pool.slot_bytes
+        return {
+            residency.blocks[block].label: residency.blocks[block].span * slot
+            for block in residency.resident(Tier.DEVICE)
+            if residency.uses(block, Tier.DEVICE) and residency.slot_taken(block, Tier.DEVICE) >= 0
+        }
+
+    def _blocks_needed(self) -> set[int]:
+        """The blocks of all copies that this moment needs at once, those it could not have included."""
+        residency = self._residency
+        used = [block for block in residency.resident(Tier.DEVICE) if residency.uses(block, Tier.DEVICE)]
+        return {*self._tracer.blocks(), *used}
+
+    def _activations_that_stay(self) -> str:
+        """Why activations that might have left the device did not."""
+        moves = None if self.activations is None else self.activations()
+        return "" if moves is None else moves.shortage()
+
+    def _cap(self) -> str:
+        cap = self._memory.device_chunk_bytes
+        return f" (chunks may have {format_size(cap)} of it)" if cap < self._memory.device_bytes else ""
+
+    def _stays(self) -> str:
+        """Why a model that is whole on the device does not leave it, if that is for want of room."""
+        memory = self._memory
+        if not memory.resident or memory.has_room_away:
+            return ""
+        return (
+            f"; its homes cannot go to host memory, where they need {format_size(memory.away_bytes)} and "
+            f"{format_size(memory.host_pool.free_bytes)} are left of Budget(host=…)"
+        )
+
+    def _ways_out(self, live_bytes: int) -> str:
+        """What would let this moment pass, and all others that are known, cheapest first."""
+        needs = self._needs(live_bytes, self._blocks_needed())
+        moments = dict.fromkeys((moment.non_model_bytes, moment.blocks) for moment in self._tracer.known_moments())
+        others = [self._needs(nbytes, set(blocks)) for nbytes, blocks in moments]
+        ways = ", or ".join(remedies(needs, others))
+        known = "what is known of the step" if self._tracer.measured else "the step"
+        most = max((m.copy_bytes + m.live_bytes + m.home_bytes for m in (needs, *others)), default=0)
+        return (
+            f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too. "
+            f"In all {known} needs {format_size(most)} of the device; before a run, hetmem plan MODULE:FUNCTION "
+            f"--input … --device-memory {self._memory.device_bytes} --host-memory "
+            f"{self._memory.host_pool.capacity_bytes} says what the whole step needs"
+        )
+
+    def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:
+        """What a moment needs that uses `blocks`; without any it is as if it used the largest parameter."""
+        memory, residency = self._memory, self._residency
+        chunks = [chunk for chunk in memory.chunks if chunk.operand_block in blocks] or memory.chunks
+        largest = max(managed.numel for chunk in chunks for managed in chunk.parameters)
+        slot_bytes = memory.device_pool.slot_bytes
+        return Needs(
+            memory.device_bytes,
+            memory.usable_bytes,
+            memory.device_chunk_bytes,
+            live_bytes,
+            min(live_bytes, memory.buffer_bytes),
+            sum(residency.blocks[block].span for block in blocks) * slot_bytes,
+            len(blocks),
+            largest,
+            max(managed.numel for chunk in memory.chunks for managed in chunk.parameters),
+            memory.device_home_bytes,
+            memory.device_home_bytes if memory.resident else 0,
+            slot_bytes,
+            max(chunk.dtype.itemsize for chunk in chunks),
+            max(chunk.compute_dtype.itemsize for chunk in chunks),
+        )
+
+
+def _names(sizes: dict[str, int]) -> str:
+    if not sizes:
+        return ""
+    names = sorted(sizes, key=lambda name: sizes[name], reverse=True)
+    more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f" ({'; '.join(names[:_NAMED])}{more})"
+
+
+class Refusals:
+    """Of one runtime, from when it is made."""
+
+    def __init__(self, memory: Memory, shortage: Shortage) -> None:
+        self._memory, self._shortage = memory, shortage
+        self.room_bytes = 0
+        """What would have been enough beside chunks; 0 while nothing was refused."""
+        self.said = ""
+        """Who held what when it happened last."""
+        memory.device.tell_refusals(self.refused)
+
+    def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
+        """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
+
+        From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
+        then; a part of a backward cannot be tried again, so there this logs what holds memory, before torch raises.
+        """
+        memory = self._memory
+        chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
+        self.room_bytes = max(self.room_bytes, min(memory.usable_bytes - chunks + asked_bytes, memory.usable_bytes))
+        live_bytes = max(0, allocated_bytes - chunks)
+        what = f"an allocation of {format_size(asked_bytes)}"
+        error = self._shortage.error(what, live_bytes, refused_bytes=asked_bytes)
+        given = min(asked_bytes, memory.device_pool.held_bytes())
+        self.said = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
+        if torch_private.current_graph_task() != -1:  # Python sees no error of a backward's node before it
+            logging.getLogger("hetmem").error(self.said)

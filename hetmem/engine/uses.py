@@ -1,0 +1,457 @@
+"""Parameters on the device for as long as they are used: moments, and uses that end when no tensor holds a copy.
+
+Hooks tell it what is about to be used. It knows nothing of torch's hooks and modes, and nothing of optimizers; copies
+are `traffic`'s, how many there may be `device_limit`'s, writes that were not hetmem's `write_check`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hetmem import torch_private
+from hetmem.engine.device_limit import DeviceRoom
+from hetmem.engine.events import EventLog, MomentSeen
+from hetmem.engine.homes import Memory
+from hetmem.engine.param_views import Bindings, references
+from hetmem.engine.traffic import Traffic, param_block
+from hetmem.engine.write_check import WriteCheck
+from hetmem.errors import CapacityError
+from hetmem.memory.chunk import ManagedParameter, Role, without_graph
+from hetmem.memory.live_bytes import is_unseen
+from hetmem.schedule.trace import DEVICE, Moment
+from hetmem.schedule.tracer import StepTracer
+
+_functions_around: Any = torch_private.function_modes_around
+PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
+_tuple: Any = tuple.__new__
+"""Makes a named tuple of a tuple, without Python."""
+
+
+class Uses:
+    """The uses of one model's parameters: each begins with `use` or `saved`, and ends when nothing holds the copy."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        bindings: Bindings,
+        traffic: Traffic,
+        tracer: StepTracer,
+        writes: WriteCheck,
+        room: DeviceRoom,
+        events: EventLog,
+    ) -> None:
+        self._memory, self._bindings, self._traffic, self._tracer = memory, bindings, traffic, tracer
+        self._writes, self._room, self._events = writes, room, events
+        self._parameters = [managed for chunk in memory.chunks for managed in chunk.parameters]
+        self._unwatched = room.monitor.unwatched
+        self.give_leases_up: Callable[[], bool | None] = lambda: False
+        """Called where copies that are used at once have no room: whether some are used no more."""
+        self._held: dict[ManagedParameter, None] = {}
+        """Those whose copies tensors hold, in the order in which they were first seen to be held."""
+        self._holds_all = False
+        self._untracked: set[int] = set()
+
+    def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
+        memory, residency, room = self._memory, self._traffic.residency, self._room
+        measured, leaving_bytes = self._tracer.measured, 0
+        if self._traffic.gradients.leaving or room.leaving or room.ahead:
+            leaving_bytes = room.leaving_bytes
+        live = room.look_at_allocator() if measured else memory.buffer_bytes
+        moment = self._tracer.moment(operator, blocks, live, leaving_bytes)
+        if measured or leaving_bytes or not room.is_as_left(moment):
+            with self._unwatched():
+                room.before_moment(moment)
+        residency.reach(blocks, DEVICE)
+        self._saw(moment, operator, blocks)
+
+    def _saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
+        """Log a moment for reports."""
+        memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
+        if not memory.device.watched:  # whose allocator tells what it was in the end
+            expected = int(expected / self._tracer.growth)
+        on_device, staged = residency.taken
+        chunk_bytes = on_device.used * memory.device_pool.slot_bytes + memory.device_home_bytes
+        peaks = self._room.statistics
+        if (
+            chunk_bytes > peaks.chunk_peak_bytes
+            or expected > peaks.non_model_peak_bytes
+            or chunk_bytes + expected > peaks.device_peak_bytes
+        ):
+            peaks.device_in_use(chunk_bytes, expected)
+        staging = staged.used * memory.host_pool.slot_bytes
+        seen = self._events.now(), operator, blocks, chunk_bytes, expected, staging
+        self._events.moments.append(_tuple(MomentSeen, seen))
+
+    # ---- parameters on the device ------------------------------------------------------------------------------
+
+    def use(self, operator: str, used: list[ManagedParameter]) -> None:
+        """Bind `used` to their device copies. Nothing is bound if this raises."""
+        if not (self._held or self._traffic.engine.anything_over()):
+            if not used[1:] and self._use_again(operator, used[0]):
+                return
+            if is_unseen():
+                self._use(operator, used)
+                return
+        with self._unwatched():
+            self.let_go()
+            self._traffic.executor.poll()
+            self._use(operator, used)
+
+    def _use(self, operator: str, used: list[ManagedParameter]) -> None:
+        """`use` where no mode sees what is asked of parameters."""
+        blocks: list[int] = []
+        try:
+            for managed in used:
+                parameter = managed.parameter
+                before, parameter.__class__ = type(parameter), managed.kind
+                if parameter._version != managed.version:
+                    parameter.__class__ = before
+                    self._notice_write(managed)
+                    parameter.__class__ = managed.kind
+                if self._writes.unsure and managed.chunk in self._writes.unsure:
+                    with self._unwatched():
+                        self._writes.make_sure(managed.chunk)
+                homes = managed.chunk.homes  # as `param_block`, of every weight that is used
+                block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+                assert block is not None, f"{managed.name} has its home on the device"
+                blocks.append(block)
+            self._moment(operator, (*blocks,) if not blocks[1:] else tuple(dict.fromkeys(blocks)))
+            self._acquire_all(operator, used, blocks)
+        except BaseException:
+            if self._bindings.away:
+                self._bindings.rest(used)
+            raise
+        self._bindings.bind(used)
+
+    def _use_again(self, operator: str, managed: ManagedParameter) -> bool:
+        """`use` of one parameter, as most uses are; False, and nothing is done, if anything else comes first."""
+        parameter, unsure = managed.parameter, self._writes.unsure
+        if (unsure and managed.chunk in unsure) or _functions_around():
+            return False
+        before, parameter.__class__ = type(parameter), managed.kind
+        if parameter._version != managed.version:
+            parameter.__class__ = before
+            return False
+        try:
+            if not self._acquire_one(operator, managed):
+                parameter.__class__ = before
+                return False
+        except BaseException:
+            if self._bindings.away:
+                with self._unwatched():
+                    self._bindings.rest((managed,))
+            raise
+        assert managed.device is not None
+        parameter.data = managed.device
+        parameter.__class__ = managed.bound_kind
+        return True
+
+    def _acquire_one(self, operator: str, managed: ManagedParameter) -> bool:
+        """A moment that uses `managed` alone. False, and nothing is done, where the segment is measured, or gradients
+        leave the device."""
+        tracer, residency, traffic, room = self._tracer, self._traffic.residency, self._traffic, self._room
+        if tracer.measured or traffic.gradients.leaving or room.leaving or room.ahead:
+            return False
+        homes = managed.chunk.homes  # as `param_block`
+        block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+        assert block is not None, f"{managed.name} has its home on the device"
+        blocks = (block,)
+        moment = tracer.moment(operator, blocks, self._memory.buffer_bytes)
+        if not room.is_as_left(moment):
+            with self._unwatched():
+                room.before_moment(moment)
+        self._saw(moment, operator, blocks)
+        residency.reach(blocks, DEVICE)
+        self._acquire_device(managed, block, operator)
+        return True
+
+    def use_all(self, operator: str) -> bool:
+        """`use` of all parameters for a whole forward, in which nothing moves. False, and nothing is bound, if that is
+        not known."""
+        if not self._acquire_whole(operator):
+            return False
+        with self._unwatched():
+            self._bindings.bind(self._parameters)
+        return True
+
+    def hold_all(self) -> None:
+        """A backward begins. If nothing moves within, `saved` needs to ask nothing until `release_all`."""
+        self._holds_all = self._holds_all or self._acquire_whole("backward")
+
+    def release_all(self) -> None:
+        """End `hold_all`."""
+        if self._holds_all:
+            self._holds_all = False
+            self._release(self._parameters)
+
+    def _acquire_whole(self, operator: str) -> bool:
+        """One more use of each parameter for a segment, as one moment, if nothing moves within: all homes, and a copy
+        of each, are on the device, and all that is needed beside them is known."""
+        memory, residency, blocks = (
+            self._memory,
+            self._traffic.residency,
+            [each.operand_block for each in self._memory.chunks],
+        )
+        known = tuple(block for block in blocks if block is not None)
+        if not memory.resident or len(known) < len(blocks) or not residency.all_on_device(known):
+            return False
+        moment = self._tracer.all_ahead(known)
+        if moment is None or self._writes.unsure or not self._room.has_room_for_all(moment):
+            return False
+        with self._unwatched():
+            self.let_go()
+            self._room.before_moment(moment)
+            slots = residency.use_all(known, [len(chunk.parameters) for chunk in self._memory.chunks])
+            for chunk, slot in zip(self._memory.chunks, slots, strict=True):
+                if self._traffic.engine.ordered:
+                    self._traffic.executor.order_behind_making(slot)
+                if any(managed.device is None for managed in chunk.parameters):
+                    self._bindings.open_device(chunk, memory.device_pool, slot)
+        self._tracer.all_at_once(moment)
+        self._saw(moment, operator, known)
+        return True
+
+    def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
+        """One more use of each of `blocks`, those of `used`; none if this raises."""
+        acquired = 0
+        try:
+            for managed, block in zip(used, blocks, strict=True):
+                self._acquire_device(managed, block, operator)
+                acquired += 1
+        except BaseException:
+            for block in blocks[:acquired]:
+                self._traffic.release(block, DEVICE)
+            raise
+
+    def end_use(
+        self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
+    ) -> None:
+        """End `use`: parameters rest, what was written to them goes home, copies that are not held may be evicted.
+
+        `untracked`: a view was handed out whose writes count no versions (`parameter.data`); `writes`: those that may
+        have been written to without counting one.
+        """
+        first: BaseException | None = None
+        with self._unwatched():
+            for managed in used:
+                try:
+                    if managed.parameter._version != managed.version:
+                        self._writes.by_operator(managed)
+                    elif managed in writes or managed.data_taken:
+                        self._writes.compare(managed)
+                except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
+                    first = first or error
+            self._unbind(used, untracked=untracked)
+        try:
+            if first is not None:
+                raise first
+        finally:
+            del first  # as in `Executor.execute`
+
+    def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+        """Let `used` rest, and release their copies."""
+        self._bindings.unbind(used)
+        self._release(used, untracked=untracked)
+
+    def _release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+        """Release one lease of each of `used`; those whose memory a tensor holds are released by `let_go`."""
+        over: list[int] = []
+        for managed in used:
+            if managed.device is not None and references(managed.device_storage) > managed.device_references:
+                if untracked or managed.data_taken:
+                    self._untracked.add(id(managed))
+                if managed not in self._held:
+                    self._held[managed] = None
+                    continue
+            managed.data_taken = False
+            homes = managed.chunk.homes  # as `param_block`
+            block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+            assert block is not None, f"{managed.name} has its home on the device"
+            over += (block,)
+        if self._memory.resident:
+            self._traffic.release_all(over)
+            return
+        for block in over:
+            self._traffic.release(block, DEVICE)
+
+    def end_call(self, used: list[ManagedParameter]) -> None:
+        """`end_use` of code whose functions are not seen. Of a region `.data` is not seen either: writes through that
+        are looked for where a segment is measured, and from then on in the weights that had such."""
+        measured, uncounted = self._tracer.measured, self._writes.uncounted
+        if not (measured or uncounted or _functions_around()):
+            for managed in used:
+                parameter = managed.parameter
+                if managed.data_taken or parameter._version != managed.version:
+                    break
+                if type(parameter) is managed.kind and self._bindings.is_elsewhere(managed):
+                    break
+            else:
+                self._bindings.unbind(used)
+                self._release(used)
+                return
+        with self._unwatched():
+            data_set = [
+                (managed, managed.parameter.data)
+                for managed in used
+                if type(managed.parameter) is managed.kind and self._bindings.is_elsewhere(managed)
+            ]
+            for managed, _ in data_set:
+                self._bindings.show_home(managed, managed.device)
+            self.end_use(used, writes=used if measured else [each for each in used if id(each) in uncounted])
+            for managed, value in data_set:
+                self.data_set(managed, value)
+
+    def set_bound(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """`managed.parameter.data = value` while that is bound: the value goes home, and is what it is bound to."""
+        name, block = f"data of {managed.name}", param_block(managed)
+        with self._unwatched():
+            self._bindings.unbind([managed])
+            managed.parameter.__class__ = managed.kind
+            try:
+                self.data_set(managed, value)
+                self._acquire_device(managed, block, name)
+                self._traffic.release(block, DEVICE)  # of the use that there was before
+            finally:
+                if managed.device is not None:
+                    self._bindings.bind([managed])
+
+    def saved(self, managed: ManagedParameter) -> torch.Tensor:
+        """The device view of `managed` for autograd; it stays on the device until no tensor holds its memory. Call it
+        `unwatched`."""
+        if self._holds_all and managed.device is not None:
+            return managed.device
+        if not self._memory.uses_copies:
+            return managed.home
+        if self._held:
+            self.let_go()
+        if self._traffic.engine.anything_over():
+            self._traffic.executor.poll()
+        operator = f"backward of {managed.name}"
+        if managed in self._held:
+            self._moment(operator, (param_block(managed),))
+        else:
+            if not self._acquire_one(operator, managed):
+                block = param_block(managed)
+                self._moment(operator, (block,))
+                self._acquire_all(operator, (managed,), (block,))
+            self._held[managed] = None
+        assert managed.device is not None
+        return managed.device
+
+    def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
+        """Begin a lease of the copy of `managed`, and have its view; none is begun if this raises."""
+        slot = self._traffic.use(block)
+        if slot is not None and managed.device is not None:
+            return
+        with self._unwatched():
+            if slot is None:
+                try:
+                    slot = self._acquire_with_more_room(block)
+                except CapacityError as error:
+                    wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
+                    raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
+            if managed.device is None:
+                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
+
+    def _acquire_with_more_room(self, block: int) -> int:
+        """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
+        try:
+            return self._traffic.acquire(block, DEVICE)
+        except torch.OutOfMemoryError:  # the allocator had no memory for the slot: idle chunks have some
+            self.out_of_memory()
+            return self._traffic.acquire(block, DEVICE)
+        except CapacityError:
+            if not (self._room.widen() or self.give_leases_up()):
+                raise
+            return self._acquire_with_more_room(block)
+
+    def out_of_memory(self) -> None:
+        """Give the device's allocator, which has no room for an operator, all that no chunk in use needs."""
+        with self._unwatched():
+            self.let_go()
+            self._room.out_of_memory()
+
+    def notice_writes_to_views(self) -> None:
+        """End a forward: what it wrote last to views goes home before it is read."""
+        with self._unwatched():
+            self.let_go()
+        self._writes.refuse_ties()
+
+    def notice_writes_by_hooks(self) -> None:
+        """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""
+        for managed in list(self._held):
+            self._notice_write(managed)
+
+    def _notice_write(self, managed: ManagedParameter) -> None:
+        """Honour a write to `managed` since it was used: at home, or to a view of the copy that is held."""
+        rests = type(managed.parameter) is managed.unbound_kind
+        managed.parameter.__class__ = managed.kind
+        try:
+            if managed.parameter._version != managed.version:
+                held = rests and managed in self._held and managed.device is not None
+                with self._unwatched():
+                    self._writes.by_operator(managed) if held else self._writes.by_user(managed)
+        finally:
+            if rests:
+                managed.parameter.__class__ = managed.unbound_kind
+
+    def read_at_home(self, managed: ManagedParameter) -> None:
+        """Wait for the update of `managed`, which the program reads between the nodes of a backward."""
+        with self._unwatched(), without_graph():
+            self._traffic.wait_for_update(managed.chunk)
+            self._traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
+
+    def rest_again(self, used: Iterable[ManagedParameter]) -> None:
+        """`used`, which the user found at home, rest again; what was written there counts."""
+        with self._unwatched():
+            used = list(used)
+            for managed in used:
+                if managed.parameter._version != managed.version or self._bindings.is_elsewhere(managed):
+                    self._writes.by_user(managed)
+            if self._bindings.away:
+                self._bindings.rest(used)
+
+    def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
+        """Honour `parameter.data = value` within compute."""
+        with self._unwatched():
+            self._untracked.discard(id(managed))
+            self._writes.of_data(managed, value)
+
+    def holds_copies(self) -> bool:
+        """Return whether a tensor holds memory of a copy on the device (a view of a weight, say)."""
+        self.let_go()
+        return bool(self._held)
+
+    def let_go(self) -> None:
+        """Release the copies whose last holder is gone."""
+        if not self._held:
+            return
+        for managed in [*self._held]:
+            if self._untracked and id(managed) in self._untracked:
+                self._writes.by_view(managed)
+            parameter = managed.parameter
+            kind, parameter.__class__ = type(parameter), managed.kind
+            version, parameter.__class__ = parameter._version, kind  # as `version_now`
+            if version != managed.version:
+                self._notice_write(managed)
+            if managed.device is None or references(managed.device_storage) <= managed.device_references:
+                del self._held[managed]
+                if self._untracked:
+                    self._untracked.discard(id(managed))
+                homes = managed.chunk.homes  # as `param_block`
+                block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+                assert block is not None, f"{managed.name} has its home on the device"
+                self._traffic.release(block, DEVICE)
+
+    def renew_what_is_held(self) -> None:
+        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward,
+        or a user looks at it: what it shows becomes what the weight is by now. Outside compute, and before it."""
+        self.let_go()
+        for managed in list(self._held):
+            if not self._traffic.copy_counts(managed.chunk):
+                block = param_block(managed)
+                self._acquire_device(managed, block, f"a kept view of {managed.name}")
+                self._traffic.release(block, DEVICE)

@@ -1,0 +1,178 @@
+"""What a managed model refuses before it computes, and what an error of torch's within a forward may come from.
+
+Parameters that a managed module got after `hetmem.manage`, and buffers, are computed with as they are. That works until
+one meets what hetmem brings (16-bit copies, another device). torch's error says only that dtypes or devices differ;
+here it is told which of them may be the cause. Nothing here changes a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hetmem import torch_private
+from hetmem.errors import DeviceAccessError, ManageError
+from hetmem.intercept.forward_scope import calling_frame
+from hetmem.memory.chunk import ManagedParameter
+from hetmem.memory.device import Device
+
+
+def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
+    """Raise `ManageError` where the caller of `model` would read its weights or gradients past hetmem; `streams`: they
+    are on the device only for operators."""
+    if torch.compiler.is_exporting() or (streams and torch_private.tracing_state() is not None):
+        raise ManageError(
+            "a managed model cannot be exported or traced: do that with copy.deepcopy(model), which is an ordinary "
+            "module with the same weights"
+        )
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        raise ManageError(
+            "torch's fully_shard has replaced the parameters of this managed model, and hetmem would train none of "
+            "them: hetmem trains in one process, so leave fully_shard out and build the model again"
+        )
+    around = DistributedDataParallel._active_ddp_module if streams else None
+    if around is not None and any(part is model for part in around.modules()):
+        raise ManageError(
+            "this model is called by torch's DistributedDataParallel, which reads each gradient before it is at home: "
+            "hetmem trains in one process, without that"
+        )
+
+
+def refuse_a_fork(what: str, process: int) -> None:
+    """Raise `ManageError` if `what` needs threads or memory that this process, a fork of `process`, does not have."""
+    if os.getpid() != process:
+        raise ManageError(
+            f"{what} in a forked process: the memory and the threads that hold the model are the parent's. Compute "
+            f"there, fork before hetmem.manage, or fork with a copy.deepcopy(model), which is an ordinary one"
+        )
+
+
+def refuse_a_capture(what: str, device: Device) -> None:
+    """Raise `ManageError` if `what` is recorded on `device` to run again without hetmem."""
+    if device.captures():
+        raise ManageError(
+            f"{what} within torch.cuda.graph: what is replayed would find weights where they were, and moves none. "
+            f"Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
+        )
+
+
+def refuse_conversion(
+    converted: list[ManagedParameter],
+    convert: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+    *,
+    computes: bool,
+    mixed: bool,
+) -> None:
+    """Raise `ManageError` if `convert`, of `Module.to` and the like, gives any of `converted` another dtype or other
+    strides. `computes`: within a forward, whose copies are in 16 bits if `mixed`."""
+    chunks = {managed.chunk for managed in converted}
+    for dtype in {chunk.compute_dtype if computes else chunk.dtype for chunk in chunks}:
+        asked = convert(torch.empty(0, dtype=dtype, device=device)).dtype
+        if asked != dtype and computes and mixed:
+            raise ManageError(
+                f"a module casts its weights in forward, from {dtype}, which mixed_precision computes in, to {asked}: "
+                f"cast what it computes with in their place (self.weight.to({asked})), or leave mixed_precision out "
+                f"and compute under torch.autocast"
+            )
+        if asked != dtype:
+            raise ManageError(
+                f"parameters of {dtype} that are managed cannot become {asked}: call hetmem.release(model) first, "
+                f"convert it, and manage it again. To compute in 16 bits with such masters there is mixed_precision=…"
+            )
+    for managed in converted:
+        dimensions = len(managed.shape)
+        layout = _asked_format(convert, dimensions, device) if dimensions in (4, 5) else None
+        if layout is not None and not managed.home.is_contiguous(memory_format=layout):
+            raise ManageError(
+                f"{managed.name} is managed and cannot become {layout}: call .to(memory_format=…) before "
+                f"hetmem.manage, or call hetmem.release(model) first, convert it, and manage it again"
+            )
+
+
+def _asked_format(
+    convert: Callable[[torch.Tensor], torch.Tensor], dimensions: int, device: torch.device
+) -> torch.memory_format | None:
+    """The memory format that `convert` gives to tensors of 4 or 5 `dimensions`, if it changes theirs."""
+    formats = torch.contiguous_format, (torch.channels_last if dimensions == 4 else torch.channels_last_3d)
+    for before, after in (formats, formats[::-1]):
+        converted = convert(torch.empty((2,) * dimensions, device=device, memory_format=before))
+        if converted.is_contiguous(memory_format=after):
+            return after
+    return None
+
+
+# ---- errors of torch -------------------------------------------------------------------------------------------------
+
+_SHOWN = 5
+"""Names in a message."""
+_KNOWN = "The model has parameters that were not there when hetmem.manage was called"
+_EXCHANGED = (
+    "Other tensors are in the place of managed weights, as torch.func.functional_call puts them there, and these are "
+    "used as they are: hand over copies that are where operators compute, in the dtype in which they do, as in "
+    "{name: p.detach().to(device,"
+)
+_BRANCHES = (
+    "torch.cond, while_loop and the like trace their branches, in which weights that hetmem manages cannot be brought "
+    "to the device: compile the module that calls them (module.compile()), whose weights are there for all of its "
+    "call, or hand weights over as operands (self.weight.view_as(self.weight))"
+)
+_BUFFERS = "With mixed_precision buffers keep their dtype, and an operator may want that of its weights"
+
+
+def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, ManagedParameter]) -> None:
+    """Add to `error`, which torch raised in a forward of `model`, which of its parameters are not `managed` (by `id`).
+
+    Once: the hooks of all modules that it leaves ask for it.
+    """
+    if type(error).__name__ == "UncapturedHigherOrderOpError" and _BRANCHES not in str(error):
+        error.args = (f"{error}\n{_BRANCHES}",)
+    _explain_buffers(error, model, managed)
+    strangers = [
+        f"{name} ({parameter.dtype}, {parameter.device})"
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in managed and parameter.is_floating_point()
+    ]
+    if not strangers or _KNOWN in str(error) or _EXCHANGED in str(error):
+        return
+    names = {each.name for each in managed.values()}
+    if any(name.partition(" ")[0] in names for name in strangers):
+        dtypes = {str(each.chunk.compute_dtype) for each in managed.values()}
+        error.args = (f"{error}\n{_EXCHANGED} {' or '.join(sorted(dtypes))}, copy=True)}}",)
+        return
+    more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
+    error.args = (
+        f"{error}\n{_KNOWN}: {', '.join(strangers[:_SHOWN])}{more}. They stay as they are, while "
+        f"managed ones are used on the device, with mixed_precision in 16 bits. Call hetmem.release(model), then "
+        f"hetmem.manage(model, …) again",
+    )
+
+
+def _explain_buffers(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, ManagedParameter]) -> None:
+    """Normalisation over a batch takes running means in the dtype of its weights, for one."""
+    narrow = {each.chunk.compute_dtype for each in managed.values() if each.chunk.compute_dtype is not each.chunk.dtype}
+    wide = [f"{name} ({buffer.dtype})" for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
+    if not (narrow and wide) or "scalar type" not in str(error) or _BUFFERS in str(error):
+        return
+    more = f" and {len(wide) - _SHOWN} more" if len(wide) > _SHOWN else ""
+    error.args = (
+        f"{error}\n{_BUFFERS}: {', '.join(wide[:_SHOWN])}{more}. Convert those that are meant to "
+        f"{', '.join(map(str, narrow))}, or leave mixed_precision out and compute under torch.autocast",
+    )
+
+
+def is_of_torch(error: RuntimeError) -> bool:
+    """Whether `error` may be of a dtype or a device: torch's, or the one in its place on a device that is simulated."""
+    return type(error) in (RuntimeError, DeviceAccessError) or type(error).__name__ == "UncapturedHigherOrderOpError"
+
+
+def raised_in_call(error: BaseException, module: torch.nn.Module) -> bool:
+    """Whether `error` comes from the call of `module` that a hook of it is at, not from around that."""
+    frame, trace = calling_frame(module, sys._getframe()), error.__traceback__
+    while trace is not None and trace.tb_frame is not frame:
+        trace = trace.tb_next
+    return trace is not None
