@@ -1,4 +1,4 @@
-"""`torch.cond`, `while_loop`, `scan` and flex attention, which trace functions of the user's, on a device that is watched."""
+"""`torch.cond`, `while_loop`, `scan` and flex attention, which trace functions of the program, on a watched device."""
 
 from __future__ import annotations
 
