@@ -163,7 +163,7 @@ def test_bad_input_is_one_line_and_status_two(
 
 
 def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetmem.tools.probe.measure", lambda rounds: ThreadCosts())
+    monkeypatch.setattr("hetmem.tools.probe.measure", lambda rounds, device: ThreadCosts())
     target = tmp_path / "here.json"
     assert main(["probe", "--quick", "--nvme-dir", str(tmp_path), "-o", str(target)]) == 0
     assert HardwareProfile.from_json(target.read_text()).disk_samples

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import astuple, replace
 
 import pytest
+import torch
 
 from hetmem.base.hardware import ThreadCosts
 from hetmem.tools import measuring
@@ -63,3 +65,10 @@ def test_what_takes_long_is_measured_less_often(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measuring, "_LONG_SECONDS", 0.01)
     assert len(measuring.timed(lambda: time.sleep(0.005), 21, on_device=False)) == measuring.LEAST_ROUNDS
     assert len(measuring.timed(lambda: None, 21, on_device=False)) == 21
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or the device that stands for one")
+@pytest.mark.nightly
+def test_on_a_gpu_they_are_measured_there() -> None:
+    costs = astuple(measuring.measure(1, "cuda"))
+    assert all(math.isfinite(cost) and cost >= 0 for cost in costs) and sum(costs) > 0

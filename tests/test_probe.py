@@ -24,7 +24,7 @@ COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
 @pytest.fixture(autouse=True)
 def _no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs its thread is measured in test_overheads; here it is enough that it is asked for."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds: COSTS)
+    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: COSTS)
 
 
 def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
 @pytest.mark.parametrize("default", ["float64", *(case(each, nightly=True) for each in ("meta", "no_grad"))])
 def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it lost."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds: measure(1))
+    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: measure(1, device))
     monkeypatch.setattr(measuring, "_LAYERS", 32)
     with ExitStack() as around:
         if default == "float64":
