@@ -36,7 +36,7 @@ from tests.pairs import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
 
-WIDTH, BLOCKS = 64, 6
+WIDTH, BLOCKS, STEPS = 64, 6, 3
 BATCH = (torch.randn(3, WIDTH),)
 Ways = dict[str, Callable[[nn.Module, Any], Any]]
 
@@ -182,7 +182,7 @@ def managed_and_plain(
     return plain, managed, call, compiled(managed, backend), backend
 
 
-def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = 4) -> None:
+def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = STEPS) -> None:
     """Losses, gradients and weights are the same."""
     calls = {id(plain): call, id(managed): call_managed}
     train_both(
@@ -199,21 +199,21 @@ def test_code_of_one_block_is_good_for_all_of_them(compiled: Any, tmp_path: Path
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
     train(plain, managed, call, call_managed)
     assert backend.graphs == [5], "one graph, with every operator of a block in it"
-    assert backend.calls == 4 * BLOCKS, "and every forward ran it"
+    assert backend.calls == STEPS * BLOCKS, "and every forward ran it"
 
 
 @pytest.mark.parametrize("compiled", AS_A_WHOLE)
 def test_of_a_model_compiled_as_a_whole_the_parts_that_have_room_are(compiled: Any, tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
     train(plain, managed, call, call_managed)
-    assert backend.graphs == [5] and backend.calls == 4 * BLOCKS
+    assert backend.graphs == [5] and backend.calls == STEPS * BLOCKS
 
 
 @pytest.mark.parametrize("compiled", some(AS_A_WHOLE, 3))
 def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path, slots=600)
     train(plain, managed, call, call_managed)
-    assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == 4
+    assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == STEPS
 
 
 @pytest.mark.each
@@ -229,7 +229,7 @@ def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
     managed = manage(copy.deepcopy(plain), budget, tmp_path, **{} if watched else {"device": UnwatchedDevice(0)})
     backend = Backend()
     train(plain, managed, compiled(plain, Backend()), compiled(managed, backend))
-    assert watched or (backend.graphs == [5] and backend.calls == 4 * BLOCKS)
+    assert watched or (backend.graphs == [5] and backend.calls == STEPS * BLOCKS)
 
 
 @pytest.mark.each
@@ -239,8 +239,8 @@ def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
     reentrant: bool, compiled: Any, tmp_path: Path
 ) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
-    train(plain, managed, call, call_managed, steps=3)
-    assert backend.calls == 2 * 3 * BLOCKS
+    train(plain, managed, call, call_managed)
+    assert backend.calls == 2 * STEPS * BLOCKS
 
 
 @pytest.mark.parametrize("compiled", some([*BY_BLOCK, *AS_A_WHOLE], 2))
