@@ -25,7 +25,7 @@ transfer may be over a moment earlier or later."""
 
 @pytest.fixture(autouse=True)
 def _alone() -> None:
-    """A backward asks every managed model whether it is its own: those that earlier tests have dropped are collected."""
+    """A backward asks every managed model whether it is its own: those that tests have dropped are collected."""
     for _ in range(3):
         gc.collect()
 
