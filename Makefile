@@ -25,6 +25,9 @@ demo: $(STAMP)  ## train a small model whose weights do not fit the device
 PYTEST = $(RUN) -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal --max-worker-restart 0 \
     -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
+# Tests start hundreds of processes, which need not compile hetmem and the tests each.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(STAMP)  ## run the tests
 	$(PYTEST) $(ARGS)
 

@@ -43,42 +43,34 @@ class RunnablePlan(Protocol):
     @property
     def fits(self) -> bool:
         """Whether the run stays within the budget."""
-        ...
 
     @property
     def budget(self) -> Budget:
         """The budget to run within."""
-        ...
 
     @property
     def chunk_bytes(self) -> int | None:
         """Bytes of a chunk at home; None = searched, as the plan did."""
-        ...
 
     @property
     def mixed_precision(self) -> str | None:
         """The name of the dtype that operators compute in, if it is another one than that of the parameters."""
-        ...
 
     @property
     def activations(self) -> str:
         """What becomes of activations, as `manage` has it."""
-        ...
 
     @property
     def optimizer(self) -> dict[str, str]:
         """The options that `hetmem.AdamW` is to be made with, beside torch's and the default ones."""
-        ...
 
     @property
     def prediction(self) -> dict[str, Any]:
         """What the report of the run is to show beside what it measures."""
-        ...
 
     @property
     def profile(self) -> dict[str, Any] | None:
         """The fields of the `HardwareProfile` that the run is to know; None = it needs none."""
-        ...
 
 
 def manage(

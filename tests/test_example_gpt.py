@@ -38,7 +38,8 @@ def load_example() -> ModuleType:
 
 example = load_example()
 TINY = example.GPTConfig(layers=2, heads=2, width=16, context=12, vocabulary=256)
-CORPUS, VOCABULARY = example.read_corpus(TINY.vocabulary, 10_000)
+read_corpus = example.read_corpus
+CORPUS, VOCABULARY = read_corpus(TINY.vocabulary, 10_000)
 
 
 class MixedModel(nn.Module):
@@ -109,6 +110,7 @@ def one_thread() -> Iterator[None]:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeHetmem:
     fake = FakeHetmem()
     monkeypatch.setattr(example, "hetmem", fake)
+    monkeypatch.setattr(example, "read_corpus", lambda _: (CORPUS, VOCABULARY))  # the whole one takes seconds
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return fake
 
@@ -228,7 +230,10 @@ def test_a_difference_is_counted_in_bits_not_in_values() -> None:
     assert example.count_different(left, right) == 1
 
 
-def test_check_accepts_the_same_training(fake: FakeHetmem, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_accepts_the_same_training(
+    fake: FakeHetmem, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(example, "read_corpus", read_corpus)
     assert example.main(["--check", "--steps", "12"], TINY) == 0
     output = capsys.readouterr().out
     assert "Same bits as plain torch: 12 losses" in output

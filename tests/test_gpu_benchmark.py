@@ -21,6 +21,7 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.models import Llama, sizes_of
 from benchmarks.gpu.notes import COMPLETE, Notes, append, lines_of
 from tests.cuda.shim import GPP
+from tests.forked import Forks
 
 PRETENDED = """
 import json, os, pathlib, signal, sys, tempfile, time
@@ -237,11 +238,10 @@ def test_peers_lose_what_plain_torch_does() -> None:
     assert len(losses[0]) == 3 and all(one == losses[0] for one in losses[1:])
 
 
-def test_without_a_gpu_it_says_so_in_one_line_and_writes_nothing(out: Path) -> None:
+def test_without_a_gpu_it_says_so_in_one_line_and_writes_nothing(out: Path, forks: Forks) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    environment = {**os.environ, "PYTHONPATH": str(processes.ROOT)}
-    ended = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, env=environment)
+    ended = forks.run("import runpy; runpy.run_module('benchmarks.gpu', {}, '__main__')", environment={"OUT": str(out)})
     assert ended.returncode == 1 and not ended.stdout
     assert ended.stderr == f"{sys.executable} sees no GPU through torch: nothing was measured\n"
     assert not list(out.iterdir())

@@ -17,6 +17,7 @@ STORIES = "tests/schedule/test_residency.py::"
 BITS = "tests/intercept/test_bit_equality.py::"
 COPIES = "tests/engine/test_home_copies.py::"
 SMALL = "tests/optim/test_small_states.py::"
+UNSEEN = "tests/engine/test_unseen_writes.py::"
 SHARE = "tests/engine/test_share.py::"
 
 
@@ -89,7 +90,7 @@ MUTATIONS = {
         "engine/runtime.py",
         "    engine.abandon()\n",
         "    engine.close()\n",
-        "tests/intercept/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread",
+        "tests/intercept/test_dropped.py::test_collecting_a_dropped_model_joins_no_thread[host]",
     ),
     "compute before a copy has arrived": Mutation(
         "engine/executor.py",
@@ -101,7 +102,7 @@ MUTATIONS = {
         "engine/executor.py",
         "        self._compute_marks[slot] = self._engine.mark()\n",
         "        pass\n",
-        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot[host-fp32-off]",
     ),
     "read gradients before they have arrived": Mutation(
         "engine/executor.py",
@@ -137,7 +138,8 @@ MUTATIONS = {
         "optim/chunk_update.py",
         "            state.update(before)\n",
         "            state.update(before | {'step': before['step'] + 1})\n",
-        "tests/faults/test_step_retry.py::test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too",
+        "tests/faults/test_step_retry.py::"
+        "test_a_tile_that_fails_is_computed_once_more_and_its_step_repeated_if_that_fails_too[tasks that update-2]",
     ),
     "clip by nothing": Mutation(
         "optim/optimizer.py",
@@ -149,7 +151,7 @@ MUTATIONS = {
         "optim/step.py",
         "        self.runtime.traffic.wait_until_written(homes)\n",
         "",
-        "tests/optim/test_overlap.py::test_parameters_can_be_read_as_soon_as_a_step_is_over",
+        "tests/optim/test_overlap.py::test_parameters_can_be_read_as_soon_as_a_step_is_over[backward]",
     ),
     "invalidate the device before staging": Mutation(
         "engine/traffic.py",
@@ -192,19 +194,20 @@ MUTATIONS = {
         "engine/sampling.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
-        "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
+        "[bf16 with copies at home-off-all copies]",
     ),
     "keep the copies of weights that the user may have written to after a step": Mutation(
         "engine/write_check.py",
         "                traffic.outdate(chunk)\n",
         "                pass\n",
-        "tests/engine/test_unseen_writes.py::test_writes_that_count_no_version_after_a_step_reach_the_next_forward",
+        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward[fp32-off-nvme]",
     ),
     "add to no gradient that a step has used up, and say nothing": Mutation(
         "engine/gradients.py",
         "        clear_zeroed(parameter)\n",
         "        parameter.grad = None\n",
-        "tests/engine/test_unseen_writes.py::test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error",
+        UNSEEN + "test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error[backward-fp32-host]",
     ),
     "update no 16-bit copy at home": Mutation(
         "optim/update_pass.py",
@@ -253,7 +256,7 @@ MUTATIONS = {
         "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:",
         "(slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0"
         " and self.residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
-        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot",
+        "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot[host-fp32-backward]",
     ),
     "move homes back while squares of their gradients are summed up": Mutation(
         "optim/step.py",

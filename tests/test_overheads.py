@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import astuple, replace
 
 import pytest
+import torch
 
 from hetmem.base.hardware import ThreadCosts
 from hetmem.tools import measuring
@@ -46,10 +48,11 @@ def test_no_cost_is_below_zero_where_the_machine_was_busy_at_the_wrong_time() ->
     assert (found.queue_seconds, found.update_seconds) == (pytest.approx(0.9 / 128), 0.0)
 
 
-def test_the_models_are_trained_as_the_equations_say() -> None:
+def test_the_models_are_trained_as_the_equations_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetches are counted, queueing is a part of an update, and more is called in the last model alone."""
+    monkeypatch.setattr(measuring, "_LAYERS", 32)
     overheads = Overheads()
-    for _ in range(6):
+    for _ in range(5):
         overheads.step()
     many, few, called = (model.result() for model in overheads._models)
     assert (few.forward_fetches, few.backward_fetches) == (called.forward_fetches, called.backward_fetches)
@@ -62,3 +65,10 @@ def test_what_takes_long_is_measured_less_often(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(measuring, "_LONG_SECONDS", 0.01)
     assert len(measuring.timed(lambda: time.sleep(0.005), 21, on_device=False)) == measuring.LEAST_ROUNDS
     assert len(measuring.timed(lambda: None, 21, on_device=False)) == 21
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or the device that stands for one")
+@pytest.mark.nightly
+def test_on_a_gpu_they_are_measured_there() -> None:
+    costs = astuple(measuring.measure(1, "cuda"))
+    assert all(math.isfinite(cost) and cost >= 0 for cost in costs) and sum(costs) > 0

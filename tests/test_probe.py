@@ -9,19 +9,22 @@ import pytest
 import torch
 
 import hetmem.tools.probe
-from hetmem.base.hardware import HardwareProfile
+from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.base.units import MIB
 from hetmem.errors import HetmemError
 from hetmem.memory.nvme_requests import settings_for
+from hetmem.tools import measuring
 from hetmem.tools.measuring import measure
 from hetmem.tools.probe import probe, transfers
 from tests.pairs import case
 
+COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
+
 
 @pytest.fixture(autouse=True)
-def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step costs its thread is measured in test_overheads; here it is enough that it is asked for."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds: measure(1))
+    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: COSTS)
 
 
 def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,11 +44,14 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     assert {s.depth for s in profile.disk_samples} == {1, 2, 4, 8}
     assert profile.nvme_both_ways_bytes_per_second > 0
     assert "measured by hetmem probe" in profile.sources["all"]
+    assert profile.thread == COSTS
 
 
 @pytest.mark.parametrize("default", ["float64", *(case(each, nightly=True) for each in ("meta", "no_grad"))])
-def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path) -> None:
+def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it lost."""
+    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: measure(1, device))
+    monkeypatch.setattr(measuring, "_LAYERS", 32)
     with ExitStack() as around:
         if default == "float64":
             torch.set_default_dtype(torch.float64)

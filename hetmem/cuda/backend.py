@@ -41,13 +41,11 @@ class Backend(Protocol):
 
     def address(self, tensor: torch.Tensor, what: str) -> np.uint64:
         """Where the device finds the tensor's memory. Raises ValueError if it cannot reach it."""
-        ...
 
     def launch(
         self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: torch.cuda.Stream | None
     ) -> None:
         """Start `kernel` of `source` on `stream` (None: torch's current one). Returns at once."""
-        ...
 
 
 class TorchBackend:

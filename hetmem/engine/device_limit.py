@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
-from hetmem.engine.shortage import Refusals, Shortage, Transit
+from hetmem.engine.shortage import Refusals, Shortage
 from hetmem.engine.traffic import Traffic
 from hetmem.memory.live_bytes import DeviceMonitor
 from hetmem.schedule.trace import Moment, Tier
@@ -177,7 +178,7 @@ class DeviceRoom:
         return moves is not None and moves.give_way()
 
     @property
-    def _activations(self) -> Transit | None:
+    def _activations(self) -> Any:
         return None if self.shortage.activations is None else self.shortage.activations()
 
     def transit_grew(self) -> None:
@@ -281,7 +282,7 @@ class DeviceRoom:
             self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
             self._traffic.gradients.wait()  # they are on the device as long as they are on their way
             self._traffic.executor.wait_while(lambda: bool(self.leaving))
-            self._traffic.give_back_free()
+            self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), 0)
         finally:
             self._traffic.limit_device(before, before=before)
             self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else

@@ -37,18 +37,15 @@ class GradientListener(Protocol):
 
     def optimizer_options(self) -> dict[str, Any]:
         """What its optimizer was made with that changes when and where it updates, for reports."""
-        ...
 
     @property
     def begins_early(self) -> bool:
         """Whether it begins updates within a backward."""
-        ...
 
     @property
     def is_to_be_told(self) -> bool:
         """Whether `coming` and `arrived` are called for each gradient of the backward that begins; they are, too, as
         long as updates are under way."""
-        ...
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
         """Expect `arrivals` more gradients of `managed` in the backward that begins."""
@@ -75,11 +72,9 @@ class GradientListener(Protocol):
 
     def begun(self) -> Iterable[ManagedParameter]:
         """Those of which it has begun an update in the present step."""
-        ...
 
     def updates_on_device(self) -> set[int]:
         """The `id`s of parameters whose update has the same bits where it is made on the device, with homes there."""
-        ...
 
     def settle(self) -> None:
         """Let nothing be under way."""
@@ -90,7 +85,6 @@ class GradientListener(Protocol):
     def place_on_device(self, chunk: Chunk) -> Memory | None:
         """Memory of the device for the gradients of `chunk`, where its update will read them there; None: they go home.
         Waits for updates that use such memory."""
-        ...
 
     def leave_device(self, chunk: Chunk) -> None:
         """Send gradients of `chunk` that lie in such memory to host memory."""
@@ -98,26 +92,9 @@ class GradientListener(Protocol):
     def may_move(self, chunk: Chunk) -> bool:
         """Return whether the homes of `chunk` may move: the program holds no states there. Waits for what it reads
         there itself."""
-        ...
 
     def moved(self, chunk: Chunk) -> None:
         """The homes of `chunk` have moved."""
-
-
-class Backwards(Protocol):
-    """What is known of the backward that runs. It calls `backward_began` and `backward_ended` around each."""
-
-    unseen: bool
-    backward_began: Callable[[], Any]
-    backward_ended: Callable[[], Any]
-
-    @property
-    def several(self) -> bool:
-        """Say whether a backward now may be of several forwards."""
-        ...
-
-    def on_backward(self) -> None:
-        """Note that a gradient arrives, of a backward that may have begun just now."""
 
 
 class ArrivalHooks(NamedTuple):
@@ -131,9 +108,9 @@ class ArrivalHooks(NamedTuple):
 class GradientSink:
     """Takes the gradients of one model from autograd, and sends them home."""
 
-    def __init__(self, runtime: Runtime, segments: Backwards, hooks: ArrivalHooks) -> None:
+    def __init__(self, runtime: Runtime, segments: Any, hooks: ArrivalHooks) -> None:
         self.runtime = runtime
-        self.segments, self._hooks = segments, hooks
+        self.segments, self._hooks = segments, hooks  # the `StepSegments` of `intercept.phases`, which imports this
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
         self.listeners: WeakOnes[GradientListener] = WeakOnes()
         self.within_step = False
@@ -144,12 +121,14 @@ class GradientSink:
         """Those that hooks of the user find at home, until something is computed once more."""
         self.lends = False
         """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
-        self._lent: set[Chunk] = set()
+        self.lent: set[Chunk] = set()
+        """Chunks whose gradients lie in memory that was lent for them."""
         self.stayed_bytes = 0
         """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
+        """Parameters whose gradient is being accumulated, and the `p.grad` that was there before."""
         self.is_simple = False
         """Whether nothing but the parameter of a gradient has to know that this is about to be accumulated."""
         self._arrived: list[ManagedParameter] = []
@@ -179,11 +158,6 @@ class GradientSink:
     def counts_arrivals(self) -> bool:
         """Return whether a listener has to know how many gradients of a parameter the next backward has."""
         return self.segments.several and any(listener.begins_early for listener in self.listeners)
-
-    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """See `GradientListener`."""
-        for listener in self.listeners:
-            listener.expect(managed, arrivals)
 
     def before(self, managed: ManagedParameter) -> None:
         """Prepare for a gradient of `managed` that autograd accumulates next: take `p.grad` away."""
@@ -280,7 +254,7 @@ class GradientSink:
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
         if not self.told:
-            self.runtime.uses.hold_all("backward")
+            self.runtime.uses.hold_all()
 
     def _look_at_parameters(self) -> None:
         for managed in self.runtime.parameters:
@@ -343,7 +317,7 @@ class GradientSink:
             managed.open_grad_home()
         assert managed.grad_home is not None
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
-        if home.tier is Tier.DEVICE and chunk in self._lent:
+        if home.tier is Tier.DEVICE and chunk in self.lent:
             arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
             self.stayed_bytes += managed.grad_home.nbytes
         if traffic.engine.ordered and home.tier is not Tier.DEVICE and arrived.device == managed.grad_home.device:
@@ -364,7 +338,7 @@ class GradientSink:
             place = listener.place_on_device(chunk)
             if place is not None:
                 self.runtime.memory.keep_gradients(chunk, Home(Tier.DEVICE, place))
-                self._lent.add(chunk)
+                self.lent.add(chunk)
                 return True
         return False
 
@@ -372,7 +346,7 @@ class GradientSink:
         """Give gradients of `chunk` memory that was set aside; False if all that is large enough is lent."""
         lent = self.runtime.memory.lend(chunk)
         if lent:
-            self._lent.add(chunk)
+            self.lent.add(chunk)
         return lent
 
     def may_lend(self, chunk: Chunk) -> bool:
@@ -386,7 +360,7 @@ class GradientSink:
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
         """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
         home is another chunk's."""
-        if chunk not in self._lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
+        if chunk not in self.lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
             return
         shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
         for managed in chunk.parameters:
@@ -394,7 +368,7 @@ class GradientSink:
                 take_gradient(managed.parameter)
             leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
             managed.close_grad_home()
-        self._lent.discard(chunk)
+        self.lent.discard(chunk)
         memory = self.runtime.memory
         memory.end_loan(memory.take_gradients(chunk))
         for listener in self.listeners:
@@ -413,8 +387,8 @@ class GradientSink:
         self.runtime.traffic.gradients.wait()
         for listener in self.listeners:
             listener.leave_device(chunk)
-        if chunk in self._lent:
-            self._move(chunk, _lend_none)
+        if chunk in self.lent:
+            self._move(chunk, lambda chunk, sink: False)
             for managed in chunk.parameters:
                 show_widened(managed)
 
@@ -423,7 +397,7 @@ class GradientSink:
         memory, traffic = self.runtime.memory, self.runtime.traffic
         values = chunk.flat(Role.GRAD)
         before = memory.take_gradients(chunk)
-        self._lent.discard(chunk)
+        self.lent.discard(chunk)
         try:
             lend(chunk, self)
             self.give_own(chunk)
@@ -436,23 +410,15 @@ class GradientSink:
             finally:
                 traffic.close_role(chunk, Role.GRAD, dirty=True)
         except BaseException:
-            if chunk in self._lent:
+            if chunk in self.lent:
                 memory.end_loan(memory.take_gradients(chunk))
             memory.keep_gradients(chunk, before)
-            self._lent.add(chunk)
+            self.lent.add(chunk)
             raise
         memory.end_loan(before)
         for managed in chunk.parameters:
             if managed.grad_home is not None:
                 move_gradient(managed, managed.grad_home)
-
-    def has_lent(self, chunk: Chunk) -> bool:
-        """Whether the gradients of `chunk` lie in memory that was lent for them."""
-        return chunk in self._lent
-
-    def has_taken(self, managed: ManagedParameter) -> bool:
-        """Whether a gradient of `managed` is being accumulated right now."""
-        return managed in self.taken
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
@@ -475,11 +441,6 @@ def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
     """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
     return hooks is not None and len(hooks) > 1
-
-
-def _lend_none(chunk: Chunk, sink: GradientSink) -> bool:
-    """Lend no home: see `GradientSink._move`."""
-    return False
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from hetmem import torch_private
 from hetmem.base.units import MIB, format_size, round_down, round_up
@@ -120,38 +120,13 @@ def _micro_batches(moments: Sequence[Needs]) -> Iterator[str]:
 _NAMED = 3
 
 
-class Transit(Protocol):
-    """What autograd has saved and crosses the links, as far as the device's room goes; see `activations.offload`."""
-
-    @property
-    def ahead_bytes(self) -> int:
-        """What chunks are to leave it, as long as they have enough."""
-        ...
-
-    def give_way(self) -> bool:
-        """Drop something that lies at home as well; False if there is nothing."""
-        ...
-
-    def make_room(self, nbytes: int) -> bool:
-        """Let so many bytes leave, as far as there are some that may; return whether any does."""
-        ...
-
-    def needs(self, own_bytes: int) -> None:
-        """Note that so much is needed beside chunks and what crosses the links."""
-        ...
-
-    def shortage(self) -> str:
-        """Return a sentence on what could not leave, and why."""
-        ...
-
-
 class Shortage:
     """The facts of one runtime at the moment at which it has no room for `operator`."""
 
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
-        self.activations: weakref.ref[Transit] | None = None
-        """What moves activations, if anything does: it holds the runtime, which must not hold it."""
+        self.activations: weakref.ref[Any] | None = None
+        """The `Activations` of `activations.offload`, if they move: they hold the runtime, which must not hold them."""
 
     def error(
         self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0

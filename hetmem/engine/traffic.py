@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
-from hetmem.base.weak import weakly
 from hetmem.engine.events import CopyChange, EventLog, Fault
 from hetmem.engine.executor import Executor, GradientCopies
 from hetmem.engine.homes import Memory
@@ -46,7 +45,6 @@ class Traffic:
         self.executor = Executor(memory, residency, engine, bindings, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
-        self.gradients.end_lease = weakly(self.close_role)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
         self._unfetched: set[tuple[int, Tier]] = set()
@@ -203,10 +201,6 @@ class Traffic:
         self.execute(self.residency.limit(Tier.DEVICE, slots))
         if slots < before:
             self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
-
-    def give_back_free(self) -> None:
-        """Return the memory of all free slots to the device's allocator."""
-        self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), 0)
 
     def _placed(self, chunk: Chunk) -> torch.Tensor | None:
         """Return the device copy of `chunk` as a flat tensor, if it is VALID."""

@@ -177,9 +177,9 @@ class Uses:
             self._bindings.bind(self._parameters)
         return True
 
-    def hold_all(self, operator: str) -> None:
+    def hold_all(self) -> None:
         """A backward begins. If nothing moves within, `saved` needs to ask nothing until `release_all`."""
-        self._holds_all = self._holds_all or self._acquire_whole(operator)
+        self._holds_all = self._holds_all or self._acquire_whole("backward")
 
     def release_all(self) -> None:
         """End `hold_all`."""

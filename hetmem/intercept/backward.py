@@ -179,7 +179,8 @@ def _tell_of_arrivals(outputs: Any) -> None:
     for key, count in counts.items():
         found = registry.of_parameter(by_id[key]) if count > 1 else None
         if found is not None:
-            found[0].gradients.expect(found[1], count)
+            for listener in found[0].gradients.listeners:
+                listener.expect(found[1], count)
 
 
 # ---- gradients by parameter: see note "accumulators" -----------------------------------------------------------------

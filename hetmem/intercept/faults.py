@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -91,24 +91,13 @@ def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequen
     return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
 
 
-class Surroundings(Protocol):
-    """Who knows what computes around a function."""
-
-    def computes(self) -> bool:
-        """Whether what meets a weight on this thread now is a part of a forward, and no code of the user's beside."""
-        ...
-
-    def keep(self, used: list[ManagedParameter]) -> bool:
-        """`used`, which are bound, stay so until the innermost call of a module is over. False if there is none."""
-        ...
-
-
 class Faults:
     """Binds managed parameters of one model to their device copies for the length of each function that meets them."""
 
-    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Surroundings) -> None:
+    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Any) -> None:
         self._runtime, self._gradients, self._saved = runtime, gradients, saved
-        self._around = weakref.ref(around)
+        self._around: Callable[[], Any] = weakref.ref(around)
+        """The `Interception`, which knows what computes around a function: it imports this."""
         self._by_id = runtime.bindings.by_id
         with runtime.unwatched():
             self._on_device = torch.empty(0, device=runtime.memory.device.torch_device)
@@ -193,7 +182,7 @@ class Faults:
         return dtype if asks is _Asks.DTYPE else dtype.is_floating_point
 
     def _operator(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Surroundings
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Any
     ) -> Any:
         if func == _SET_DATA and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])

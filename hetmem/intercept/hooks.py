@@ -11,13 +11,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradients import ArrivalHooks, GradientSink
+from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
 from hetmem.intercept.saved_tensors import Pack
 from hetmem.memory.chunk import ManagedParameter
@@ -28,28 +28,8 @@ _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Hooked(Protocol):
-    """Who is told."""
-
-    def before_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]] | None:
-        """`module` is about to run. Returns what to call it with, if not this."""
-
-    def after_forward(self, module: torch.nn.Module, output: Any) -> None:
-        """`module` has returned or raised."""
-
-    def before_state_dict(self, by: FrameType) -> None:
-        """Weights are to be read, or written over, by a method of a module that runs in `by`."""
-
-    def displace_hooks(self) -> None:
-        """Hooks of the program for saved tensors are on top, within a forward that needs to know no module."""
-
-    def before_assignment(self) -> None:
-        """Other parameters are to take the place of the module's."""
-
-    def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
-        """What stays as it is where a module is asked to `convert` its `parameters`, their gradients and buffers."""
+Hooked = Any
+"""The `Interception` that is told, held weakly: it imports this."""
 
 
 class _OfThisModule:
@@ -93,7 +73,8 @@ class BeforeForward(_OfThisModule):
     ) -> tuple[Any, dict[str, Any]] | None:
         hooked = self._hooked()
         if hooked is not None:
-            return hooked.before_forward(module, args, kwargs)
+            called_with: tuple[Any, dict[str, Any]] | None = hooked.before_forward(module, args, kwargs)
+            return called_with
         return None
 
 
@@ -129,7 +110,10 @@ class BeforeStateDict(_OfThisModule):
         if hooked is not None:
             hooked.before_state_dict(sys._getframe(2))  # behind `HELD_BACK`
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
-                hooked.before_assignment()
+                raise ManageError(
+                    "load_state_dict(assign=True) would put other parameters in the place of those that hetmem "
+                    "manages: leave assign=True out, which copies the values, or call hetmem.release(model) first"
+                )
 
 
 class Conversions:

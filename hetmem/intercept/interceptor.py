@@ -22,7 +22,6 @@ from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, in_backward
-from hetmem.errors import ManageError
 from hetmem.intercept.async_params import Trailing
 from hetmem.intercept.diagnostics import (
     explain,
@@ -91,7 +90,7 @@ class Interception:
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self._computes = _OfThread()
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
         self._forward: Compute | None = None
@@ -202,10 +201,10 @@ class Interception:
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
-        self.refuse_a_fork("a forward")
+        refuse_a_fork("a forward", self.process)
         memory = self.runtime.memory
         if memory.device.captures() and (memory.uses_copies or memory.may_leave_device or self.activations is not None):
-            self.refuse_a_capture("a forward")
+            refuse_a_capture("a forward", memory.device)
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.uses_copies)
         compute = self._begin(call)
         compute.compiler = compiler
@@ -277,7 +276,7 @@ class Interception:
     def _left_device(self) -> None:
         """Weights are not where operators find them any more, in the middle of what computes."""
         bindings = self.runtime.bindings
-        for compute in self._here():
+        for compute in self._computes.here:
             if compute.task < 0:
                 bindings.leave_home()
         if in_backward() and not self._backwards:
@@ -353,7 +352,7 @@ class Interception:
         """Whether a backward of this thread may compute something of this model, also one whose forward had no graph,
         as a checkpoint around it has none."""
         mine = self._forward is not None and self._forward.thread == threading.get_ident()
-        return os.getpid() == self._process and (mine or self.runtime.turn.is_mine())
+        return os.getpid() == self.process and (mine or self.runtime.turn.is_mine())
 
     def backward_begins(self) -> None:
         """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
@@ -378,7 +377,7 @@ class Interception:
             self.runtime.bindings.go_home()
             if not self.runtime.bindings.away:
                 self.gradients.sent_home.clear()
-            if not self._backwards and not self._here():
+            if not self._backwards and not self._computes.here:
                 self.runtime.trailing.resume()
 
     def computes(self) -> bool:
@@ -402,30 +401,19 @@ class Interception:
 
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
-    def _here(self) -> list[Compute]:
-        return self._computes.here
-
     def _current(self, top: FrameType | None) -> Compute | None:
         """What computes now, by the stack that has `top` on top; what has ended without a hook is forgotten."""
-        here, task = self._here(), torch_private.current_graph_task()
+        here, task = self._computes.here, torch_private.current_graph_task()
         while here and (here[-1].task > task or here[-1].has_ended(top)):
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it
 
-    def refuse_a_fork(self, what: str) -> None:
-        """Raise `ManageError` if `what` needs threads or memory that this process, a fork, does not have."""
-        refuse_a_fork(what, self._process)
-
-    def refuse_a_capture(self, what: str) -> None:
-        """Raise `ManageError` if `what` is recorded to run again without hetmem."""
-        refuse_a_capture(what, self.runtime.memory.device)
-
     def _begin(self, call: Call) -> Compute:
         compute = Compute(call, weakly(self._end), self.leases.end)
-        ready = None if compute.task >= 0 or self._here() else self.is_whole
+        ready = None if compute.task >= 0 or self._computes.here else self.is_whole
         compute.section = self.runtime.turn.take("a forward", weakly(compute.runs), ready)
         HELD_BACK.begin_segment()
-        self._here().append(compute)
+        self._computes.here.append(compute)
         return compute
 
     def is_whole(self) -> bool:
@@ -437,7 +425,7 @@ class Interception:
 
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
-        here, over = self._here(), list[Compute]()
+        here, over = self._computes.here, list[Compute]()
         self._tracing.quiet = 0
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
@@ -464,7 +452,7 @@ class Interception:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
         self._current(sys._getframe())
         forget_what_is_over()
-        if not self._here() and self._forward is not None and not self._forward.runs():
+        if not self._computes.here and self._forward is not None and not self._forward.runs():
             self._regions.abandon([self._forward])
             self._rest_of(self._forward)
 
@@ -491,14 +479,7 @@ class Interception:
     def displace_hooks(self) -> None:
         """Have saved-tensor hooks of the program keep aliases of weights, not what is bound."""
         with HELD_BACK:
-            self.leases.displace_hooks()
-
-    def before_assignment(self) -> None:
-        """Refuse `load_state_dict(assign=True)`, whose parameters would take the place of managed ones."""
-        raise ManageError(
-            "load_state_dict(assign=True) would put other parameters in the place of those that hetmem manages: leave "
-            "assign=True out, which copies the values, or call hetmem.release(model) first"
-        )
+            self._saved.displace_others()
 
     def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
         """`Module.to` and the like of `parameters`: managed ones, and their gradients, stay where they are, as they
@@ -509,7 +490,9 @@ class Interception:
         converted = [by_id[id(parameter)] for parameter in parameters if id(parameter) in by_id]
         with self.runtime.unwatched(), torch.no_grad():
             mixed = memory.mixed_precision is not None
-            refuse_conversion(converted, convert, memory.device.torch_device, computes=bool(self._here()), mixed=mixed)
+            refuse_conversion(
+                converted, convert, memory.device.torch_device, computes=bool(self._computes.here), mixed=mixed
+            )
         kept = [each for managed in converted for each in (managed.parameter, managed.parameter.grad)]
         return [each for each in kept if each is not None]
 
@@ -517,11 +500,11 @@ class Interception:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
         with self.runtime.turn.held("a checkpoint"):
             self._forget_interrupted()
-        return not self._here() and not in_backward()
+        return not self._computes.here and not in_backward()
 
     def reset(self) -> None:
         """No module of the model is running."""
-        here = self._here()
+        here = self._computes.here
         if here:
             self._end(here[0])
         if self._forward is not None:

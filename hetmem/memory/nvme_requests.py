@@ -88,11 +88,6 @@ class DiskLink:
         with self._lock:
             return self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
 
-    def perform(self, request: _Request) -> None:
-        """Carry `request` out, here."""
-        with self.asked(request.file, request.memory.nbytes, request.position):
-            request.file.transfer(self.verb, self.move, request.memory, request.position)
-
     @contextmanager
     def asked(self, file: StoreFile, nbytes: int, position: int) -> Iterator[None]:
         """Within it the system is asked for `nbytes` at `position` of `file`, which counts for `patience_seconds`."""
@@ -190,21 +185,6 @@ def _put_ends(work: queue.SimpleQueue[Callable[[], None] | None], count: int) ->
         work.put(None)
 
 
-class _Request:
-    """A part of a transfer that one thread moves."""
-
-    __slots__ = ("file", "memory", "position", "transfer")
-
-    def __init__(self, transfer: _Transfer, file: StoreFile, memory: memoryview, position: int) -> None:
-        self.transfer = transfer
-        self.file = file
-        self.memory = memory
-        self.position = position
-
-    def __call__(self) -> None:
-        self.transfer.run(self)
-
-
 class _Transfer:
     """One read or write, cut into requests; the last request to end settles the future."""
 
@@ -226,15 +206,17 @@ class _Transfer:
         self._pending = len(starts)
         for start in starts:
             part = memory[start : start + request_bytes]
-            threads.submit(_Request(self, self._file, part, self._position + start))
+            threads.submit(partial(self._run, part, self._position + start))
         return future
 
-    def run(self, request: _Request) -> None:
-        moved_bytes = 0
+    def _run(self, memory: memoryview, position: int) -> None:
+        """Move a part, on one of the threads."""
+        moved_bytes, link = 0, self._link
         if self._error is None:
             try:
-                self._link.perform(request)
-                moved_bytes = request.memory.nbytes
+                with link.asked(self._file, memory.nbytes, position):
+                    self._file.transfer(link.verb, link.move, memory, position)
+                moved_bytes = memory.nbytes
             except BaseException as error:  # whatever it is, the waiting thread must learn of it
                 self._error = error
         with self._lock:

@@ -23,12 +23,10 @@ class Streams(ComputeClock, Protocol):
 
     def mark(self) -> Any:
         """An event behind all compute that was asked for so far, on whatever streams."""
-        ...
 
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Any, Any]:
         """Ask for `work` on the stream of `link`, behind the events `after`; the events of its start and its end. If it
         raises, nothing that `work` asked for is still under way."""
-        ...
 
     def order_compute(self, event: Any) -> None:
         """Compute asked for from now on runs after `event`."""

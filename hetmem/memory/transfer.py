@@ -63,22 +63,18 @@ class ComputeClock(Protocol):
 
     def now(self) -> float:
         """The time."""
-        ...
 
     def timed_mark(self) -> Any:
         """A mark behind all compute so far; None while a CUDA graph is captured."""
-        ...
 
     def passed(self, mark: Any) -> bool:
         """Whether compute, or a copy, has passed `mark`; never waits."""
-        ...
 
     def wait(self, mark: Any) -> None:
         """Wait until `mark` is passed."""
 
     def when(self, mark: Any) -> float:
         """The time at which `mark`, which is passed, was passed."""
-        ...
 
 
 class HostClock:
@@ -216,6 +212,9 @@ class TransferEngine:
         self._beside = 0  # jobs under way that are none of the copier's
         self._counting = threading.Lock()
         self._copier = copier(weakly(self._copied_over), self._finished.put)
+        self.mark, self.end_of, self.unlimited = self._copier.mark, self._copier.end_of, self._copier.unlimited
+        self.order_compute_after = self._copier.order_compute_after
+        self.order_compute_behind = self._copier.order_compute_behind
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         self._by_caller = {link for link in self._copied if not self.ordered and self._copier.unlimited(link)}
@@ -235,26 +234,6 @@ class TransferEngine:
             self._copied_over(_tuple(Job, (tag, link, work, nbytes)), start, time.perf_counter())
         else:
             self._copier.now(_tuple(Job, (tag, link, work, nbytes)))
-
-    def unlimited(self, link: Link) -> bool:
-        """Whether a copy over `link` costs the same wherever it is done."""
-        return self._copier.unlimited(link)
-
-    def mark(self) -> Any:
-        """A mark behind all compute so far, for `copy`."""
-        return self._copier.mark()
-
-    def end_of(self, tag: Any) -> Any:
-        """The mark at the end of the copy with `tag`, of a device that is `ordered`; None where it is over."""
-        return self._copier.end_of(tag)
-
-    def order_compute_after(self, tag: Any) -> bool:
-        """Compute from now on runs after the copy with `tag`; False if that could not be asked for."""
-        return self._copier.order_compute_after(tag)
-
-    def order_compute_behind(self, mark: Any) -> bool:
-        """Compute from now on runs after `mark`; False if that has passed."""
-        return self._copier.order_compute_behind(mark)
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""

@@ -54,7 +54,6 @@ class Streamable(Protocol):
 
     def there(self, updates: Sequence[ParameterUpdate]) -> There:
         """`updates`, with the bits of `tasks` where the device `equals_host`. Counts the step in each `state`."""
-        ...
 
 
 class Rule(Protocol):
@@ -67,11 +66,9 @@ class Rule(Protocol):
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
-        ...
 
     def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
         """An optimizer of torch's, of some parameter, that computes the same with the options of `group`."""
-        ...
 
     def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
         """Compile what `tasks` run for parameters of `dtype`, gradients of `gradient_dtype` and copies of `copy_dtype`
@@ -80,19 +77,16 @@ class Rule(Protocol):
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`. A
         task that raised can run again, or raises `HalfComputedError` then."""
-        ...
 
     def equals_host(
         self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
     ) -> bool:
         """Whether updates on `device` of parameters of `dtype` in `group`, with copies of `copy_dtype` (None: without),
         have the bits of `tasks`. Tried once."""
-        ...
 
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` if `as_host`, where it
         `equals_host`, else with those of torch there."""
-        ...
 
 
 class Gradients(str, Enum):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from typing import Protocol
 
 import torch
 
@@ -16,20 +15,12 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.optim.options import Gradients, Overlap, Rule
+from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.placement import slots_for_staging
 
 
-class _Optimizer(Protocol):
-    overlap: Overlap
-    gradients: Gradients
-    rule: Rule
-
-    @property
-    def needs_all_gradients(self) -> bool: ...
-
-
 def reserve_homes(
-    optimizer: _Optimizer, interception: Interception, kept: Mapping[Chunk, tuple[Role, ...]], name: str
+    optimizer: SteppingOptimizer, interception: Interception, kept: Mapping[Chunk, tuple[Role, ...]], name: str
 ) -> None:
     """Have homes for gradients of the chunks in `kept`, and for the states there, and compile what updates them.
 

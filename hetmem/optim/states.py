@@ -187,15 +187,12 @@ class SteppingOptimizer(Protocol):
     @property
     def needs_all_gradients(self) -> bool:
         """Whether the factor of gradients depends on all of them."""
-        ...
 
     def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
         """The group of each parameter, by its `id`."""
-        ...
 
     def number_of(self, managed: ManagedParameter) -> int:
         """The place of `managed` among all parameters of the optimizer."""
-        ...
 
 
 class Owners:

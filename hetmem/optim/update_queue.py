@@ -149,11 +149,11 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._close(update, failed=True)
             raise
         self._running.append(update)
-        ended = self._traffic.executor.expect_job(partial(weakly(self._ended), weakref.ref(update)))
+        tag = self._traffic.executor.expect(partial(weakly(self._ended), weakref.ref(update)))
         update.began = self._runtime.events.now()
-        update.batch = self._workers.begin(tasks, after=ended)
+        update.batch = self._workers.begin(tasks, after=self._traffic.engine.reporter(tag))
 
-    def _ended(self, ended: weakref.ref[ChunkUpdate]) -> None:
+    def _ended(self, ended: weakref.ref[ChunkUpdate], _: BaseException | None) -> None:
         update = ended()
         assert update is not None, "it is among those that run"
         self._running.remove(update)

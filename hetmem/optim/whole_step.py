@@ -34,7 +34,6 @@ class Whole(Protocol):
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """See `Rule`."""
-        ...
 
     def whole(
         self,
@@ -47,7 +46,6 @@ class Whole(Protocol):
     ) -> None:
         """Update `params` in place, with `states` in the order of `roles` and `grads` times `scale`, and count `steps`:
         with the bits of torch where they lie. Raises before anything is changed, if at all."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -126,9 +126,9 @@ class ResidentShare:
 
     def _free_to_move(self, chunk: Chunk) -> bool:
         """Return whether the homes of `chunk` are held by hetmem alone, and all listeners can follow."""
-        if self._sink.has_lent(chunk) or any(map(self._is_held, chunk.parameters)):
+        if chunk in self._sink.lent or any(map(self._is_held, chunk.parameters)):
             return False
-        if any(self._sink.has_taken(managed) for managed in chunk.parameters):
+        if any(managed in self._sink.taken for managed in chunk.parameters):
             return False
         return all(listener.may_move(chunk) for listener in self._sink.listeners)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hetmem.planner.reservation import arrange
 from hetmem.planner.simulator import SimulatedTraffic
@@ -94,9 +95,13 @@ def _less(event: Event, nbytes: int) -> Event:
     return replace(event, live_bytes=live, during=phase(event.during), after=phase(event.after))
 
 
+def _nothing() -> None:
+    """It stays in host memory."""
+
+
 @dataclass(slots=True, eq=False)
 class _Away:
-    """A storage that has left. `state`: "home", "coming", or "here"."""
+    """A storage that has left. `state`: "home" (in host memory), "disk", "reading", "coming", or "here"."""
 
     nbytes: int
     state: str = "home"
@@ -107,9 +112,15 @@ class SimulatedActivations:
     far ahead as a window and the device's room allow."""
 
     def __init__(
-        self, traffic: SimulatedTraffic, moves: tuple[Move, ...], window_bytes: int, has_room: Callable[[int], bool]
+        self,
+        traffic: SimulatedTraffic,
+        moves: tuple[Move, ...],
+        window_bytes: int,
+        has_room: Callable[[int], bool],
+        spilled_bytes: int = 0,
     ) -> None:
-        """`has_room`: whether so many bytes more may come before their use."""
+        """`has_room`: whether so many bytes more may come before their use; `spilled_bytes`: those that leave first go
+        on to NVMe."""
         self._traffic, self._window, self._has_room = traffic, window_bytes, has_room
         self._out: dict[int, list[int]] = defaultdict(list)
         self._in: dict[int, list[int]] = defaultdict(list)
@@ -119,7 +130,12 @@ class SimulatedActivations:
             self._out[move.leaves_at].append(at)
             self._in[move.used_at].append(at)
         self._away: dict[int, _Away] = {}
-        self._next = 0
+        self._next = self._next_read = self._reading_bytes = 0
+        self._spilled: set[int] = set()
+        for at in sorted(range(len(moves)), key=lambda at: moves[at].leaves_at):
+            if spilled_bytes > 0:
+                self._spilled.add(at)
+                spilled_bytes -= moves[at].nbytes
 
     def before(self, event: int) -> None:
         """Have what the event uses on the device."""
@@ -127,6 +143,10 @@ class SimulatedActivations:
             away = self._away.pop(at, None)
             if away is None:
                 continue
+            if away.state == "disk":
+                self._read(away)
+            while away.state == "reading":
+                self._traffic.wait_for_one()
             if away.state == "home":
                 self._fetch(away)
             while away.state != "here":
@@ -139,11 +159,39 @@ class SimulatedActivations:
         traffic = self._traffic
         for at in self._out.get(event, ()):
             nbytes = self._sizes[at]
-            self._away[at], self._next = _Away(nbytes), 0
+            self._away[at] = away = _Away(nbytes)
+            self._next = self._next_read = 0
+            arrived = partial(self._spill, away) if at in self._spilled else _nothing
             if traffic.device_to_host.rate.by_the_caller:
                 traffic.send_home(nbytes)
+                arrived()
             else:
-                traffic.send_gradient(-1, nbytes, nbytes)
+                traffic.send_gradient(-1, nbytes, nbytes, arrived)
+
+    def _spill(self, away: _Away) -> None:
+        def written() -> None:
+            away.state = "disk" if away.state == "home" else away.state
+
+        self._traffic.copy_beside(self._traffic.nvme_write, away.nbytes, written)
+
+    def _read(self, away: _Away) -> None:
+        away.state = "reading"
+        self._reading_bytes += away.nbytes
+
+        def read() -> None:
+            away.state = "home"
+            self._reading_bytes -= away.nbytes
+
+        self._traffic.copy_beside(self._traffic.nvme_read, away.nbytes, read)
+
+    def _read_ahead(self) -> None:
+        while self._next_read < len(self._order):
+            away = self._away.get(self._order[self._next_read])
+            if away is not None and away.state == "disk":
+                if self._reading_bytes and self._reading_bytes + away.nbytes > self._window:
+                    return
+                self._read(away)
+            self._next_read += 1
 
     def _fetch(self, away: _Away) -> None:
         traffic, link = self._traffic, self._traffic.host_to_device
@@ -160,10 +208,14 @@ class SimulatedActivations:
         traffic.copy_beside(link, away.nbytes, arrived)
 
     def _fetch_ahead(self) -> None:
+        if self._spilled:
+            self._read_ahead()
         if self._traffic.host_to_device.rate.by_the_caller:
             return
         while self._next < len(self._order):
             away = self._away.get(self._order[self._next])
+            if away is not None and away.state in ("disk", "reading"):
+                return
             if away is not None and away.state == "home":
                 if self._traffic.ahead_bytes and self._traffic.ahead_bytes + away.nbytes > self._window:
                     return

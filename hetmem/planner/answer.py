@@ -135,14 +135,18 @@ def activation_choices(
                 "choice": choice,
                 "step_seconds": best.result.seconds if isinstance(best, Judged) else None,
                 "moved_bytes": sum(move.nbytes for move in workload.moves),
+                "kept_bytes": sum(each.nbytes for each in kept.saved) - sum(move.nbytes for move in workload.moves),
+                "nvme_bytes": best.arrangement.spilled_bytes if isinstance(best, Judged) else 0,
                 "times": lower,
+                "rows": int(kept.rows * lower),
+                "sequence": int(kept.tokens / kept.rows * lower),
             }
         )
     return tuple(found)
 
 
 def _has_room(workload: Workload, asked: Setting) -> bool:
-    """Whether each operator has room on the device, and what moves in host memory."""
+    """Whether each operator has room on the device, and what moves in host memory and on NVMe."""
     for setting in dict.fromkeys((asked, not_whole(workload, asked))):
         with suppress(NoRoom):
             check_device(workload, arranged(workload, setting), setting.capacities)
@@ -173,8 +177,6 @@ def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, in
         roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
     if best.result.update_slot_bytes:
         roles["device"][SENT_STATES] = best.result.update_slot_bytes
-    if decision.workload.away_bytes:
-        roles["host"]["activations"] = decision.workload.away_bytes
     homes = sum(roles["device"].values())
     roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
     roles["device"]["activations"] = best.result.non_model_peak_bytes

@@ -65,7 +65,8 @@ class Plan:
     and `activation_bytes` of each, the fastest first. `approximations`: the same of what changes the mathematics.
     `combined`: the plan, as of `to_dict`, with all done that is faster together and has the same bits; None if this one
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
-    `step_seconds` (None if it does not fit), `moved_bytes`, and how many `times` as large a batch or sequence fits.
+    `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
+    many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
@@ -325,7 +326,7 @@ _RULES = {
     ),
     "at_peak": _each(what=str, bytes=int),
     "activations": ("keep, offload or auto", lambda value: value in ("keep", "offload", "auto")),
-    "activation_choices": _each(choice=str, moved_bytes=int, times=float),
+    "activation_choices": _each(choice=str, moved_bytes=int, times=float, rows=int, sequence=int),
     **dict.fromkeys(("alternatives", "approximations"), _ALTERNATIVES),
     **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes"), _with(*TIERS)),
 }

@@ -93,10 +93,13 @@ def _tiers(plan: Plan) -> Iterator[str]:
     others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
     yield _wrapped(f"activations: {', '.join(others)}")
     for each in plan.activation_choices:
-        seconds, tokens = each["step_seconds"], format(int(plan.tokens * each["times"]), ",")
+        seconds = each["step_seconds"]
         how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
-        most = f"batches or sequences up to {each['times']:.1f} times as large fit, {tokens} tokens"
-        yield _wrapped(f"activations={each['choice']}: {how}, {format_size(each['moved_bytes'])} moved; {most}")
+        moved = f"{format_size(each['moved_bytes'])} moved"
+        moved += f", {format_size(each['nvme_bytes'])} of it to NVMe" if each["nvme_bytes"] else ""
+        most = f"batches or sequences up to {each['times']:.2f} times as large fit: {each['rows']:,} rows"
+        most += f", or a sequence of {each['sequence']:,}" if plan.tokens > plan.rows else ""
+        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept; {most}")
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
 from hetmem.planner.workload import Workload
+from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import used_ends
 from hetmem.schedule.placement import (
@@ -22,6 +23,7 @@ from hetmem.schedule.placement import (
     Ground,
     NoRoom,
     Room,
+    loaned_bytes,
     place,
     place_copies,
     survey,
@@ -57,6 +59,10 @@ class Arrangement:
     left: Room
     lent: frozenset[int] = frozenset()
     set_aside: tuple[int, ...] = ()
+    away_bytes: int = 0
+    """The most that activations take of host memory and NVMe at one time."""
+    spilled_bytes: int = 0
+    """What of them lies on NVMe."""
 
     def role_bytes(self, chunk: int, role: str) -> int:
         """Bytes of `role` of `chunk` that move."""
@@ -74,7 +80,10 @@ class Arrangement:
         }
         if tier is Tier.HOST:
             found["grad"] = found.get("grad", 0) + sum(self.set_aside) - sum(map(self._gradient_bytes, self.lent))
+            found["activations"] = self.away_bytes - self.spilled_bytes
             found["staging"] = self.ground.staging_slots * self.ground.staging_slot_bytes
+        if tier is Tier.NVME:
+            found["activations"] = self.spilled_bytes
         return {role: nbytes for role, nbytes in found.items() if nbytes}
 
     def _gradient_bytes(self, chunk: int) -> int:
@@ -91,13 +100,9 @@ def arrange(
 ) -> Arrangement:
     """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
     Raises `NoRoom` where the run would raise `BudgetError`."""
-    if workload.away_bytes > capacities.host_bytes:
-        raise NoRoom(
-            f"activations take {format_size(workload.away_bytes)} of host memory",
-            Tier.HOST,
-            workload.away_bytes - capacities.host_bytes,
-        )
-    capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
+    if not capacities.nvme_bytes:
+        _check_room(capacities.host_bytes - workload.away_bytes, workload, Tier.HOST)
+        capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -113,7 +118,18 @@ def arrange(
     ground = replace(ground, moments=moments)
     roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     lends = streamed_gradients and not ground.resident
-    homes, left, places = _homes(ground, capacities, roles, lends=lends)
+    loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
+    loaned *= ground.uses_nvme and workload.away_bytes > 0
+    smaller = replace(capacities, host_bytes=capacities.host_bytes - loaned)
+    homes, left, places = _homes(ground, smaller, roles, lends=lends)
+    spilled = 0
+    if capacities.nvme_bytes and workload.away_bytes:
+        largest = max(move.nbytes for move in workload.moves)
+        _check_room(left.host_bytes + loaned - 2 * largest, workload, Tier.HOST)
+        apart = largest + in_flight_bytes(capacities.device_bytes)  # as `activations.spill` keeps free
+        spilled = min(workload.away_bytes, max(0, workload.away_bytes - (left.host_bytes + loaned - apart)))
+        nvme = left.nvme_bytes if ground.uses_nvme else capacities.nvme_bytes
+        _check_room(nvme - spilled, workload, Tier.NVME)
     return Arrangement(
         ground,
         homes,
@@ -123,7 +139,18 @@ def arrange(
         left,
         frozenset(homes["grad"]) - ground.staying if lends else frozenset(),
         places,
+        workload.away_bytes,
+        spilled,
     )
+
+
+def _check_room(left: int, workload: Workload, tier: Tier) -> None:
+    if left < 0:
+        what = "on NVMe" if tier is Tier.NVME else "in host memory"
+        away = format_size(workload.away_bytes)
+        raise NoRoom(
+            f"activations of {away} leave the device, and {format_size(-left)} are missing {what}", tier, -left
+        )
 
 
 def state_bytes(workload: Workload, *, streamed_gradients: bool = False, moments: str = "float32") -> int:

@@ -63,7 +63,9 @@ class Rehearsal:
         self._activations: SimulatedActivations | None = None
         if workload.moves:
             window = in_flight_bytes(capacities.device_bytes)
-            self._activations = SimulatedActivations(self._traffic, workload.moves, window, self._notes.has_room)
+            self._activations = SimulatedActivations(
+                self._traffic, workload.moves, window, self._notes.has_room, arrangement.spilled_bytes
+            )
         self._seconds = [
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
             for event in workload.events

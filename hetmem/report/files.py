@@ -6,9 +6,11 @@ It knows dicts and files; not the runtime, and not what the numbers mean.
 from __future__ import annotations
 
 import errno
+import html
 import json
 import os
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +21,10 @@ SCHEMA_VERSION = 3
 
 _HOW = "save one with hetmem.report(model).save('run.json')"
 _KEYS = (
-    *(
-        "created_at",
-        "model",
-        "device",
-        "hardware",
-        "options",
-        "versions",
-        "history",
-        "parameters",
-        "steps",
-        "tiers",
-        "links",
-        "fetches",
-        "evictions",
-        "faults",
-    ),
-    *("staging_faults", "stall_seconds", "host_wait_seconds", "chunks", "chunk_bytes", "chunk_waste"),
-    *("bytes_per_parameter", "missing", "step", "timeline"),
-)
+    "created_at model device hardware options versions history parameters steps tiers links fetches evictions faults "
+    "staging_faults stall_seconds host_wait_seconds chunks chunk_bytes chunk_waste bytes_per_parameter missing step "
+    "timeline"
+).split()
 """What every report has; `updates` and `planned` came later."""
 
 
@@ -53,14 +40,43 @@ def save(data: dict[str, Any], path: Path) -> None:
 
 
 def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
-    from hetmem.report.chrome_trace import trace_text  # only saving needs them
-    from hetmem.report.page import page_text
+    from hetmem.report.chrome_trace import trace_text  # only saving needs it
 
     formats = {".trace.json": trace_text, ".json": json_text, ".html": page_text}
     for ending, format_ in formats.items():
         if path.name.endswith(ending) and path.name != ending:
             return format_
     raise ValueError(f"a report can be saved as {', '.join(formats)}; got {path.name!r}")
+
+
+def page_text(data: dict[str, Any]) -> str:
+    """One HTML page that needs no network and no other file: page.html with style, script and data put in. Names in
+    `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
+    from hetmem.report.text import made_with, table  # only saving needs it
+
+    source = resources.files("hetmem.report")
+    parts = {
+        "{{style}}": source.joinpath("page.css").read_text(encoding="utf-8"),
+        "{{script}}": "\n".join(
+            source.joinpath(name).read_text(encoding="utf-8") for name in ("page_axis.js", "page_charts.js", "page.js")
+        ),
+        "{{data}}": _json_in_script(data),
+        "{{table}}": html.escape(table(data)),
+        "{{made_with}}": html.escape(made_with(data)),
+    }
+    page = source.joinpath("page.html").read_text(encoding="utf-8")
+    before = 0
+    pieces = []
+    for place in sorted(parts, key=page.index):  # not str.replace: the data may hold the name of a place
+        at = page.index(place)
+        pieces += [page[before:at], parts[place]]
+        before = at + len(place)
+    return "".join([*pieces, page[before:]])
+
+
+def _json_in_script(data: dict[str, Any]) -> str:
+    """JSON that no HTML parser takes for the end of its element."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def write_atomically(path: Path, text: str) -> None:

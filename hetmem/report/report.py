@@ -25,7 +25,7 @@ from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import Device, SimDevice
 from hetmem.report.activations import activations_section
-from hetmem.report.files import SCHEMA, SCHEMA_VERSION, save
+from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
 from hetmem.report.step import step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
@@ -63,8 +63,6 @@ class MemoryReport:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it: the page, in a frame of its own."""
-        from hetmem.report.page import page_text  # only notebooks and saving need it
-
         page = html.escape(page_text(self.data))
         return f'<iframe srcdoc="{page}" style="width:100%; height:720px; border:0" sandbox="allow-scripts"></iframe>'
 

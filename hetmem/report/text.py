@@ -275,7 +275,7 @@ def _kept(tiers: dict[str, Any]) -> str:
     return f"\n{' and '.join(parts)} kept for homes that are on the device now" if parts else ""
 
 
-def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,), width: int = _WIDTH) -> str:
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """A table with a rule under its head; columns are right-aligned but those in `left`."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -288,5 +288,5 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))  # Text: what looks like markup is content
     out = io.StringIO()
-    Console(file=out, width=width, no_color=True, color_system=None, legacy_windows=False).print(table)
+    Console(file=out, width=_WIDTH, no_color=True, color_system=None, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))

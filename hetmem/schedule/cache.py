@@ -39,7 +39,6 @@ class EvictionPolicy(Protocol):
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
         """A rank of fixed length; compared as tuples."""
-        ...
 
 
 class NextUse:

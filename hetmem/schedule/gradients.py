@@ -40,14 +40,12 @@ class Waiting(Protocol):
 
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
-        ...
 
     def wait_for_one(self) -> None:
         """Wait until one transfer, or update, has ended."""
 
     def make_way(self) -> bool:
         """Have updates let go of memory that they hold and do not use yet; False if there is none."""
-        ...
 
 
 class Places(Protocol[OfChunkT]):

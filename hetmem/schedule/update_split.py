@@ -149,15 +149,12 @@ class Slots(Protocol):
     @property
     def slot_bytes(self) -> int:
         """Of each of `SLOTS` slots; 0 if there are none."""
-        ...
 
     def idle_bytes(self) -> int:
         """The bytes of the device that are never used, slots counted as used."""
-        ...
 
     def take_slots(self, nbytes: int) -> bool:
         """Have slots of at least `nbytes` each; False if there is no memory."""
-        ...
 
     def give_slots_back(self) -> None:
         """Have none."""

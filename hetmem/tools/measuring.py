@@ -1,8 +1,9 @@
 """Measures what hetmem itself costs the thread that trains: per call, use, gradient, transfer and update.
 
-Models of tiny layers are trained beside plain ones on the simulated device: operators and bytes take no time there, so
-what is left is hetmem's. They differ in the size of their chunks, and in what is called between the layers. Here is
-also what other measurements share: ordinary torch around them, and the clock.
+Models of tiny layers are trained beside plain ones. On the simulated device operators and bytes take no time; on a GPU
+the thread launches them and goes on, and each phase begins when the GPU is idle. So what is left is hetmem's. They
+differ in the size of their chunks, and in what is called between the layers. Here is also what other measurements
+share: ordinary torch around them, and the clock.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ def timed(run: Callable[[], Any], rounds: int, *, on_device: bool) -> list[float
 _LAYERS, _WIDTH, _ROWS = 64, 63, 4  # weight and bias of a layer just fit in a page of `schedule.layout`
 _PAGE_BYTES = 4 * PAGE_ELEMENTS
 _CHUNKS = (1, 8)  # layers in a chunk
+_KINDS = ((_CHUNKS[0], False), (_CHUNKS[1], False), (_CHUNKS[1], True))  # layers in a chunk, and whether more is called
 _BETWEEN = 6  # calls between two layers: a module and five functions
 
 
@@ -87,8 +89,8 @@ class Overheads:
     with any. What a call costs a backward, for what it has saved, counts as its forward's.
     """
 
-    def __init__(self) -> None:
-        self._models = [_Trained(_CHUNKS[0]), _Trained(_CHUNKS[1]), _Trained(_CHUNKS[1], between=True)]
+    def __init__(self, device: str = "sim") -> None:
+        self._models = [_Trained(layers, device, between=between) for layers, between in _KINDS]
 
     def step(self) -> None:
         """One step of each. The first four are not counted, as they learn."""
@@ -101,13 +103,16 @@ class Overheads:
 
 
 @ordinary_torch()
-def measure(rounds: int = 15) -> ThreadCosts:
-    """The costs, of `rounds` steps of each model. Operators compute on one thread meanwhile: their layers are tiny, and
-    threads of a pool that wait for each other would take most of the time."""
+def measure(rounds: int = 15, device: str = "sim") -> ThreadCosts:
+    """The costs on "sim" or "cuda", of `rounds` steps of each model.
+
+    Operators of the CPU compute on one thread meanwhile: layers are tiny, and threads of a pool that wait for each
+    other would take most of the time.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        overheads = Overheads()
+        overheads = Overheads(device)
         for _ in range(rounds + 4):
             overheads.step()
         return overheads.result()
@@ -145,15 +150,26 @@ def _layers(*, between: bool) -> nn.Sequential:
     return nn.Sequential(*(make() for _ in range(_LAYERS) for make in layers))
 
 
+class _Phase(NamedTuple):
+    """What a forward, a backward or an update returned, when it began, the thread's seconds in it, and its fetches."""
+
+    result: Any
+    start: float
+    seconds: float
+    fetches: int
+
+
 class _Trained:
     """A model in chunks of `layers` layers beside a plain one, with room for a quarter of the chunks on the device."""
 
-    def __init__(self, layers: int, *, between: bool = False) -> None:
+    def __init__(self, layers: int, device: str, *, between: bool) -> None:
         room = 16 * _LAYERS * _PAGE_BYTES
-        self._plain, self._batch = _layers(between=between), torch.zeros(_ROWS, _WIDTH)
+        self._on_gpu = device == "cuda"
+        tensors = device if self._on_gpu else "cpu"
+        self._plain, self._batch = _layers(between=between).to(tensors), torch.zeros(_ROWS, _WIDTH, device=tensors)
         budget = Budget(room, room, device_chunks=(_LAYERS // 4 + layers) * _PAGE_BYTES)
         chunk_bytes = layers * _PAGE_BYTES
-        self._model = manage(_layers(between=between), budget, device="sim", chunk_bytes=chunk_bytes)
+        self._model = manage(_layers(between=between), budget, device=device, chunk_bytes=chunk_bytes)
         self._optimizer = AdamW(self._model.parameters())
         runtime = registry.of_module(self._model).runtime
         self._counts, self._updates = runtime.traffic.residency.counts, runtime.events.updates
@@ -161,30 +177,26 @@ class _Trained:
 
     def step(self) -> None:
         """One step of both."""
-        start = time.perf_counter()
-        loss = self._plain(self._batch).sum()
-        middle = time.perf_counter()
-        loss.backward()
-        alone = middle - start, time.perf_counter() - middle
+        plain = [self._timed(lambda: self._plain(self._batch).sum())]
+        plain.append(self._timed(plain[0].result.backward))
         self._plain.zero_grad()
-        times, fetches = [time.perf_counter()], [self._counts.fetches[Tier.DEVICE]]
-
-        def passed() -> None:
-            times.append(time.perf_counter())
-            fetches.append(self._counts.fetches[Tier.DEVICE])
-
-        loss = self._model(self._batch).sum()
-        passed()
-        loss.backward()
-        passed()
+        phases = [self._timed(lambda: self._model(self._batch).sum())]
+        phases.append(self._timed(phases[0].result.backward))
         self._updates.clear()
-        self._optimizer.step()
-        queued = self._updates[0].start - times[-1]
-        passed()
+        phases.append(self._timed(self._optimizer.step))
         self._optimizer.zero_grad()
-        seconds = [times[at + 1] - times[at] - beside for at, beside in enumerate((*alone, 0.0))]
-        seen = [v for at in range(3) for v in (seconds[at], fetches[at + 1] - fetches[at])]
-        self._seen.append((*seen, queued))
+        beside = (*(phase.seconds for phase in plain), 0.0)
+        seen = [v for phase, alone in zip(phases, beside, strict=True) for v in (phase.seconds - alone, phase.fetches)]
+        self._seen.append((*seen, self._updates[0].start - phases[-1].start))
+
+    def _timed(self, phase: Callable[[], Any]) -> _Phase:
+        """Run `phase` on an idle device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        fetches, start = self._counts.fetches[Tier.DEVICE], time.perf_counter()
+        result = phase()
+        seconds = time.perf_counter() - start
+        return _Phase(result, start, seconds, self._counts.fetches[Tier.DEVICE] - fetches)
 
     def result(self) -> Seen:
         """Medians of all steps but the first four, which learn; nothing is left behind."""

@@ -19,7 +19,7 @@ from statistics import median
 import psutil
 import torch
 
-from hetmem.base.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate, ThreadCosts
+from hetmem.base.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate
 from hetmem.base.units import MIB, format_size
 from hetmem.cpu import AdamWStep, adamw
 from hetmem.cpu.workers import WorkerPool, usable_cores
@@ -68,7 +68,7 @@ def probe(
     device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
     measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
     say("4/4 what a call costs the training thread")
-    costs = ThreadCosts() if torch.cuda.is_available() else measure(3 if quick else 15)
+    costs = measure(3 if quick else 15, "cuda" if torch.cuda.is_available() else "sim")
     return HardwareProfile(
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"simulated on {host.cores} cores",
         device,

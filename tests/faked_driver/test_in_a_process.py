@@ -20,11 +20,13 @@ ALSO = (
     "tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on",
     "tests/gpu/test_managed.py::test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_host",
     "tests/gpu/test_managed.py::test_homes_that_move_to_the_gpu_leave_every_bit_as_it_was",
+    "tests/test_overheads.py::test_on_a_gpu_they_are_measured_there",
 )
 
 
-def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own() -> None:
+def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(all_cases: bool) -> None:
     options = ["-p", "tests.faked_driver.plugin", "-p", "no:cacheprovider", "-q", "--tb=short", "-W", "default"]
+    options += ["--all-cases"] * all_cases
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "tests/faked_driver/test_training.py", *ALSO],
         env={**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},

@@ -72,7 +72,7 @@ def go_on(managed: nn.Module, optimizer: torch.optim.Optimizer, expected: Step, 
         assert torch.equal(ours.detach().cpu(), expected.weights[name]), f"{name} differs"
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])
@@ -104,7 +104,7 @@ class Scaling(nn.Module):
         return Scale.apply(x, self.weight)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", [None, True, False])
@@ -182,6 +182,7 @@ def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: 
         go_on(managed, optimizer, step)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("another", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_a_backward_after_one_that_raised_gives_its_gradients(placement: str, another: bool, tmp_path: Path) -> None:
@@ -241,6 +242,7 @@ def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tm
         go_on(managed, optimizer, step)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("by", ["the user", "a fused optimizer"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_step_counts_that_were_sent_to_the_gpu_come_back_to_the_host(placement: str, by: str, tmp_path: Path) -> None:
@@ -261,6 +263,7 @@ def test_step_counts_that_were_sent_to_the_gpu_come_back_to_the_host(placement: 
             assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_that_are_asked_for_are_those_that_arrive(
@@ -348,6 +351,7 @@ def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -
         managed.last.weight + torch.ones(64, device="cuda")
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("limits", [{"device_chunks": "256KiB"}, {"device_chunks": "1400KiB"}], ids=["host", "moved"])
 @pytest.mark.parametrize("options", [{"overlap": "backward"}, {"overlap": "backward", "max_grad_norm": 1e6}], ids=str)
 def test_gradients_that_are_scaled_without_a_version_are_seen_wherever_they_lie(
@@ -407,6 +411,7 @@ def norms_of_gradients(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([gradient.norm() for gradient in found]).sum()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("loss_of", [weight_decay, norms_of_gradients], ids=lambda loss_of: loss_of.__name__)
 def test_a_graph_on_the_host_and_on_the_device_has_one_order(loss_of: Any, placement: str, tmp_path: Path) -> None:

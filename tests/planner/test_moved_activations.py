@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +12,26 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from hetmem.base.hardware import HardwareProfile
 from hetmem.planner import load_profile
 from hetmem.planner.plan import Plan
-from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep
+from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep, family
 
 BATCH = torch.zeros(ROWS, WIDTH)
 
 
-def planned(device: int, activations: str = "auto", **options: int) -> Plan:
-    """Of `Deep`, on a device that the caller copies to, as the simulated one without link speeds."""
+def by_the_caller() -> HardwareProfile:
     machine = load_profile("l4")
     links = {name: replace(getattr(machine, name), by_the_caller=True) for name in ("host_to_device", "device_to_host")}
+    return replace(machine, device=replace(machine.device, allocator_share=0.0), **links)
+
+
+def planned(device: int, activations: str = "auto", **options: int) -> Plan:
+    """Of `Deep`, on a device that the caller copies to, as the simulated one without link speeds."""
     budget = hetmem.Budget(device=device, host="16MiB", device_chunks=192 * KIB)
-    machine = replace(machine, device=replace(machine.device, allocator_share=0.0), **links)
-    return hetmem.plan(Deep, (BATCH,), budget, machine, chunk_bytes=16 * KIB, activations=activations, **options)
+    return hetmem.plan(
+        Deep, (BATCH,), budget, by_the_caller(), chunk_bytes=16 * KIB, activations=activations, **options
+    )
 
 
 @pytest.mark.parametrize(("size", "activations"), [(512, "auto"), (1024, "auto"), (1024, "offload"), (8192, "auto")])
@@ -47,13 +55,84 @@ def test_bytes_and_peaks_are_those_of_a_run(size: int, activations: str) -> None
     assert abs(away - moved + sum(p.numel() * 4 for p in Deep().parameters())) <= SAVED
 
 
+def test_homes_on_nvme_are_those_of_a_run(tmp_path: Path) -> None:
+    states = 4 * sum(p.numel() * 4 for p in Deep().parameters())
+    sizes = {"device": 512 * KIB, "host": states * 5 // 4 + 64 * KIB, "device_chunks": 192 * KIB}
+    budget = hetmem.Budget(**sizes, nvme="16MiB", nvme_dir=tmp_path)
+    plan = hetmem.plan(Deep, (BATCH,), budget, by_the_caller(), chunk_bytes=16 * KIB, activations="auto")
+    assert plan.fits
+    model = hetmem.manage(Deep(), budget, device="sim", chunk_bytes=16 * KIB, activations="auto")
+    optimizer = hetmem.AdamW(model.parameters())
+    for _ in range(4):
+        before = testing.of(model).link_bytes()
+        model(BATCH).backward()
+        moved = {link: nbytes - before[link] for link, nbytes in testing.of(model).link_bytes().items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    data = hetmem.report(model).to_dict()
+    for link in ("device_to_host", "nvme_write"):
+        assert abs(plan.link_bytes[link] - moved[link]) <= 3 * SAVED, link
+    assert 0 < plan.link_bytes["nvme_read"] <= plan.link_bytes["nvme_write"], "what is still in host memory is not read"
+    assert abs(plan.role_bytes["nvme"]["activations"] - data["activations"]["peak_bytes"]["nvme"]) <= 3 * SAVED
+    for tier in ("device", "host"):
+        assert data["tiers"][tier]["peak_bytes"] == pytest.approx(plan.peak_bytes[tier], rel=0.03), tier
+    assert "of it to NVMe" in str(plan)
+    assert not hetmem.plan(Deep, (BATCH,), replace(budget, nvme="256KiB"), by_the_caller(), activations="auto").fits
+
+
+class DeepConvolutions(nn.Module):
+    """Many layers beside what one of them takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in pairwise((3, *[16] * 12))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean((2, 3)).square().mean()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gpt2", "llama", "convolutions"])
+def test_peaks_of_models_are_those_of_a_run(name: str) -> None:
+    if name == "convolutions":
+        build, batch = DeepConvolutions, (torch.zeros(4, 3, 16, 16),)
+    else:
+        tokens = torch.zeros(4, 64, dtype=torch.long)
+        build, batch = family(name)[0], {"input_ids": tokens, "labels": tokens}
+    chunks = max(sum(p.numel() * 4 for p in build().parameters()) // 2, 200 * KIB)
+
+    def planned(device_bytes: int, activations: str) -> Plan:
+        budget = hetmem.Budget(device=device_bytes, host="64MiB", device_chunks=chunks)
+        return hetmem.plan(build, batch, budget, by_the_caller(), chunk_bytes=16 * KIB, activations=activations)
+
+    kept = planned(64 << 20, "keep")
+    size = kept.peak_bytes["device"] - kept.role_bytes["device"]["activations"] // 4
+    plan = planned(size, "auto")
+    budget = hetmem.Budget(device=size, host="64MiB", device_chunks=chunks)
+    model = hetmem.manage(build(), budget, device="sim", chunk_bytes=16 * KIB, activations="auto")
+    for _ in range(4):
+        found = model(**batch).loss if isinstance(batch, dict) else model(*batch)
+        found.backward()
+        model.zero_grad()
+    peak = hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"]
+    assert plan.peak_bytes["device"] == pytest.approx(peak, rel=0.03)
+    assert plan.role_bytes["host"]["activations"] > 0
+
+
 def test_each_choice_says_whether_it_fits_and_how_large_a_batch_may_be() -> None:
     choices = {each["choice"]: each for each in planned(1024 * KIB).activation_choices}
     assert choices["keep"]["step_seconds"] is None
     assert choices["keep"]["times"] < 1 < choices["auto"]["times"] <= choices["offload"]["times"]
     assert 0 == choices["keep"]["moved_bytes"] < choices["auto"]["moved_bytes"] < choices["offload"]["moved_bytes"]
     assert choices["auto"]["step_seconds"] <= choices["offload"]["step_seconds"]
-    rows = int(ROWS * choices["auto"]["times"])
+    rows = choices["auto"]["rows"]
+    assert rows == int(ROWS * choices["auto"]["times"])
     budget = hetmem.Budget(device=1024 * KIB, host="64MiB", device_chunks=192 * KIB)
     model = hetmem.manage(Deep(), budget, device="sim", chunk_bytes=16 * KIB, activations="auto")
     model(torch.zeros(rows * 9 // 10, WIDTH)).backward()

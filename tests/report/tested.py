@@ -8,8 +8,8 @@ from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, 
 from hetmem.intercept import registry
 from hetmem.report import files, live, timeline
 from hetmem.report.chrome_trace import trace_text
+from hetmem.report.files import page_text
 from hetmem.report.intervals import clip, length, overlap, union, without
-from hetmem.report.page import page_text
 from hetmem.report.report import MemoryReport
 from hetmem.report.saved import compare, render, show
 from hetmem.report.step import format_seconds, step_section
