@@ -7,6 +7,7 @@ GPU is. Its slots are poisoned when they are freed.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ class Backend:
     def __init__(self) -> None:
         self.graphs: list[int] = []
         self.calls = 0
-        self.managed: Any = None
+        self.managed: Callable[[], Any] = lambda: None  # weak, as torch keeps every backend
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self.graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
@@ -104,7 +105,7 @@ class Backend:
             self.calls += 1
             for argument in arguments:
                 if isinstance(argument, nn.Parameter):
-                    assert self.managed is None or testing.of(self.managed).place_of(argument) == "device"
+                    assert self.managed() is None or testing.of(self.managed()).place_of(argument) == "device"
             return graph(*arguments)
 
         return call
@@ -177,7 +178,7 @@ def managed_and_plain(
     device = UnwatchedDevice(0)
     managed = manage(copy.deepcopy(plain), limits(slots, directory), directory, device=device, **options)
     backend = Backend()
-    backend.managed = managed
+    backend.managed = weakref.ref(managed)
     call = compiled(plain, Backend()) if compiled is each_wrapped else plain  # whose names are those of wrapped blocks
     return plain, managed, call, compiled(managed, backend), backend
 
@@ -430,7 +431,7 @@ def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> Non
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
     hetmem.release(managed)
-    backend.managed = None
+    backend.managed = lambda: None
     assert_same(plain(*BATCH), managed(*BATCH), "output")
     assert backend.calls == 3 * BLOCKS
 
