@@ -412,9 +412,11 @@ class GradientCopies:
                 else:
                     self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
             finally:
-                self._end_lease(home)
+                if home.tier is Tier.NVME:
+                    self._end_lease(home)
             self.sent()
-            self._write_back(chunk, home)
+            if home.tier is Tier.NVME:
+                self._write_back(chunk, home)
             return
         memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)
@@ -428,22 +430,23 @@ class GradientCopies:
         del self.leaving[send.number]
         self.sends.arrived(chunk, send)
         home = chunk.homes[Role.GRAD]
-        self._end_lease(home)
+        if home.tier is Tier.NVME:
+            self._end_lease(home)
         if error is not None:
             self.lost(chunk)
             raise error
-        self._write_back(chunk, home)
+        if home.tier is Tier.NVME:
+            self._write_back(chunk, home)
 
     def _end_lease(self, home: Home) -> None:
         """End the lease of the staged role that was open before its gradient was sent."""
-        if home.tier is Tier.NVME:
-            assert home.block is not None
-            self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
+        assert home.block is not None
+        self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
 
     def _write_back(self, chunk: Chunk, home: Home) -> None:
         """Write the gradients of `chunk` to NVMe once all are there: see note "writes of gradients" in
         `schedule.gradients`."""
-        if home.tier is Tier.NVME and self.sends.to_be_written(chunk):
+        if self.sends.to_be_written(chunk):
             assert home.block is not None
             self._executor.execute(self._residency.settle(home.block))
 
