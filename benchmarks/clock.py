@@ -82,9 +82,13 @@ class ClockStreams:
         after, self._after = self._after, []
         _, self._last = self._compute.ask(lambda: seconds, after)
 
+    now = staticmethod(time.perf_counter)
+
     def mark(self) -> Event:
         """The end of the last compute."""
         return self._last
+
+    timed_mark = mark
 
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
         """See `Streams`."""
@@ -107,18 +111,24 @@ class ClockStreams:
         return event.at
 
 
+class _Moved(threading.local):
+    """The bytes that this thread has moved; what moves within the device counts for nothing."""
+
+    nbytes = 0
+
+
 class ClockDevice(SimDevice):
     """The accelerator, with a link of `bytes_per_second` each way."""
 
     def __init__(self, bytes_per_second: float) -> None:
         super().__init__()
         self._bytes_per_second = bytes_per_second
-        self._moved = threading.local()
+        self._moved = _Moved()
         self.streams = ClockStreams(self)
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         """Slots whose memory nobody touches."""
-        return DevicePool(slot_bytes, slots, self.torch_device, _Untouched())
+        return DevicePool(slot_bytes, slots, self.torch_device, _untouched)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         """As a GPU's."""
@@ -148,9 +158,5 @@ class ClockDevice(SimDevice):
         super().gradient_out(target, arrived, add=add)
 
 
-class _Untouched:
-    def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def last_use(self, memory: torch.Tensor) -> None:
-        """Nobody is late with it."""
+def _untouched(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)

@@ -27,6 +27,7 @@ from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Role
 from hetmem.memory.host_pool import Loan
 from hetmem.schedule.blocks import Link, in_flight_bytes
+from hetmem.schedule.saved import AT_ONCE
 
 LEAST_BYTES = 256 << 10
 """Below this a copy takes longer to ask for than to make, and a step saves many such."""
@@ -144,7 +145,8 @@ class Activations:
                 ended = partial(weakly(self._left), storage.number, weakref.ref(storage), loan)
                 self._executor.copy_beside(Link.DEVICE_TO_HOST, work, storage.nbytes, ended)
                 del work
-            while sum(self._leaving.values()) > self._window and len(self._leaving) > 1 and self._executor.busy():
+            leaving = self._leaving
+            while len(leaving) > AT_ONCE and sum(leaving.values()) > self._window and self._executor.busy():
                 self._executor.wait_for_one()
             self._runtime.room.transit_grew()
         return True
@@ -285,7 +287,7 @@ class Activations:
         for storage in away:
             if storage.home is None:
                 return
-            if sum(self._ahead.values()) + storage.nbytes > self._window and self._ahead:
+            if len(self._ahead) >= AT_ONCE and sum(self._ahead.values()) + storage.nbytes > self._window:
                 return
             if not self._runtime.room.has_room_ahead(storage.nbytes):
                 return

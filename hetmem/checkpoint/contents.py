@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,21 +25,12 @@ from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
 from hetmem.intercept.async_params import detached
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 _MAPPINGS: dict[str, Callable[[Any], Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
-_SEQUENCES: dict[str, Callable[[Any], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "size": torch.Size,
-}
-_TAGS: dict[Any, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"} | {
-    tuple: "tuple",
-    set: "set",
-    frozenset: "frozenset",
-    torch.Size: "size",
-}
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}
+_TAGS: dict[Any, str] = {kind: tag for tag, kind in (_MAPPINGS | _SEQUENCES).items()}
 _NUMPY_KINDS = "biufc"
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
@@ -136,23 +127,6 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     raise ValueError(f"unknown kind {tag!r}")
 
 
-@runtime_checkable
-class Streaming(Protocol):
-    """An optimizer of hetmem: its states have homes, and more than `state_dict` says belongs to a checkpoint."""
-
-    def forget_step(self) -> None:
-        """Whatever was begun of a step is not finished."""
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise what `load_state_dict` raises where the states are of another kind; nothing is changed."""
-
-    def beside_states(self) -> dict[str, Any]:
-        """What the next steps depend on beside `state_dict`: plain numbers."""
-
-    def load_beside_states(self, values: dict[str, Any]) -> None:
-        """Go on with those."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelState:
     """The `state_dict` of a model: the `tensors` that are its own, under their first names; under which of these the
@@ -213,7 +187,7 @@ def refuse_half_stepped(model: torch.nn.Module, way_out: str, optimizer: torch.o
     """Raise `CheckpointError` where a step of `model` has begun to change weights and has not ended, but for those of
     `optimizer`. Without that, waits for what is under way, which may be such changes: raises the error of a transfer
     that failed."""
-    own = {id(each) for each in parameters_of(optimizer)} if isinstance(optimizer, Streaming) else set[int]()
+    own = {id(each) for each in parameters_of(optimizer)} if isinstance(optimizer, OffloadedOptimizer) else set[int]()
     found = filter(None, map(registry.of_parameter, model.parameters()))
     for interception in dict.fromkeys(interception for interception, _ in found):
         for listener in list(interception.gradients.listeners):
@@ -235,7 +209,7 @@ def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, e
     """`optimizer.state_dict()` by names of parameters instead of numbers. Raises `CheckpointError` where that cannot be
     told."""
     beside = None
-    if isinstance(optimizer, Streaming):
+    if isinstance(optimizer, OffloadedOptimizer):
         beside = optimizer.beside_states()
     names = name_numbers(optimizer, model)
     found = optimizer.state_dict()

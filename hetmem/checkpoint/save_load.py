@@ -22,7 +22,6 @@ import torch
 from hetmem.checkpoint.contents import (
     Encoder,
     ModelState,
-    Streaming,
     all_of,
     cannot_fill,
     decode,
@@ -38,6 +37,7 @@ from hetmem.checkpoint.disk import OpenFile, named, opened, replacing, write_at
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Header, Stored, arrange, data_nbytes, header, parse
 from hetmem.checkpoint.moving import check_tensors, read_tensors, write_tensors
 from hetmem.errors import CheckpointError, StoreError
+from hetmem.optim.optimizer import OffloadedOptimizer
 
 
 def save(
@@ -300,7 +300,11 @@ class _Resumed:
         state: dict[Any, Any] = {}
         for name, values in self._saved["state"].items():
             like = parameters[self._numbers[name]]
-            tensor = partial(homes.tensor, new) if isinstance(optimizer, Streaming) else partial(new.tensor, like=like)
+            tensor = (
+                partial(homes.tensor, new)
+                if isinstance(optimizer, OffloadedOptimizer)
+                else partial(new.tensor, like=like)
+            )
             state[self._numbers[name]] = decode(values, tensor)
         others = decode(self._saved["others"], new.tensor)
         first, groups = 0, []
@@ -310,17 +314,17 @@ class _Resumed:
         beside = decode(self._saved["beside"], new.tensor)
         new.read()
         loaded = {"state": {**state, **others}, "param_groups": groups}
-        if isinstance(optimizer, Streaming):
+        if isinstance(optimizer, OffloadedOptimizer):
             optimizer.check_state_dict(loaded)
 
         def begin() -> Targets:
-            if isinstance(optimizer, Streaming):
+            if isinstance(optimizer, OffloadedOptimizer):
                 try:
                     optimizer.forget_step()
                 except Exception:  # it could not finish what will be overwritten, and has forgotten that
                     optimizer.forget_step()
             optimizer.load_state_dict(loaded)
-            if isinstance(optimizer, Streaming) and beside is not None:
+            if isinstance(optimizer, OffloadedOptimizer) and beside is not None:
                 optimizer.load_beside_states(beside)
             shown = optimizer.state if homes.later else {}  # once: asking hetmem's waits for all its updates
             return [

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -49,27 +49,9 @@ class _ClearsFrames(ContextDecorator):
 _CLEARS_FRAMES = _ClearsFrames()
 
 
-class Worker(Protocol):
-    """Works on chunks behind everything else, on other threads."""
-
-    def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
-
-    def hasten(self, chunk: Chunk) -> None:
-        """Work on `chunk` first, if at all, as its result is waited for."""
-
-    def give_way(self) -> bool:
-        """Give up memory that is held but not worked with yet; return False if there is none."""
-
-    def close(self) -> None:
-        """Finish everything, and end all threads."""
-
-
 class Executor:
-    """Tells `engine` to copy, and `residency` what became of it; waits for copies, and for jobs, which are no commands.
-
-    Workers go on whenever something has ended.
-    """
+    """Tells `engine` to copy, and `residency` what became of it; waits for copies and for jobs, which are no
+    commands."""
 
     def __init__(
         self,
@@ -86,7 +68,8 @@ class Executor:
         """A chunk with what its home says, as it is on the device now: a copy there needs no link."""
         self.fingerprints = Fingerprints()
         self.torn_reads = TornReads(residency, self.chunk_of_block)
-        self.workers: WeakOnes[Worker] = WeakOnes()
+        self.workers: WeakOnes[Any] = WeakOnes()
+        """The `Updates` of optimizers, which import this: they go on whenever something has ended."""
         self._memory = memory
         self._residency = residency
         self._engine = engine
@@ -160,7 +143,7 @@ class Executor:
         for worker in self.workers:
             worker.hasten(chunk)
 
-    def make_way(self, worker: Worker | None = None) -> bool:
+    def make_way(self, worker: object = None) -> bool:
         """Have one worker, other than `worker`, give memory up; return False if none does."""
         return any(other.give_way() for other in self.workers if other is not worker)
 
@@ -403,8 +386,6 @@ class GradientCopies:
         self._engine, self._residency, self._executor = engine, residency, executor
         self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
         self.arriving = self.sends.arriving
-        self.end_lease: Any = None
-        """`Traffic.close_role`, which ends the lease of a role that was open before its gradient was sent."""
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
         self.lost: Callable[[Chunk], None] = lambda chunk: None
         """Called where a gradient of a chunk was sent and did not arrive."""
@@ -432,10 +413,10 @@ class GradientCopies:
                     self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
             finally:
                 if home.tier is Tier.NVME:
-                    self.end_lease(chunk, Role.GRAD, dirty=True)
+                    self._end_lease(home)
             self.sent()
             if home.tier is Tier.NVME:
-                self._write_back(chunk)
+                self._write_back(chunk, home)
             return
         memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)
@@ -448,17 +429,24 @@ class GradientCopies:
     def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
         del self.leaving[send.number]
         self.sends.arrived(chunk, send)
-        self.end_lease(chunk, Role.GRAD, dirty=True)
+        home = chunk.homes[Role.GRAD]
+        if home.tier is Tier.NVME:
+            self._end_lease(home)
         if error is not None:
             self.lost(chunk)
             raise error
-        self._write_back(chunk)
+        if home.tier is Tier.NVME:
+            self._write_back(chunk, home)
 
-    def _write_back(self, chunk: Chunk) -> None:
+    def _end_lease(self, home: Home) -> None:
+        """End the lease of the staged role that was open before its gradient was sent."""
+        assert home.block is not None
+        self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
+
+    def _write_back(self, chunk: Chunk, home: Home) -> None:
         """Write the gradients of `chunk` to NVMe once all are there: see note "writes of gradients" in
         `schedule.gradients`."""
-        home = chunk.homes[Role.GRAD]
-        if self.sends.to_be_written(chunk) and home.tier is Tier.NVME:
+        if self.sends.to_be_written(chunk):
             assert home.block is not None
             self._executor.execute(self._residency.settle(home.block))
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
-from hetmem.base.weak import weakly
 from hetmem.engine.events import CopyChange, EventLog, Fault
 from hetmem.engine.executor import Executor, GradientCopies
 from hetmem.engine.homes import Memory
@@ -46,7 +45,6 @@ class Traffic:
         self.executor = Executor(memory, residency, engine, bindings, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
-        self.gradients.end_lease = weakly(self.close_role)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
         self._unfetched: set[tuple[int, Tier]] = set()

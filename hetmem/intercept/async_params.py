@@ -172,7 +172,7 @@ class Trailing:
         for managed in parameters.values():
             parameter = managed.parameter
             kind: type = parameter.__class__
-            if kind in unmarks:  # marked already
+            if kind in unmarks or kind is managed.unbound_kind:  # marked already, or in a backward that goes on
                 continue
             if kind not in marks:
                 marks[kind] = _waiting(kind, self)

@@ -83,6 +83,7 @@ _POINTERS = {
 storage is one for all that ask for it, and who holds that is not counted."""
 _SET_DATA = _TENSOR.data.__set__
 _GET_DATA = _TENSOR.data.__get__
+_CALL_NO_FUNCTION = {_SET_DATA, torch.tensor, torch.Tensor.new_tensor, torch.ops.aten.set_.source_Tensor}
 
 
 def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -252,12 +253,14 @@ class Faults:
 
 
 def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
-    """Raise `ManageError` for `other.data = weight`, which calls no `__torch_function__`: `other` would be
-    the stand-in of `weight`."""
-    if func == _SET_DATA and isinstance(args[1], _Unbound) and not isinstance(args[0], (_Unbound, _Bound)):
+    """Raise `ManageError` for `other.data = weight`, `torch.tensor(weight)` and the like, which call no
+    `__torch_function__` for the weight: where no mode is around they would get its stand-in."""
+    if func not in _CALL_NO_FUNCTION or not isinstance(args[-1], _Unbound):
+        return
+    if func != _SET_DATA or not isinstance(args[0], (_Unbound, _Bound)):
         raise ManageError(
-            "a tensor's .data was set to a weight itself within a forward, where that is on the device only for "
-            "functions that use it: write other.data = weight.data, or other = weight.detach()"
+            f"{_name(func)} of torch was given a weight itself within a forward, where that is on the device only for "
+            f"functions that torch tells of: write other.data = weight.data, or other = weight.detach().clone()"
         )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradients import ArrivalHooks, GradientSink
+from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
 from hetmem.intercept.saved_tensors import Pack
 from hetmem.memory.chunk import ManagedParameter
@@ -109,7 +110,10 @@ class BeforeStateDict(_OfThisModule):
         if hooked is not None:
             hooked.before_state_dict(sys._getframe(2))  # behind `HELD_BACK`
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
-                hooked.before_assignment()
+                raise ManageError(
+                    "load_state_dict(assign=True) would put other parameters in the place of those that hetmem "
+                    "manages: leave assign=True out, which copies the values, or call hetmem.release(model) first"
+                )
 
 
 class Conversions:

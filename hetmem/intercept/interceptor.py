@@ -22,7 +22,6 @@ from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.turns import Section, in_backward
-from hetmem.errors import ManageError
 from hetmem.intercept.async_params import Trailing
 from hetmem.intercept.diagnostics import (
     explain,
@@ -96,7 +95,7 @@ class Interception:
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self._computes = _OfThread()
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
         self._forward: Compute | None = None
@@ -207,10 +206,10 @@ class Interception:
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
         """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
-        self.refuse_a_fork("a forward")
+        refuse_a_fork("a forward", self.process)
         memory = self.runtime.memory
         if memory.device.captures() and (memory.uses_copies or memory.may_leave_device or self.activations is not None):
-            self.refuse_a_capture("a forward")
+            refuse_a_capture("a forward", memory.device)
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.uses_copies)
         compute = self._begin(call)
         compute.compiler = compiler
@@ -358,7 +357,7 @@ class Interception:
         """Whether a backward of this thread may compute something of this model, also one whose forward had no graph,
         as a checkpoint around it has none."""
         mine = self._forward is not None and self._forward.thread == threading.get_ident()
-        return os.getpid() == self._process and (mine or self.runtime.turn.is_mine())
+        return os.getpid() == self.process and (mine or self.runtime.turn.is_mine())
 
     def backward_begins(self) -> None:
         """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
@@ -413,14 +412,6 @@ class Interception:
         while here and (here[-1].task > task or here[-1].has_ended(top)):
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it
-
-    def refuse_a_fork(self, what: str) -> None:
-        """Raise `ManageError` if `what` needs threads or memory that this process, a fork, does not have."""
-        refuse_a_fork(what, self._process)
-
-    def refuse_a_capture(self, what: str) -> None:
-        """Raise `ManageError` if `what` is recorded to run again without hetmem."""
-        refuse_a_capture(what, self.runtime.memory.device)
 
     def _begin(self, call: Call) -> Compute:
         compute = Compute(call, weakly(self._end), self.leases.end)
@@ -494,13 +485,6 @@ class Interception:
         """Have saved-tensor hooks of the program keep aliases of weights, not what is bound."""
         with HELD_BACK:
             self._saved.displace_others()
-
-    def before_assignment(self) -> None:
-        """Refuse `load_state_dict(assign=True)`, whose parameters would take the place of managed ones."""
-        raise ManageError(
-            "load_state_dict(assign=True) would put other parameters in the place of those that hetmem manages: leave "
-            "assign=True out, which copies the values, or call hetmem.release(model) first"
-        )
 
     def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
         """`Module.to` and the like of `parameters`: managed ones, and their gradients, stay where they are, as they

@@ -195,7 +195,7 @@ class Regions:
 
     def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
         """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
-        compile it and it can be one. Returns who compiles it. Raises what `Runtime.use` does."""
+        compile it and it can be one. Returns who compiles it. Raises what `Uses.use` does."""
         asked = (compiler is not None and compiler is not self.compiler) or has_compiled_forward(module)
         self.any_asked |= asked
         if not asked and self.compiler is None:

@@ -130,7 +130,10 @@ class DeviceMonitor(TorchDispatchMode):
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in self._sizes or self._is_home(storage.data_ptr()) or self._is_device(storage.data_ptr()):
+            if key in self._sizes:
+                continue
+            address = _address_of(storage)
+            if not address or self._is_home(address) or self._is_device(address):
                 continue
             self._sizes[key] = nbytes = storage.nbytes()
             self._live_bytes += nbytes
@@ -140,7 +143,7 @@ class DeviceMonitor(TorchDispatchMode):
 
     def _check(self, func: Any, leaves: Iterable[Any]) -> None:
         for tensor in leaves:
-            if _has_memory(tensor) and tensor.numel() and self._is_home(tensor.untyped_storage().data_ptr()):
+            if _has_memory(tensor) and tensor.numel() and self._is_home(_address_of(tensor.untyped_storage())):
                 raise DeviceAccessError(
                     f"{func} met a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} in home memory; on a "
                     f"GPU it would have failed. A weight was used where hetmem could not see it: please report the "
@@ -220,6 +223,14 @@ def _has_memory(value: Any) -> bool:
         and not value.is_meta
         and not value._is_zerotensor()
     )
+
+
+def _address_of(storage: Any) -> int:
+    """Return where `storage` lies; 0 where it stands for one in code that is being traced."""
+    try:
+        return storage.data_ptr()  # type: ignore[no-any-return]
+    except RuntimeError:
+        return 0
 
 
 _VIEWS: dict[Any, bool] = {}

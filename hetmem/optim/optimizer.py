@@ -19,6 +19,7 @@ from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import refuse_used_up
 from hetmem.intercept import registry
+from hetmem.intercept.diagnostics import refuse_a_fork
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
@@ -108,7 +109,7 @@ class OffloadedOptimizer(Optimizer):
         Raises `ManageError` in a forked process, which has none of that memory.
         """
         for interception in self._steppers:
-            interception.refuse_a_fork("reading optimizer states")
+            refuse_a_fork("reading optimizer states", interception.process)
         self.synchronize()
         return self.states.shown
 

@@ -18,6 +18,7 @@ import torch
 
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradients import has_hooks_of_the_user
+from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
@@ -209,6 +210,7 @@ class Stepper:
         if self._optimizer.needs_all_gradients:
             self._add_sums(update)
         else:
+            self.runtime.uses.rest_again(m for m, _ in members)  # a hook that reads one meanwhile is refused
             self._add_update(update, 1.0)
 
     # ---- within a step -----------------------------------------------------------------------------------------
@@ -216,8 +218,8 @@ class Stepper:
     def begin(self) -> None:
         """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
         self.refuse_ruined()
-        self._interception.refuse_a_fork("a step")
-        self._interception.refuse_a_capture("a step")
+        refuse_a_fork("a step", self._interception.process)
+        refuse_a_capture("a step", self.runtime.memory.device)
         self._interception.reset()
         self._interception.segments.begin_step()
         self._refuse_edits()

@@ -47,7 +47,7 @@ from hetmem.planner.model import (
 )
 from hetmem.planner.plan import OPTIONS, Plan, PlanError
 from hetmem.planner.search import Setting
-from hetmem.planner.workload import Updating, Workload
+from hetmem.planner.workload import Updating, Workload, with_rows
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
@@ -157,9 +157,11 @@ def plan_within(
     inference: bool = False,
     activations: ActivationsName = "keep",
     told: Callable[[str], None] = lambda text: None,
+    compares: bool = True,
 ) -> Plan:
     """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`.
-    `told` is called with what is done next, which may take seconds."""
+    `told` is called with what is done next, which may take seconds. `compares`: other ways to do the same are judged
+    too, and advised; without, the plan says only what these options come to."""
     if not (isinstance(micro_batches, int) and micro_batches >= 1):
         raise PlanError(f"micro_batches must be an int, at least 1, got {micro_batches!r}")
     if checkpointing not in (True, False):
@@ -173,7 +175,7 @@ def plan_within(
     workload = trace_real(call) if real else trace(call, results, inference=inference)
     peaks = {"as written": workload.peak_live_bytes}
     told("tracing it with checkpointed layers")
-    light = None if real or inference else checkpointed(call, results)
+    light = None if real or inference or not (compares or checkpointing) else checkpointed(call, results)
     if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
         peaks["with checkpointing"] = light.peak_live_bytes
     if checkpointing:
@@ -189,16 +191,19 @@ def plan_within(
         alone = hardware.host_to_device.by_the_caller
         return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
 
+    def moving_some(made: Workload | None) -> Workload | None:
+        return made if made is not None and made.moves else None
+
     workload, light = moved(kept) or kept, moved(light)
     told("searching for the fastest way to run it")
     found = (
         ()
-        if real or inference
-        else _variants(call, light, workload, micro_batches, results, updating, checkpointing, moved)
+        if real or inference or not compares
+        else _variants(call, kept_light, kept, micro_batches, results, updating, checkpointing, moved)
     )
-    if activations == "keep" and not inference and kept.saved:
+    if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
-        found = (*found, Variant("move", text, lambda: moved(kept, "auto"), micro_batches))
+        found = (*found, Variant("move", text, lambda: moving_some(moved(kept, "auto")), micro_batches))
     decision = decide(
         workload,
         capacities,
@@ -219,6 +224,8 @@ def plan_within(
         profile_name=profile_name,
         inference=inference,
     )
+    if not compares:
+        return as_plan(decision, checkpointing=checkpointing)
     told("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     better = combined(decision, capacities, hardware, lighter)
@@ -285,7 +292,7 @@ _PARTS = (2, 4, 8, 16)
 def _variants(
     call: TracedCall,
     light: Workload | None,
-    workload: Workload,
+    kept: Workload,
     micro_batches: int,
     results: Results,
     updating: Updating,
@@ -295,24 +302,29 @@ def _variants(
     """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
     streamed = updating.streamed_gradients
     visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
-    kept = "checkpoint the activations of every layer (a third more compute)"
-    ways: list[tuple[str, str, Callable[..., Workload | None]]]
-    ways = [("", "divide", checkpointed if checkpointing else traced)]
+    again = "checkpoint the activations of every layer (a third more compute)"
+    ways: list[tuple[str, str, Callable[..., Workload | None], Workload]]
+    ways = [("", "divide", checkpointed if checkpointing else traced, kept)]
     if light is not None and not checkpointing:
-        yield Variant("checkpoint", kept, lambda: light, micro_batches)
-        ways.append((f"{kept}, and ", "divide and checkpoint", checkpointed))
-    for how, kind, of in ways:
+        yield Variant("checkpoint", again, lambda: moved(light), micro_batches)
+        ways.append((f"{again}, and ", "divide and checkpoint", checkpointed, light))
+    for how, kind, of, whole in ways:
+
+        def about(times: float, whole: Workload = whole) -> Workload | None:
+            return moved(with_rows(whole, times))
+
         for parts in _PARTS:
-            if workload.rows % parts == 0:
-                size = f"{parts} micro-batches of {workload.rows // parts}"
+            if kept.rows % parts == 0:
+                size = f"{parts} micro-batches of {kept.rows // parts}"
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
                 made = functools.cache(lambda of=of, parts=parts: moved(of(divided(call, parts), results)))
-                yield Variant(kind, text, made, micro_batches * parts, streamed)
+                yield Variant(kind, text, made, micro_batches * parts, streamed, functools.partial(about, 1 / parts))
         for parts in reversed(_PARTS):
             if micro_batches % parts == 0:
-                text = f"{how}join {parts} micro-batches to one of {parts * workload.rows}"
+                text = f"{how}join {parts} micro-batches to one of {parts * kept.rows}"
                 made = functools.cache(lambda of=of, parts=parts: moved(of(joined(call, parts), results)))
-                yield Variant(kind.replace("divide", "join"), text, made, micro_batches // parts)
+                joins, count = kind.replace("divide", "join"), micro_batches // parts
+                yield Variant(joins, text, made, count, about=functools.partial(about, parts))
 
 
 _SHIPPED = resources.files("hetmem").joinpath("profiles")

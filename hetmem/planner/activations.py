@@ -15,7 +15,7 @@ from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Move, Phase, Workload
 from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.saved import to_leave
+from hetmem.schedule.saved import AT_ONCE, to_leave
 from hetmem.schedule.trace import NEVER
 
 LEAST_BYTES = 256 << 10
@@ -105,6 +105,8 @@ class _Away:
 
     nbytes: int
     state: str = "home"
+    ahead: bool = False
+    """Whether it comes before its use."""
 
 
 class SimulatedActivations:
@@ -130,7 +132,7 @@ class SimulatedActivations:
             self._out[move.leaves_at].append(at)
             self._in[move.used_at].append(at)
         self._away: dict[int, _Away] = {}
-        self._next = self._next_read = self._reading_bytes = 0
+        self._next = self._next_read = self._reading_bytes = self._ahead = 0
         self._spilled: set[int] = set()
         for at in sorted(range(len(moves)), key=lambda at: moves[at].leaves_at):
             if spilled_bytes > 0:
@@ -152,6 +154,7 @@ class SimulatedActivations:
             while away.state != "here":
                 self._traffic.wait_for_one()
             self._traffic.ahead_bytes -= away.nbytes
+            self._ahead -= away.ahead
             self._fetch_ahead()
 
     def after(self, event: int) -> None:
@@ -217,9 +220,12 @@ class SimulatedActivations:
             if away is not None and away.state in ("disk", "reading"):
                 return
             if away is not None and away.state == "home":
-                if self._traffic.ahead_bytes and self._traffic.ahead_bytes + away.nbytes > self._window:
+                ahead = self._traffic.ahead_bytes
+                if self._ahead >= AT_ONCE and ahead + away.nbytes > self._window:
                     return
                 if not self._has_room(away.nbytes):
                     return
                 self._fetch(away)
+                self._ahead += 1
+                away.ahead = True
             self._next += 1

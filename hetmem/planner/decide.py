@@ -14,7 +14,7 @@ from itertools import product
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import format_enough, format_seconds, round_up
-from hetmem.planner.reservation import state_bytes
+from hetmem.planner.reservation import check_device, state_bytes
 from hetmem.planner.search import (
     Judged,
     Setting,
@@ -34,7 +34,8 @@ from hetmem.schedule.update_split import WORTH
 @dataclass(frozen=True, slots=True)
 class Variant:
     """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
-    `visible`: gradients are, whatever was asked for.
+    `visible`: gradients are, whatever was asked for. `about`: less than that workload will take, without a trace; what
+    gains nothing even so is not traced.
 
     Of each `kind` the first one that fits is enough. None: it cannot be done.
     """
@@ -44,6 +45,7 @@ class Variant:
     workload: Callable[[], Workload | None]
     micro_batches: int = 1
     visible: bool = False
+    about: Callable[[], Workload | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +120,31 @@ def _alternatives(
 ) -> tuple[Alternative, ...]:
     """The first variant of each kind that fits, the fastest first; none that computes for `seconds` or more."""
     found: dict[str, Alternative] = {}
+    settled: set[str] = set()
     for variant in variants:
-        if variant.kind in found or (seconds is None and any(kind in variant.kind for kind in found)):
+        if variant.kind in settled or (seconds is None and any(kind in variant.kind for kind in settled)):
             continue  # what fits with one change needs no second one
+        setting = asked.updated(streamed_gradients=False) if variant.visible else asked
+        about = variant.about()
+        if about is not None:
+            hoped = _hoped(about, setting, hardware, variant.micro_batches, seconds)
+            if hoped is None:
+                continue
+            if seconds is not None and hoped >= WORTH * seconds:
+                settled.add(variant.kind)
+                continue
         workload = variant.workload()
         if workload is None:
             continue
         least = variant.micro_batches * workload.compute_seconds(hardware.device)
         if seconds is not None and least >= seconds:
             continue
-        setting = asked.updated(streamed_gradients=False) if variant.visible else asked
         candidate = judged(workload, setting, hardware, variant.micro_batches)
         if isinstance(candidate, Judged):
             if seconds is not None:  # else the advice is about what fits, and says nothing of how states are updated
                 candidate = with_streaming(workload, candidate, hardware, variant.micro_batches)
             result = candidate.result
+            settled.add(variant.kind)
             found[variant.kind] = Alternative(
                 variant.advice,
                 variant.micro_batches,
@@ -141,6 +153,20 @@ def _alternatives(
                 candidate.setting.updating.streamed_states,
             )
     return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
+
+
+def _hoped(
+    about: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, seconds: float | None
+) -> float | None:
+    """The seconds of a step of `about`, 0 where those do not matter; None if it does not fit."""
+    if seconds is not None:
+        found = judged(about, setting, hardware, micro_batches)
+        return found.result.seconds if isinstance(found, Judged) else None
+    try:
+        check_device(about, arranged(about, setting), setting.capacities)
+    except NoRoom:
+        return None
+    return 0.0
 
 
 def _faster(best: Judged, others: Sequence[Alternative]) -> Iterator[str]:

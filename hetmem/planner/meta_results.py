@@ -131,7 +131,7 @@ class Results:
         if known is not None:
             template, cost = known
             return _filled(template), cost
-        self.last = str(func)
+        self.last = _name(func)
         result = _grouped_product(args) if func is _GROUPED_MM else func(*args, **kwargs)
         if only_views(func):
             return result, None
@@ -171,6 +171,9 @@ def attention(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output: torch.Tensor = flash(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
+
+
+_name = functools.cache(str)
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

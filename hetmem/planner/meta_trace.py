@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -389,6 +390,11 @@ _QUESTIONS = frozenset(
 class _OperatorResults(TorchDispatchMode):
     """Tells the tracer what every operator makes and costs."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that nothing here is compiled: what torch would put around each call is a quarter of a trace."""
+        return False
+
     def __init__(self, tracer: _Tracer) -> None:
         super().__init__()
         self._tracer = tracer
@@ -405,6 +411,7 @@ class _OperatorResults(TorchDispatchMode):
         return result
 
 
+@functools.cache
 def _name(func: Any) -> str:
     """As people call the operator `func`."""
     return str(func).removeprefix("aten.").partition(".")[0].strip("_")

@@ -87,7 +87,7 @@ def with_streaming(workload: Workload, best: Judged, hardware: HardwareProfile, 
     beside = ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller
     if beside or best.setting.updating.on_host_only:
         return best
-    if result.device_updates == 1 or result.terms["update"] <= (1 - WORTH) * result.seconds:
+    if not result.would_stream or result.terms["update"] <= (1 - WORTH) * result.seconds:
         return best
     found = judged(workload, best.setting.updated(streamed_states=True), hardware, micro_batches)
     if not isinstance(found, Judged) or not found.result.streamed_updates:
@@ -134,11 +134,17 @@ def judge(
     return Judged(setting, arrangement, result)
 
 
-@functools.lru_cache(maxsize=64)
 def judged(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
     """`judge` with the refusal as a value; one plan asks many things twice."""
+    return _judged(workload, setting, hardware, micro_batches, steps)
+
+
+@functools.lru_cache(maxsize=64)
+def _judged(
+    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, steps: int
+) -> Judged | NoRoom:
     try:
         return judge(workload, setting, hardware, micro_batches, steps=steps)
     except NoRoom as refusal:

@@ -7,6 +7,7 @@ counterpart of `engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from operator import sub
 
@@ -25,10 +26,10 @@ from hetmem.planner.simulated_updates import (
 )
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
-from hetmem.schedule.blocks import Block, in_flight_bytes
+from hetmem.schedule.blocks import Block, Link, in_flight_bytes
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import STEP, Tier
-from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, StreamedShare
+from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, Facts, StreamedShare, part_sent
 
 
 class Rehearsal:
@@ -306,12 +307,14 @@ class Rehearsal:
         if self._share is not None and self._notes.knows_a_backward():
             sent_home = self._traffic.device_to_host.load.bytes - self._streamed.sent_home_bytes
             sent_home += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
-            stay = self._how.streamed_gradients
-            self._share.look(
-                sent_home,
-                self._notes.home_bytes,
-                lambda: facts_of(self._arrangement, self._workload, gradients_stay=stay),
-            )
+            self._share.look(sent_home, self._notes.home_bytes, self._facts)
+
+    def _facts(self) -> Facts:
+        return facts_of(self._arrangement, self._workload, gradients_stay=self._how.streamed_gradients)
+
+    def would_stream(self, step: StepResult) -> bool:
+        """Whether a `step` without states that are sent to the device would be shorter with them."""
+        return part_sent(self._hardware, self._facts(), step.bytes.get(Link.DEVICE_TO_HOST.value, 0)) > 0
 
     def _comes_there(self, chunk: int) -> bool:
         """Whether updates of the whole of `chunk` are made on the device, with its states sent there."""
@@ -420,13 +423,14 @@ def rehearse(
         return more.continued(few, (micro_batches - _REHEARSED[-1]) / each)
     run = Rehearsal(workload, arrangement, capacities, hardware, micro_batches=micro_batches, updating=updating)
     if updating is not None and updating.trails:
-        return StepResult.mean([run.step() for _ in range(2 * steps)][-steps:]).steady()
+        last = StepResult.mean([run.step() for _ in range(2 * steps)][-steps:])
+        return replace(last.steady(), would_stream=run.would_stream(last))
     last = run.step()
     for _ in range(steps - 1):
         before, last = last, run.step()
         if last.is_as(before):
             break
-    return last.steady()
+    return replace(last.steady(), would_stream=run.would_stream(last))
 
 
 _REHEARSED = (3, 6)

@@ -159,6 +159,29 @@ class Workload:
         return sum(event.seconds(device, self.dtype) for event in self.events)
 
 
+def with_rows(workload: Workload, times: float) -> Workload:
+    """About `workload` with so many `times` its rows, without a trace: never more than that would come to, as what does
+    not grow with them, gradients of weights, is taken to shrink with them and to stay where they grow."""
+    largest = max((spec.numel for spec in workload.parameters), default=0)
+    fixed = max(0.0, times - 1) * 2 * largest * max(workload.compute_itemsizes, default=0)
+
+    def of_bytes(nbytes: int) -> int:
+        return max(0, int(times * nbytes - fixed))
+
+    def phase(of: Phase) -> Phase:
+        matrix = [(int(times * flops), int(times * nbytes)) for flops, nbytes in of.work.matrix]
+        work = Work(matrix, int(times * of.work.moved_bytes), of.work.operators)
+        return Phase(work, of_bytes(of.peak_bytes), of.calls)
+
+    events = tuple(
+        replace(event, live_bytes=of_bytes(event.live_bytes), during=phase(event.during), after=phase(event.after))
+        for event in workload.events
+    )
+    saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
+    rows, tokens = round(times * workload.rows), round(times * workload.tokens)
+    return replace(workload, events=events, saved=saved, rows=rows, tokens=tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Updating:
     """When updates are made, where, and how long gradients stay.
@@ -208,6 +231,8 @@ class StepResult:
     """What that takes of the device."""
     new_bytes: dict[str, int]
     """Homes that gradients have for good by now, and had not when the run began, by tier."""
+    would_stream: bool = True
+    """Whether it would be shorter with states sent to the device for their update, if they have room there."""
 
     def is_as(self, before: StepResult) -> bool:
         """Whether this step came to what the one `before` did, but for bytes that jitter, and no home has moved."""

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 from hetmem.schedule.trace import NEVER
 
+AT_ONCE = 2
+"""So many storages may cross a link at one time, however large: one crosses while the next is asked for."""
+
 
 @dataclass(slots=True)
 class SavedInterval:

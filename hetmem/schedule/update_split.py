@@ -186,7 +186,7 @@ class StreamedShare:
             self._have_slots(sent)
             return
         self._home_bytes = home_bytes
-        part = self._part(found, sent_home - before) if sent else 0.0
+        part = part_sent(self._hardware, found, sent_home - before) if sent else 0.0
         here = part > 0 and self._have_slots(sent)
         part *= sum(chunk.numel for chunk in found.fitting) / max(1, sum(chunk.numel for chunk in sent))
         self.chosen = spread(sent, part) if here else frozenset()
@@ -201,19 +201,23 @@ class StreamedShare:
             return bool(nbytes)
         return self._slots.idle_bytes() + SLOTS * held >= SLOTS * nbytes and self._slots.take_slots(nbytes)
 
-    def _part(self, found: Facts, sent_home: int) -> float:
-        """Of the chunks that fit, the part to be streamed. All copies have room: only those that are renewed cross."""
-        away = sum(chunk.numel for chunk in found.fitting)
-        elements = away + found.resident_elements
-        costs = update_costs(
-            self._hardware,
-            elements,
-            copy_bytes=found.copy_bytes,
-            gradient_bytes=sent_home / away,
-            home_copy_bytes=found.home_copy_bytes,
-            gradients_stay=found.gradients_stay,
-        )
-        return streamed_part(costs, found.resident_elements / elements)
+
+def part_sent(hardware: HardwareProfile, found: Facts, sent_home: int) -> float:
+    """Of the chunks that fit, the part whose states are to be sent to the device, where a step sends `sent_home` bytes
+    of gradients home. All copies have room: only those that are renewed cross."""
+    away = sum(chunk.numel for chunk in found.fitting)
+    if not away:
+        return 0.0
+    elements = away + found.resident_elements
+    costs = update_costs(
+        hardware,
+        elements,
+        copy_bytes=found.copy_bytes,
+        gradient_bytes=sent_home / away,
+        home_copy_bytes=found.home_copy_bytes,
+        gradients_stay=found.gradients_stay,
+    )
+    return streamed_part(costs, found.resident_elements / elements)
 
 
 def _slot_bytes(fitting: Sequence[Fitting]) -> int:

@@ -208,6 +208,8 @@ class Program:
     """Whether updates are to go to the device, where they can."""
     rows: int
     """Of the largest batches."""
+    activations: str
+    """What becomes of them, as `manage` has it; where they move, also small ones do."""
     operations: tuple[tuple[str, int], ...]
 
     @property
@@ -301,6 +303,7 @@ def drawn(seed: int) -> Program:
         directories=draw.choice((1, 2)),
         slow_host=draw.random() < 0.3,
         rows=draw.choice((3, 32, 96)) if device_budget == "whole" else 3,
+        activations=Random(-1 - seed).choice(("keep", "keep", "offload", "auto")),
         operations=tuple((name, draw.randrange(1 << 30)) for name in _operations(draw, options)),
     )
     if program.disk == "failing":

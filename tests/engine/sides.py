@@ -140,6 +140,8 @@ class Managed(Side):
             "mixed_precision": self.program.mixed,
             "chunk_bytes": self.program.chunk_elements * widest,
         }
+        moves = harness.ACTIVATIONS if harness.ACTIVATIONS != "keep" else self.program.activations
+        options["activations"] = moves
         options["hardware"] = SLOW_HOST if self.program.slow_host else None
         options["sanitize"] = self.program.sanitize and self.program.device != "unwatched"
         while True:

@@ -154,6 +154,21 @@ def test_a_tensor_that_gets_the_memory_of_a_weight_by_data_writes_to_it_or_is_an
     train_both(*pair(lambda: HandsOut(lambda weight: weight.data), placement, tmp_path), BATCHES)
 
 
+@pytest.mark.parametrize(
+    "take",
+    [torch.tensor, torch.empty(0).new_tensor, lambda weight: torch.empty(0, dtype=weight.dtype).set_(weight)],
+    ids=["tensor", "new_tensor", "set_"],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+def test_a_function_of_which_torch_does_not_tell_gets_no_stand_in(
+    take: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    """From the second forward on it would have read NaN."""
+    managed = manage(HandsOut(take), "host", tmp_path, mixed_precision=torch.bfloat16, sanitize=False)
+    with pytest.raises(ManageError, match=r"was given a weight itself within a forward.* weight\.detach\(\)\.clone"):
+        managed(*BATCHES[0])
+
+
 @streamed
 def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> None:
     _, managed = pair(lambda: TakesData(lambda module: module.other.bias), placement, tmp_path)
@@ -161,7 +176,7 @@ def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> 
         managed(*BATCHES[0])
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @pytest.mark.parametrize("overlap", ["off", "forward"])

@@ -1,4 +1,4 @@
-"""`torch.cond`, `while_loop` and flex attention, which trace functions of the user's, on a device that is watched."""
+"""`torch.cond`, `while_loop`, `scan` and flex attention, which trace functions of the program, on a watched device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -51,8 +52,16 @@ class Repeats(Chooses):
         return self.right(x + y)  # type: ignore[no-any-return]
 
 
+class Scans(Chooses):
+    """With gradients, for which torch traces the step and its backward when it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, y = scan(lambda sums, row: (sums + row, sums * row), torch.zeros(WIDTH), self.left(x))
+        return self.right(y)  # type: ignore[no-any-return]
+
+
 @everywhere
-@pytest.mark.parametrize("build", [Chooses, ChoosesWeights, Repeats])
+@pytest.mark.parametrize("build", [Chooses, ChoosesWeights, Repeats, Scans])
 @pytest.mark.each
 def test_functions_that_torch_traces_change_no_bit(build: type[nn.Module], placement: str, tmp_path: Path) -> None:
     train_both(*pair(build, placement, tmp_path), BATCHES, Recipe(steps=3))

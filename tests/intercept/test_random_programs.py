@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import hetmem
+from hetmem import testing
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError, StoreError
 from tests.engine.harness import assert_same, assert_same_grads, assert_same_weights
 from tests.engine.operations import Side
@@ -209,5 +210,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_random_program_gives_the_bits_of_torch(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # see docs/limits.md
     program = drawn(seed)
+    if program.activations != "keep":
+        monkeypatch.setattr(testing.offload, "LEAST_BYTES", 1)
     print(program)
     run(program, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -224,3 +225,24 @@ def test_a_program_that_clips_gradients_itself_is_refused_before_an_update(tmp_p
     ):
         optimizer.step()
     assert_same_weights(plain, managed)
+
+
+@on_either
+def test_a_hook_of_a_module_reads_the_weights_of_the_forward_or_is_refused(
+    overlap: str, placement: str, tmp_path: Path
+) -> None:
+    """As what logs weights layer by layer does, while the backward of other layers still runs."""
+    both = twins(pair(mlp, placement, tmp_path), overlap=overlap)
+    read: dict[bool, list[Any]] = {}
+    for module, _ in both.sides:
+        seen = read.setdefault(module is both.managed, [])
+        for layer in (module[2], module[4]):
+            layer.register_full_backward_hook(lambda layer, *_, seen=seen: seen.append(layer.weight.tolist()))
+    both.train(vector_batches(1, 4, 64))
+    *_, batch = vector_batches(2, 4, 64)
+    loss_of(both.plain, batch).backward()
+    refused = pytest.raises(RuntimeError, match=r"weight is used again, .*overlap='off'.* Updated already: ")
+    with contextlib.nullcontext() if overlap == "off" else refused:
+        loss_of(both.managed, batch).backward()
+    assert read[True] if overlap == "off" else len(read[True]) < len(read[False])
+    assert read[True] == read[False][: len(read[True])]

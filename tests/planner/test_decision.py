@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,7 @@ from tests.planner.tested import (
     judge,
     parse_size,
     round_down,
+    with_rows,
 )
 from tests.schedule.shapes import parameter_specs
 
@@ -76,6 +78,40 @@ def test_what_computes_longer_than_a_whole_step_is_not_rehearsed() -> None:
     heavy = replace(HARDWARE, device=replace(HARDWARE.device, matrix_flops={"float32": 1e7}))
     variants = [Variant("join", "compute twice", workload, 4)]
     assert decide(workload(), ROOM, heavy, chunk_bytes=MIB, variants=variants).alternatives == ()
+
+
+@pytest.mark.parametrize(("count", "traced"), [(1, True), (4, False)])
+def test_what_would_gain_nothing_even_if_it_took_less_is_not_traced(count: int, traced: bool) -> None:
+    """And no other one of its kind, where it fits."""
+    asked: list[str] = []
+
+    def made(name: str) -> Workload:
+        asked.append(name)
+        return workload()
+
+    variants = [
+        Variant("divide", name, functools.partial(made, name), count, about=lambda: with_rows(workload(), 0.99))
+        for name in ("first", "second")
+    ]
+    decision = decide(workload(), ROOM, HARDWARE, chunk_bytes=MIB, micro_batches=2, variants=variants)
+    assert asked == ["first"] * traced
+    assert len(decision.alternatives) == traced
+
+
+@pytest.mark.parametrize(("activation", "traced"), [(MIB // 4, True), (2 * MIB, False)])
+def test_what_would_not_fit_even_if_it_took_less_is_not_traced(activation: int, traced: bool) -> None:
+    asked: list[int] = []
+
+    def made() -> Workload:
+        asked.append(activation)
+        return workload(activation=activation)
+
+    lighter = Variant("divide", "divide it", made, about=lambda: workload(activation=activation))
+    decision = decide(
+        workload(activation=2 * MIB), Capacities(6 * MIB, 64 * MIB), HARDWARE, chunk_bytes=MIB, variants=[lighter]
+    )
+    assert bool(asked) == traced
+    assert len(decision.alternatives) == traced
 
 
 def test_of_what_does_not_fit_each_way_out_mends_every_tier() -> None:

@@ -17,7 +17,7 @@ from hetmem.cli import main
 from tests.engine.harness import WIDTH, adamws, vector_batches
 from tests.optim.test_streamed_gradients import train_apart
 from tests.planner.tested import KEPT, KIB, MIB, format_seconds, planner
-from tests.test_planning import BATCH, GPT
+from tests.test_planning import BATCH, GPT, plan_alone
 
 BF16 = torch.bfloat16
 DRIVE = 16 * MIB
@@ -52,8 +52,8 @@ def room(where: str, directory: Path) -> hetmem.Budget:
 ROOMY = room("host", Path())
 
 
-def planned(budget: hetmem.Budget, **options: Any) -> planner.Plan:
-    return planner.plan(lambda: GPT(backwards=True), BATCH, budget, chunk_bytes=128 * KIB, **options)
+def planned(budget: hetmem.Budget, make: Any = plan_alone, **options: Any) -> planner.Plan:
+    return make(lambda: GPT(backwards=True), BATCH, budget, chunk_bytes=128 * KIB, **options)
 
 
 def run(plan: planner.Plan, options: dict[str, str], micro_batches: int = 1) -> tuple[dict[str, Any], int]:
@@ -117,7 +117,7 @@ def test_a_model_of_nine_tenths_of_device_and_host_is_planned_and_trains(layers:
         torch.manual_seed(0)
         return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
 
-    plan = planner.plan(build, batches[0], budget, mixed_precision=BF16, loss=lambda y: y.float().mean(), **options)
+    plan = plan_alone(build, batches[0], budget, mixed_precision=BF16, loss=lambda y: y.float().mean(), **options)
     plain, managed = build(), hetmem.manage(build(), plan=plan, device="sim")
     assert 16 * scale * sum(p.numel() for p in managed.parameters()) >= 16 * 11e9 * 0.99
     optimizers = adamws(plain, managed, **options)

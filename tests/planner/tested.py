@@ -30,7 +30,7 @@ from hetmem.planner.simulated_updates import (
 )
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
+from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows
 from hetmem.schedule.blocks import Block, CopyState
 from hetmem.schedule.cache import FIFO, LRU, NextUse
 from hetmem.schedule.gradients import Complete
@@ -103,4 +103,5 @@ __all__ = [
     "step_program",
     "trace",
     "trace_real",
+    "with_rows",
 ]
