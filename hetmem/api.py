@@ -164,12 +164,7 @@ def _manage(
     refuse_activations(activations)
     if not isinstance(sanitize, bool):
         raise ManageError(f"sanitize must be True or False, got {sanitize!r}")
-    if world_size() > 1:
-        warnings.warn(
-            f"WORLD_SIZE is {world_size()}, and hetmem trains in one process: each of them trains a whole model of its "
-            f"own, adds no gradients of the others, and takes the whole budget; start it by plain python",
-            stacklevel=3,
-        )
+    _warn_of_others()
     planned = _plan(plan)
     if planned is not None:
         if budget is not None or chunk_bytes is not None:
@@ -207,6 +202,19 @@ def _manage(
         registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
     return module
+
+
+def _warn_of_others() -> None:
+    """Warn that this process is one of several, by a launcher or by a process group that the program has made."""
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    counts = {"WORLD_SIZE": world_size(), "get_world_size()": torch.distributed.get_world_size() if group else 1}
+    name = max(counts, key=lambda name: counts[name])
+    if counts[name] > 1:
+        warnings.warn(
+            f"{name} is {counts[name]}, and hetmem trains in one process: each of them trains a whole model of its "
+            f"own, adds no gradients of the others, and takes the whole budget; start it by plain python",
+            stacklevel=4,
+        )
 
 
 def _plan(plan: RunnablePlan | str | os.PathLike[str] | None) -> RunnablePlan | None:

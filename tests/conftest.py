@@ -48,29 +48,9 @@ def _threads_of_its_own() -> None:
         harness.begin_test()
 
 
-_imported = 0
-"""Modules that there were when the collector was last told to leave alone what there is."""
-
-
-def _leave_imports_alone() -> None:
-    """The many collections that tests ask for need not look again at what was imported."""
-    global _imported
-    _imported = len(sys.modules)
-    gc.freeze()
-
-
 def pytest_collection_finish() -> None:
-    """Most of what is ever imported is."""
-    _leave_imports_alone()
-
-
-@pytest.fixture(autouse=True)
-def _imports_are_not_collected() -> None:
-    """Also what the tests before this one have imported, without what they have dropped."""
-    if len(sys.modules) > _imported:
-        for _ in range(3):  # as many as a model takes whose backward has raised
-            gc.collect()
-        _leave_imports_alone()
+    """What was imported stays: the many collections that tests ask for need not look at it again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

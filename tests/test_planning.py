@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import planner, testing
-from hetmem.base.hardware import ProfileError
+from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.intercept import registry
 from hetmem.planner.model import checkpointed, divided, trace
@@ -69,13 +69,19 @@ class Normed(GPT):
 BATCH = torch.zeros(2, 32, dtype=torch.int64)
 
 
-def plan_alone(build: Any, batch: Any, budget: hetmem.Budget, **options: Any) -> planner.Plan:
+def plan_alone(build: Any, batch: Any, budget: hetmem.Budget, hardware: Any = "h100", **options: Any) -> planner.Plan:
     """The plan without a look at other ways to do the same, which most of its time goes to: for what asks for peaks."""
-    hardware, limits = planner.load_profile("h100"), budget.limits()
-    call = planner.TracedCall(build, batch, options.pop("loss", None), options.pop("mixed_precision", None))
-    directories = tuple(str(path) for path in limits.nvme_directories)
-    room = planner.capacities_of(limits, hardware)
-    return planner.plan_within(call, room, hardware, nvme_directories=directories, compares=False, **options)
+    made = isinstance(hardware, HardwareProfile)
+    profile, limits = hardware if made else planner.load_profile(hardware), budget.limits()
+    return planner.plan_within(
+        planner.TracedCall(build, batch, options.pop("loss", None), options.pop("mixed_precision", None)),
+        planner.capacities_of(limits, profile),
+        profile,
+        nvme_directories=tuple(str(path) for path in limits.nvme_directories),
+        profile_name=None if made else str(hardware),
+        compares=False,
+        **options,
+    )
 
 
 def train(model: nn.Module, plan: planner.Plan, steps: int = 3, **options: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) 
 
 def test_an_optimizer_of_torch_is_told_of_once_with_the_bytes_beside_the_budget() -> None:
     model = managed()
-    with pytest.warns(UserWarning, match="AdamW keeps 33.00 KiB of states outside of the budget") as told:
+    with pytest.warns(UserWarning, match="^AdamW keeps 33.00 KiB of states outside of the budget") as told:
         trained(model, torch.optim.AdamW(model.parameters()))
     assert len(told) == 1
     assert STATES == 33 * 1024
@@ -78,6 +78,18 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'group'}")
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_so_is_a_process_group_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.multiprocessing.spawn` starts them: no WORLD_SIZE says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hetmem.release(managed())
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.warns(UserWarning, match=r"get_world_size\(\) is 2, and hetmem trains in one process") as told:
+        hetmem.release(managed())
+    assert Path(told[0].filename).name == Path(__file__).name
 
 
 @pytest.mark.usefixtures("group")

@@ -55,6 +55,7 @@ class Trailing:
     def __init__(
         self,
         chunks: Sequence[Chunk],
+        by_id: dict[int, ManagedParameter],
         traffic: Traffic,
         monitor: DeviceMonitor,
         turn: Turn,
@@ -66,7 +67,7 @@ class Trailing:
         """Raises RuntimeError for those of the given parameters whose update has begun before `step()`."""
         self.step_runs: Callable[[], bool] = lambda: False
         """Returns whether a step of a torch optimizer is on the stack, which may ask for the type of a parameter."""
-        self._all = {id(managed.parameter): managed for chunk in chunks for managed in chunk.parameters}
+        self._all = by_id
         self._marked: dict[int, ManagedParameter] = {}
         self._marks: dict[type, type] = {}
         self._unmarks: dict[type, type] = {}

@@ -120,6 +120,8 @@ class Conversions:
     """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. A
     copy of the module has that of its class there."""
 
+    __slots__ = ("_hooked", "_module")
+
     def __init__(self, module: torch.nn.Module, hooked: Hooked | None) -> None:
         self._module = weakref.ref(module)
         self._hooked = _none if hooked is None else weakref.ref(hooked)
@@ -193,6 +195,7 @@ def order_hooks(sink: GradientSink, parameter: torch.Tensor, own: int) -> list[A
 class BeforeArrival:
     """Tensor hook: runs before autograd accumulates."""
 
+    __slots__ = ("_key", "_sink")
     __torch_unserialize__ = True  # torch warns of hooks that are lost on pickling; this one is meant to be
 
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
@@ -243,6 +246,8 @@ class _Arrive:
 
 class AfterArrival:
     """Post-accumulate hook: takes what arrived."""
+
+    __slots__ = ("_key", "_sink")
 
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)

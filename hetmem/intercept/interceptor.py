@@ -84,7 +84,12 @@ class Interception:
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = StepSegments(runtime)
         runtime.trailing = Trailing(
-            runtime.chunks, runtime.traffic, runtime.monitor, runtime.turn, runtime.writes.touched.add
+            runtime.chunks,
+            runtime.bindings.by_id,
+            runtime.traffic,
+            runtime.monitor,
+            runtime.turn,
+            runtime.writes.touched.add,
         )
         self.gradients = GradientSink(runtime, self.segments, HOOKS)
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)

@@ -131,7 +131,7 @@ def _warn_of_states(interception: Interception, optimizer: torch.optim.Optimizer
     if nbytes:
         _warned.add(interception)
         warnings.warn(
-            f"torch's {name} keeps {format_size(nbytes)} of states outside of the budget of hetmem.manage: make "
+            f"{name} keeps {format_size(nbytes)} of states outside of the budget of hetmem.manage: make "
             f"hetmem.AdamW(model.parameters(), …), or hetmem.optim.offload({name}, …), and give it to a Trainer as "
             f"optimizers=(optimizer, None); said once",
             stacklevel=4,

@@ -210,7 +210,7 @@ class Stepper:
         if self._optimizer.needs_all_gradients:
             self._add_sums(update)
         else:
-            self.runtime.rest_again(m for m, _ in members)  # a hook that reads one meanwhile is refused
+            self.runtime.uses.rest_again(m for m, _ in members)  # a hook that reads one meanwhile is refused
             self._add_update(update, 1.0)
 
     # ---- within a step -----------------------------------------------------------------------------------------

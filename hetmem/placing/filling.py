@@ -156,12 +156,14 @@ def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | N
         buffer.data = there
 
 
+_NO_HOME = torch.empty(0, device="cpu")  # until the parameter has one
+
+
 def _managed(chunk: Chunk, offset: int, name: str, parameter: torch.nn.Parameter) -> ManagedParameter:
     data = parameter.data
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
     strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
-    empty = torch.empty(0, device="cpu")
-    return ManagedParameter(parameter, name, chunk, offset, data.numel(), data.shape, strides, empty, empty)
+    return ManagedParameter(parameter, name, chunk, offset, data.numel(), data.shape, strides, _NO_HOME, _NO_HOME)
 
 
 def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hetmem
 from hetmem import testing
-from tests.activations.test_offload import BATCHES, DEVICES, INPUTS, KIB, SAVED, budget, deep, peak
+from tests.activations.test_offload import BATCHES, DEVICES, INPUTS, KIB, SAVED, budget, deep, family, peak
 from tests.engine import harness
-from tests.engine.harness import train_both
+from tests.engine.harness import pair, train_both
 
 
 def trained(tmp_path: Path, device_bytes: int, *, steps: int = 4, **options: Any) -> tuple[Any, list[int]]:
@@ -63,3 +65,46 @@ def test_of_a_model_that_is_whole_on_the_device_activations_leave_and_weights_st
     plain, managed = deep(tmp_path, limits=limits, activations="auto", chunk_bytes=None, sanitize=False)
     train_both(plain, managed, INPUTS, harness.Recipe(steps=3))
     assert peak(managed) <= 2 << 20
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("way", ["as written", "checkpointed", "autocast"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "convolutions", "lstm"])
+def test_families_train_with_the_bits_of_torch_where_some_leave(name: str, way: str, tmp_path: Path) -> None:
+    build, batches, loss = family(name)
+    of_hugging_face = hasattr(build(), "gradient_checkpointing_enable")
+    if way == "checkpointed" and not of_hugging_face:
+        pytest.skip("it checkpoints nothing by itself")
+    if (name, way) == ("lstm", "autocast"):
+        pytest.skip("oneDNN has no such LSTM on each processor")
+
+    def made() -> torch.nn.Module:
+        model = build()
+        if way == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def cast(module: Any, *batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if way == "autocast" else nullcontext():
+            return loss(module, *batch).float()
+
+    parameters = sum(p.numel() * 4 for p in build().parameters())
+    chunks = max(parameters // 2, 320 * KIB)
+
+    def trained(device_bytes: int) -> tuple[int, int]:
+        limits = hetmem.Budget(device=device_bytes, device_chunks=chunks, host="64MiB")
+        plain, managed = pair(made, limits, tmp_path, activations="auto", chunk_bytes=16 * KIB, sanitize=False)
+        train_both(plain, managed, batches, harness.Recipe(steps=4), loss=cast)
+        tier = hetmem.report(managed).to_dict()["tiers"]["device"]
+        assert tier["peak_bytes"] <= device_bytes
+        saved = hetmem.report(managed).to_dict()["activations"]
+        return tier["non_model_peak_bytes"], saved["bytes"]["device_to_host"]
+
+    most, moved = trained(16 << 20)
+    assert moved == 0
+    for part in (0.9, 0.8, 0.7):
+        _, moved = trained(chunks + int(most * part))
+        if moved:
+            break
+    assert moved or way == "checkpointed", "of that the most is needed where a layer is computed again"

@@ -26,7 +26,7 @@ PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
 
 
-def shared(name: str, values: Iterable[Any], **options: Any) -> Callable[[Any], Any]:
+def shared(name: str | tuple[str, ...], values: Iterable[Any], **options: Any) -> Callable[[Any], Any]:
     """Parametrize a test as many others are: the tests have the values in turn."""
     return lambda test: pytest.mark.in_turn(pytest.mark.parametrize(name, list(values), **options)(test))
 

@@ -256,7 +256,7 @@ class Stubborn(nn.Module):
         return x
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @everywhere
@@ -323,7 +323,7 @@ class Passes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("by", ["release", "save"])
 @pytest.mark.parametrize("found_out", [True, False])

@@ -248,7 +248,7 @@ def result(side: Side, program: Program, steps: int) -> tuple[list[torch.Tensor]
 
 
 CASES = [
-    case(name, mode, place, mixed, nightly=(at + 2 * number + 3 * where) % 11 > 0)
+    case(name, mode, place, mixed, nightly=(at + 2 * number + 3 * where) % 17 > 0)
     for at, name in enumerate(PROGRAMS)
     for number, mode in enumerate(MODES)
     for where, (place, mixed) in enumerate((p, m) for p in (*ROOMS, "nvme") for m in (None, BF16))

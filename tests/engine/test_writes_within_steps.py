@@ -176,7 +176,7 @@ def test_values_of_another_shape_are_refused(placement: str, tmp_path: Path) -> 
         managed(*BATCHES[0])
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @pytest.mark.parametrize("overlap", ["off", "forward"])

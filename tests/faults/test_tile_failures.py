@@ -218,6 +218,7 @@ def test_a_half_updated_chunk_whose_gradients_are_gone_is_told_of_once(tmp_path:
     optimizer.forget_step()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("writes", [False, True])
 def test_a_tile_of_torch_that_fails_once_it_has_written_is_not_run_again(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -19,6 +20,13 @@ MOST: dict[str, tuple[int, int, int]] = {
 }
 """Of forward, backward and step, of a model of 147 weights: what was measured, and three in a hundred more, as a
 transfer may be over a moment earlier or later."""
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> None:
+    """A backward asks every managed model whether it is its own: those that tests have dropped are collected."""
+    for _ in range(3):
+        gc.collect()
 
 
 @pytest.mark.parametrize("name", MOST)

@@ -7,6 +7,7 @@ GPU is. Its slots are poisoned when they are freed.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from tests.pairs import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
 
-WIDTH, BLOCKS = 64, 6
+WIDTH, BLOCKS, STEPS = 64, 6, 3
 BATCH = (torch.randn(3, WIDTH),)
 Ways = dict[str, Callable[[nn.Module, Any], Any]]
 
@@ -95,7 +96,7 @@ class Backend:
     def __init__(self) -> None:
         self.graphs: list[int] = []
         self.calls = 0
-        self.managed: Any = None
+        self.managed: Callable[[], Any] = lambda: None  # weak, as torch keeps every backend
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         self.graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
@@ -104,7 +105,7 @@ class Backend:
             self.calls += 1
             for argument in arguments:
                 if isinstance(argument, nn.Parameter):
-                    assert self.managed is None or testing.of(self.managed).place_of(argument) == "device"
+                    assert self.managed() is None or testing.of(self.managed()).place_of(argument) == "device"
             return graph(*arguments)
 
         return call
@@ -177,12 +178,12 @@ def managed_and_plain(
     device = UnwatchedDevice(0)
     managed = manage(copy.deepcopy(plain), limits(slots, directory), directory, device=device, **options)
     backend = Backend()
-    backend.managed = managed
+    backend.managed = weakref.ref(managed)
     call = compiled(plain, Backend()) if compiled is each_wrapped else plain  # whose names are those of wrapped blocks
     return plain, managed, call, compiled(managed, backend), backend
 
 
-def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = 4) -> None:
+def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = STEPS) -> None:
     """Losses, gradients and weights are the same."""
     calls = {id(plain): call, id(managed): call_managed}
     train_both(
@@ -199,21 +200,21 @@ def test_code_of_one_block_is_good_for_all_of_them(compiled: Any, tmp_path: Path
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
     train(plain, managed, call, call_managed)
     assert backend.graphs == [5], "one graph, with every operator of a block in it"
-    assert backend.calls == 4 * BLOCKS, "and every forward ran it"
+    assert backend.calls == STEPS * BLOCKS, "and every forward ran it"
 
 
 @pytest.mark.parametrize("compiled", AS_A_WHOLE)
 def test_of_a_model_compiled_as_a_whole_the_parts_that_have_room_are(compiled: Any, tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path)
     train(plain, managed, call, call_managed)
-    assert backend.graphs == [5] and backend.calls == 4 * BLOCKS
+    assert backend.graphs == [5] and backend.calls == STEPS * BLOCKS
 
 
 @pytest.mark.parametrize("compiled", some(AS_A_WHOLE, 3))
 def test_a_model_that_has_room_is_one_graph(compiled: Any, tmp_path: Path) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, compiled, tmp_path, slots=600)
     train(plain, managed, call, call_managed)
-    assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == 4
+    assert backend.graphs == [5 * BLOCKS + 1] and backend.calls == STEPS
 
 
 @pytest.mark.each
@@ -229,7 +230,7 @@ def test_a_part_has_room_only_where_chunks_may_have_that_much_of_the_device(
     managed = manage(copy.deepcopy(plain), budget, tmp_path, **{} if watched else {"device": UnwatchedDevice(0)})
     backend = Backend()
     train(plain, managed, compiled(plain, Backend()), compiled(managed, backend))
-    assert watched or (backend.graphs == [5] and backend.calls == 4 * BLOCKS)
+    assert watched or (backend.graphs == [5] and backend.calls == STEPS * BLOCKS)
 
 
 @pytest.mark.each
@@ -239,8 +240,8 @@ def test_checkpointed_blocks_are_regions_again_when_they_are_computed_again(
     reentrant: bool, compiled: Any, tmp_path: Path
 ) -> None:
     plain, managed, call, call_managed, backend = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
-    train(plain, managed, call, call_managed, steps=3)
-    assert backend.calls == 2 * 3 * BLOCKS
+    train(plain, managed, call, call_managed)
+    assert backend.calls == 2 * STEPS * BLOCKS
 
 
 @pytest.mark.parametrize("compiled", some([*BY_BLOCK, *AS_A_WHOLE], 2))
@@ -430,7 +431,7 @@ def test_a_released_model_is_compiled_as_plain_torch_does(tmp_path: Path) -> Non
     plain, managed, call, call_managed, backend = managed_and_plain(Stack, each_block, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
     hetmem.release(managed)
-    backend.managed = None
+    backend.managed = lambda: None
     assert_same(plain(*BATCH), managed(*BATCH), "output")
     assert backend.calls == 3 * BLOCKS
 

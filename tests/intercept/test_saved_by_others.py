@@ -49,7 +49,7 @@ class Normed(nn.Module):
         return checkpoint(self.part, self.first(x), use_reentrant=self.reentrant)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -81,7 +81,7 @@ class Around(nn.Module):
         return self.layers[2](x)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize("hooks", [kept, save_on_cpu])
@@ -127,7 +127,7 @@ class AgainByFunction(nn.Module):
             return checkpoint(self.function, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @pytest.mark.parametrize("inside", [False, True], ids=["around the model", "within"])
@@ -198,7 +198,7 @@ class ComputedAgain(nn.Module):
         return checkpoint(self.part, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @streamed
 @precisions
 @pytest.mark.parametrize("part", [partial(AgainByFunction, False), partial(OfOwnFunction, WIDTH)], ids=["again", "own"])

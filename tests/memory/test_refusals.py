@@ -249,6 +249,7 @@ class ShortMachine(Machine):
         return self.pools[-1]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("sanitize", [True, False], ids=["sanitize", "fast"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_chunk_without_memory_for_its_slot_gets_that_of_idle_chunks(

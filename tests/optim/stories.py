@@ -6,24 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from hetmem import testing
-from tests.engine.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of
+from tests.engine.harness import STREAMED, adamws, assert_same_states, assert_same_weights, loss_of, shared
 from tests.pairs import mostly
 
 OVERLAPS = ("off", "backward", "forward")
-overlaps = pytest.mark.parametrize("overlap", OVERLAPS)
-on_either = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED))
-on_the_other = pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, STREAMED[::-1]))
+overlaps = shared("overlap", OVERLAPS)
+on_either = shared(("overlap", "placement"), mostly(OVERLAPS, STREAMED))
+on_the_other = shared(("overlap", "placement"), mostly(OVERLAPS, STREAMED[::-1]))
 """Each overlap with one placement of two: tests that take the one or the other have all pairs among them."""
 
 TRAILING: dict[str, Any] = {"overlap": "forward", "max_grad_norm": 1e9}
 """Every update waits for a norm, which clips nothing: all of them trail behind the step."""
 
-trailing = pytest.mark.parametrize("options", [TRAILING, {"overlap": "forward"}], ids=["all", "last"])
+trailing = shared("options", [TRAILING, {"overlap": "forward"}], ids=["all", "last"])
 """All updates, or only those that the backward has begun and left."""
 
 

@@ -237,6 +237,7 @@ def test_updates_that_have_not_begun_are_made_of_scaled_gradients_or_the_step_is
         assert_same_weights(plain, managed)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("write", ["counted", "uncounted", "clipped"])
 @pytest.mark.parametrize("place", ["host", "nvme"])
 def test_streamed_gradients_that_are_written_to_before_their_update_are_not_stepped_in_silence(

@@ -181,6 +181,7 @@ def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(use: str
     assert_same_weights(plain, managed)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("way", ["release", "forget", "squeeze"])
 def test_gradients_that_are_used_up_are_in_nobodys_way(way: str, overlap: str, tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import torch
 import hetmem
 from hetmem import testing
 from tests.planner.tested import KEPT, KIB, MIB, planner
-from tests.test_planning import BATCH, GPT
+from tests.test_planning import BATCH, GPT, plan_alone
 
 
 def planned(budget: hetmem.Budget, **options: Any) -> planner.Plan:
-    return planner.plan(GPT, BATCH, budget, **options)
+    return plan_alone(GPT, BATCH, budget, **options)
 
 
 STREAMED = hetmem.Budget(device=2 * MIB, host=16 * MIB, device_chunks=MIB)

@@ -34,7 +34,7 @@ from tests.planner.tested import (
     planner,
     trace_real,
 )
-from tests.test_planning import BATCH, GPT
+from tests.test_planning import BATCH, GPT, plan_alone
 
 BF16 = torch.bfloat16
 LINKS = ("host_to_device", "device_to_host")
@@ -207,7 +207,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def planned(hardware: Any, **options: Any) -> planner.Plan:
-    return planner.plan(GPT, BATCH, BUDGET, hardware, chunk_bytes=128 * KIB, **options)
+    return plan_alone(GPT, BATCH, BUDGET, hardware, chunk_bytes=128 * KIB, **options)
 
 
 def managed_by(decorator: str) -> nn.Module:
