@@ -23,7 +23,7 @@ import torch
 
 import hetmem
 from hetmem import testing
-from hetmem.errors import BudgetError, DeviceOutOfMemoryError, ManageError, StoreError
+from hetmem.errors import BudgetError, CapacityError, DeviceOutOfMemoryError, ManageError, StoreError
 from tests.engine.harness import assert_same, assert_same_grads, assert_same_weights
 from tests.engine.operations import Side
 from tests.engine.parts import WRITTEN_IN_FORWARD
@@ -127,6 +127,8 @@ class Duel:
             isinstance(error, BudgetError)
             and (name in ("add_group", "again") or _lacks_host_memory(self.program, error))
         ):
+            raise RefusedError(str(error)) from error
+        if self.program.activations != "keep" and isinstance(error, CapacityError):  # they take host memory, too
             raise RefusedError(str(error)) from error
         if self.program.early and isinstance(error, (RuntimeError, ManageError)) and re.search(_SAYS_SO, str(error)):
             raise RefusedError(str(error)) from error

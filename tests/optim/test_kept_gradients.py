@@ -15,6 +15,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from hetmem.schedule import update_split
 from tests.engine.harness import (
     CHUNK,
     adamws,
@@ -259,12 +260,19 @@ def test_the_part_that_is_streamed_is_larger_where_gradients_stay(tmp_path: Path
         assert len(share.chosen) == chosen
 
 
-def test_the_choice_made_again_counts_gradients_that_stayed_as_if_they_had_gone_home(tmp_path: Path) -> None:
+def test_the_choice_made_again_counts_gradients_that_stayed_as_if_they_had_gone_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, managed, optimizers = both(tmp_path)
     share = next(iter(optimizers[1]._steppers.values()))._places.share
     seen: list[float] = []
-    original = share._part
-    share._part = lambda found, sent: seen.append(sent) or original(found, sent)
+    original = update_split.part_sent
+
+    def part(hardware: Any, found: Any, sent: float) -> float:
+        seen.append(sent)
+        return original(hardware, found, sent)
+
+    monkeypatch.setattr(update_split, "part_sent", part)
     share._home_bytes = -1
     train_apart(plain, managed, optimizers, batches(ODD, 1))
     assert seen == [sum(parameter.nbytes for parameter in managed.parameters())]
