@@ -15,7 +15,6 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from hetmem.schedule import update_split
 from tests.engine.harness import (
     CHUNK,
     adamws,
@@ -266,13 +265,9 @@ def test_the_choice_made_again_counts_gradients_that_stayed_as_if_they_had_gone_
     plain, managed, optimizers = both(tmp_path)
     share = next(iter(optimizers[1]._steppers.values()))._places.share
     seen: list[float] = []
-    original = update_split.part_sent
-
-    def part(hardware: Any, found: Any, sent: float) -> float:
-        seen.append(sent)
-        return original(hardware, found, sent)
-
-    monkeypatch.setattr(update_split, "part_sent", part)
+    monkeypatch.setattr(
+        "hetmem.schedule.update_split.part_sent", lambda hardware, found, sent: seen.append(sent) or 0.0
+    )
     share._home_bytes = -1
     train_apart(plain, managed, optimizers, batches(ODD, 1))
     assert seen == [sum(parameter.nbytes for parameter in managed.parameters())]
