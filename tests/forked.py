@@ -56,7 +56,8 @@ class Forks:
         return Ended(int(status), *texts)
 
     def close(self) -> None:
-        self._process.communicate()
+        self._process.kill()  # a fork of this process, such as a data loader's worker, may hold its input open
+        self._process.wait()
 
 
 def main() -> None:
