@@ -56,8 +56,8 @@ class Forks:
         return Ended(int(status), *texts)
 
     def close(self) -> None:
-        self._process.kill()  # a fork of this process, such as a data loader's worker, may hold its input open
-        self._process.wait()
+        with self._process:
+            self._process.kill()  # a fork of this process, such as a data loader's worker, may hold its input open
 
 
 def main() -> None:
