@@ -82,10 +82,10 @@ class Spill:
             storage = self._in_host[number]()
             if storage is None or storage.home is None:
                 del self._in_host[number]
+            elif storage.extent is not None and not storage.leaving and storage.arriving is None:
+                self._leaves(storage)  # also while it has a copy on the device: it is on NVMe, too
+                return True
             elif storage.is_idle() and number not in self._writing:
-                if storage.extent is not None:
-                    self._leaves(storage)
-                    return True
                 return self._write(storage, storage.home)
         return False
 
