@@ -103,8 +103,8 @@ def test_families_train_with_the_bits_of_torch_where_some_leave(name: str, way: 
 
     most, moved = trained(16 << 20)
     assert moved == 0
-    for part in (0.9, 0.8, 0.7):
+    for part in (0.9, 0.8, 0.7, 0.6, 0.5):
         _, moved = trained(chunks + int(most * part))
         if moved:
             break
-    assert moved or way == "checkpointed", "of that the most is needed where a layer is computed again"
+    assert moved or way != "as written", "of the others the most is needed where a layer is computed again, or casts"

@@ -54,7 +54,10 @@ def test_what_host_memory_has_no_room_for_goes_to_nvme_with_the_bits_of_torch(
     plain, managed = deep(tmp_path, limits=limits(tmp_path), **options)
     train_both(plain, managed, INPUTS)
     links = testing.of(managed).link_bytes()
-    assert links["nvme_write"] >= links["nvme_read"] > SAVED
+    assert links["nvme_write"] > SAVED
+    assert 1.1 * links["nvme_write"] > links["nvme_read"] > SAVED, (
+        "few come twice, whose host memory others took before"
+    )
     assert peak(managed) <= 512 * KIB
     assert facts(managed).activation_bytes == facts(managed).activation_nvme_bytes == 0
 
