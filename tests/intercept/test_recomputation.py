@@ -102,7 +102,7 @@ class Bare(nn.Module):
 def test_a_function_finds_weights_where_the_forward_did(
     way: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
-    # A backward within the backward gives a gradient of its own: hetmem adds those in float32, 16-bit copies in 16 bits.
+    # A backward within the backward gives a gradient of its own: hetmem adds those in float32, plain copies in 16 bits.
     times = 1 if mixed is not None and way in ("reentrant", "of the user") else 2
     assert_trains_alike(partial(Bare, WAYS[way], times), placement, tmp_path, mixed)
 
