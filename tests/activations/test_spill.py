@@ -55,9 +55,7 @@ def test_what_host_memory_has_no_room_for_goes_to_nvme_with_the_bits_of_torch(
     train_both(plain, managed, INPUTS)
     links = testing.of(managed).link_bytes()
     assert links["nvme_write"] > SAVED
-    assert 1.1 * links["nvme_write"] > links["nvme_read"] > SAVED, (
-        "few come twice, as others took their host memory"
-    )
+    assert 1.1 * links["nvme_write"] > links["nvme_read"] > SAVED, "few come twice, as others took their host memory"
     assert peak(managed) <= 512 * KIB
     assert facts(managed).activation_bytes == facts(managed).activation_nvme_bytes == 0
 
