@@ -58,8 +58,8 @@ def test_plans_say_what_the_page_prints(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--host-memory 60GiB --nvme 200GiB", "paste (10.20 s a step"),
-        ("--host-memory 60GiB --moments 8bit --gradients streamed --overlap backward", "paste (5.66 s a step"),
+        ("--host-memory 60GiB --nvme 200GiB", "paste (10.05 s a step"),
+        ("--host-memory 60GiB --moments 8bit --gradients streamed --overlap backward", "paste (5.55 s a step"),
         ("--host-memory 28GiB --lora 16", "paste (4.94 s a step"),
     ],
 )
