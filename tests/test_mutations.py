@@ -280,8 +280,7 @@ MUTATIONS = {
         "intercept/leases.py",
         "            managed.bound += 1\n        call.used += used\n        if self.casts.alive:\n",
         "            pass\n        self._runtime.uses.end_call(used)\n        if self.casts.alive:\n",
-        "tests/intercept/test_call_counts.py::"
-        "test_a_step_takes_no_more_calls_than_it_did[homes on the host, all copies]",
+        "tests/intercept/test_pointers.py::test_a_function_that_reads_a_weight_through_its_address_finds_it",
     ),
     "manage a model that keeps a view of a weight": Mutation(
         "placing/build.py",
