@@ -1,11 +1,12 @@
 """Programs that write, look, compute and forget where training depends on it: the bits of plain torch, or one error.
 
 Each has 30 steps, in budgets with all copies, with a third of them and with homes on NVMe, in every overlap mode. What
-it gives is the same in each of ten runs. `--all-cases` runs all; otherwise a few, once.
+it gives is the same in each of `NEVER_SILENT_RUNS` runs, three by default. `--all-cases` runs all; else a few, once.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.engine.harness import WIDTH, assert_same, loss_of, narrow, pair, vect
 from tests.engine.test_unseen_writes import ROOMS, Writer, five_layers
 from tests.pairs import case
 
-STEPS, RUNS = 30, 10
+STEPS, RUNS = 30, int(os.environ.get("NEVER_SILENT_RUNS", "3"))
 MODES: dict[str, dict[str, Any]] = {
     "off": {},
     "backward": {"overlap": "backward"},
