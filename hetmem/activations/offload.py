@@ -12,6 +12,7 @@ to everything else, as its bytes are still at home. `engine.device_limit` asks f
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -278,13 +279,11 @@ class Activations:
         """Begin to fetch what was saved before `number`, the last first, as far as the windows of the links go."""
         if self.closed:
             return
-        numbers = range(number - 1, max(0, number - _LOOKED_BACK), -1)
-        away = [each for before in numbers if (each := self._numbered.get(before)) is not None and each.is_away]
         if self._memory.store is not None:
-            all(self._spill.read_ahead(storage) for storage in away)
+            all(self._spill.read_ahead(storage) for storage in self._away_before(number))
         if self._engine.unlimited(Link.HOST_TO_DEVICE):
             return  # a copy by this thread is no sooner for being made before its use
-        for storage in away:
+        for storage in self._away_before(number):
             if storage.home is None:
                 return
             if len(self._ahead) >= AT_ONCE and sum(self._ahead.values()) + storage.nbytes > self._window:
@@ -293,6 +292,13 @@ class Activations:
                 return
             self._fetch(storage)
             self._ahead[storage.number] = storage.nbytes
+
+    def _away_before(self, number: int) -> Iterator[SavedStorage]:
+        """Yield what was saved before `number` and is not on the device, the last first."""
+        for before in range(number - 1, max(0, number - _LOOKED_BACK), -1):
+            storage = self._numbered.get(before)
+            if storage is not None and storage.is_away:
+                yield storage
 
     # ---- room ----------------------------------------------------------------------------------------------------
 
@@ -358,6 +364,7 @@ class Activations:
         if storage.arriving is None:
             self._ahead.pop(storage.number, None)
         self._between.pop(storage.number, None)
+        self._spill.forget(storage)
         self._forget_address(storage)
 
     def _forget_address(self, storage: SavedStorage) -> None:

@@ -66,9 +66,9 @@ class Spill:
 
     def arrived(self, storage: SavedStorage) -> None:
         """Note that `storage` has come to host memory; what was there before goes on to NVMe in time."""
-        self._in_host[storage.number] = weakref.ref(storage)
         if self._memory.store is None:
             return
+        self._in_host[storage.number] = weakref.ref(storage)
         room = self._memory.host_pool.loan_room_bytes(self._unreserved_bytes()) + sum(self._writing.values())
         while room < self._largest + self._window and sum(self._writing.values()) <= self._window:
             before = sum(self._writing.values())
@@ -79,15 +79,20 @@ class Spill:
     def _spill_one(self) -> bool:
         """Have the one saved first leave host memory; False if none may, or NVMe has no room."""
         for number in sorted(self._in_host):
-            storage = self._in_host[number]()
+            reference = self._in_host.get(number)  # the collector may have dropped it meanwhile
+            storage = None if reference is None else reference()
             if storage is None or storage.home is None:
-                del self._in_host[number]
+                self._in_host.pop(number, None)
             elif storage.extent is not None and not storage.leaving and storage.arriving is None:
                 self._leaves(storage)  # also while it has a copy on the device: it is on NVMe, too
                 return True
             elif storage.is_idle() and number not in self._writing:
                 return self._write(storage, storage.home)
         return False
+
+    def forget(self, storage: SavedStorage) -> None:
+        """Note that no graph keeps `storage` any more, on any thread."""
+        self._in_host.pop(storage.number, None)
 
     def _leaves(self, storage: SavedStorage) -> None:
         self._in_host.pop(storage.number, None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -264,6 +266,23 @@ def test_where_host_memory_ends_the_error_says_what_would_help(tmp_path: Path) -
         failed.match(part)
     del failed
     train_both(plain, managed, [(x[:16],) for (x,) in BATCHES], optimizers=optimizers)  # nothing is lost
+
+
+@pytest.mark.parametrize("nvme", [None, "16MiB"])
+def test_what_has_moved_and_gone_leaves_nothing_behind(nvme: str | None, tmp_path: Path) -> None:
+    directory = None if nvme is None else tmp_path
+    plain, managed = deep(tmp_path, limits=budget(host="16MiB", nvme=nvme, nvme_dir=directory))
+    optimizers = harness.adamws(plain, managed)
+
+    def references() -> int:
+        train_both(plain, managed, INPUTS, optimizers=optimizers)
+        testing.of(managed).wait_idle()
+        gc.collect()
+        return sum(type(each) is weakref.ref for each in gc.get_objects())
+
+    references()
+    before = references()
+    assert references() <= before + 2
 
 
 def test_optimizer_states_find_the_room_that_activations_had(tmp_path: Path) -> None:
