@@ -10,7 +10,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hetmem import torch_private
 from tests.cpu.tested import (
     AdamWStep,
     adam,
@@ -18,6 +17,7 @@ from tests.cpu.tested import (
     adamw_on_device,
     equals_host,
     on_device,
+    update,
     update_by_torch,
 )
 from tests.engine.harness import same_bits
@@ -69,17 +69,21 @@ class Across(TorchDispatchMode):
 def test_step_counts_reach_the_device_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of them from pageable memory waits for all that the device was asked for before."""
     meta = torch.device("meta")
-    alike = [[torch.ones(5, device=meta) for _ in range(3)] for _ in range(4)]
-    filled: list[tuple[object, ...]] = []
+    alike = [[torch.empty(5, device=meta) for _ in range(3)] for _ in range(4)]
+    filled: list[float] = []
     seen: list[list[torch.Tensor]] = []
-    full = torch.full
-    monkeypatch.setattr(torch, "full", lambda *args, **kwargs: filled.append(args) or full(*args, **kwargs))
-    monkeypatch.setattr(torch_private, "fused_adamw", lambda *args, **kwargs: seen.append(args[5]))
+
+    def full(size: Any, number: float, **options: Any) -> torch.Tensor:
+        filled.append(number)
+        return torch.empty(size, **options)
+
+    monkeypatch.setattr(torch, "full", full)
+    monkeypatch.setattr(update.torch_private, "fused_adamw", lambda *args, **kwargs: seen.append(args[5]))
     counts = [torch.tensor(number) for number in (7.0, 7.0, 2.0)]
     with Across() as across, torch.no_grad():
         adamw_on_device(STEPS["first"], *alike, counts)
     assert not across.found
-    assert sorted(filled) == [((), 2.0), ((), 7.0)]
+    assert sorted(filled) == [2.0, 7.0]
     ((first, second, third),) = seen
     assert first is second is not third
     assert first.device == meta
