@@ -39,7 +39,7 @@ STAGES = (
         "streamed", 105, "training:streamed", "Layers of Llama 8B with less and less device memory, against the plan."
     ),
     _stage("peers", 110, "training:peers", "The same GPT by plain torch, hetmem, FSDP2, DeepSpeed and torchao."),
-    _stage("largest", 100, "training:largest", "Models of 4, 8 and 11 billion parameters, two steps.", stretches=True),
+    _stage("largest", 100, "training:largest", "Models of 4, 8 and 11 billion parameters.", stretches=True),
     _stage("tests", 40, "suites:suites", "The tests that need a GPU, a process for each file.", stretches=True),
 )
 TOTAL_SECONDS = 540
