@@ -98,11 +98,12 @@ def resident(notes: Notes) -> None:
     shapes: dict[str, tuple[tuple[int, int, int], torch.dtype, tuple[int, int]]] = {
         "124 M, float32 (TF32)": ((768, 12, 50304), torch.float32, (8, 1024)),
         "1 B, bfloat16 weights": ((2048, 18, 50304), torch.bfloat16, (4, 1024)),
+        "124 M, float32 (TF32), so few tokens that launching binds": ((768, 12, 50304), torch.float32, (1, 128)),
     }
     if notes.small:
         shapes = {name: ((64, 2, 256), dtype, (1, 16)) for name, (_, dtype, _) in shapes.items()}
     for compiled in (False,) if notes.small else (False, True):  # a faked device has no compiler
-        for name, (shape, dtype, batch) in shapes.items():
+        for name, (shape, dtype, batch) in list(shapes.items())[: 2 if compiled else None]:
             case = f"{name}, {'compiled' if compiled else 'eager'}"
             notes.attempt(case, _resident, notes, case, shape, dtype, batch, compiled, needs=10 if compiled else 4)
             _free()
@@ -190,7 +191,7 @@ def streamed(notes: Notes) -> None:
         ("half of the copies", 0.5, False, {}),
         ("half of the copies", 0.5, True, streaming),
         ("half of the copies", 0.5, False, {"overlap": "backward"}),
-        ("a tenth of the copies", 0.1, True, streaming),
+        ("an eighth of the copies", 0.125, True, streaming),
         ("all copies", 1.2, False, {}),
         ("a tenth of the copies", 0.1, False, {}),
     )
@@ -367,6 +368,7 @@ def peers(notes: Notes) -> None:
             details = {f"{what} ms": 1e3 * peer.median(what) for what in ("thread", "cpu")}
             details["peak of the process"] = f"{last['host_bytes'] / GIB:.2f} GiB"
             details["of the device"] = f"{last.get('device_bytes', 0) / GIB:.2f} GiB"
+            details["built s"] = peer.built
             about = compared.PEERS[peer.name][0]
             notes.number(
                 f"{about}: step", 1e3 * peer.median("wall"), "ms", ceiling=ceiling, **details, loss=last["loss"]
