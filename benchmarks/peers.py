@@ -210,6 +210,7 @@ PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
 
 def serve(name: str, shape: Shape) -> None:
     """Answer each line of standard input ("build", "step") with one of JSON; what libraries print goes to the log."""
+    begun = time.monotonic()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     step: Step = torch.zeros  # replaced by "build"
@@ -217,7 +218,7 @@ def serve(name: str, shape: Shape) -> None:
         try:
             if line.strip() == "build":
                 step = PEERS[name][1](shape)
-                answer: dict[str, Any] = {"built": True}
+                answer: dict[str, Any] = {"built": time.monotonic() - begun}
             else:
                 answer = _measured(step)
         except Exception as error:
@@ -261,26 +262,39 @@ class Peer:
     log: Path
     steps: list[dict[str, Any]] = field(default_factory=list)
     failed: str = ""
+    built: float = 0.0
+    """Seconds that it took to import and to build."""
 
-    def ask(self, what: str, seconds: float) -> dict[str, Any]:
-        """Its answer; `failed` if there is none within `seconds`, and then it is ended."""
+    def send(self, what: str) -> None:
+        """Ask for `what`, and do not wait for the answer."""
         if self.failed:
-            return {}
-        answer: dict[str, Any] = {}
+            return
         try:
-            assert self.process.stdin is not None and self.process.stdout is not None
+            assert self.process.stdin is not None
             self.process.stdin.write(what + "\n")
             self.process.stdin.flush()
-            there, _, _ = select.select([self.process.stdout], [], [], max(seconds, 0.1))
-            line = self.process.stdout.readline() if there else ""
-            answer = json.loads(line) if line else {"failed": "it ended" if there else f"no answer in {seconds:.0f} s"}
-        except (OSError, ValueError) as error:
-            answer = {"failed": f"it ended ({error})"}
-        self.failed = answer.pop("failed", "")
+        except OSError as error:
+            self._fail(f"it ended ({error})")
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """The answer to what was sent; `failed` if there is none within `seconds`, and then the process is ended."""
         if self.failed:
-            self.process.kill()
-            self.process.wait()
+            return {}
+        assert self.process.stdout is not None
+        there, _, _ = select.select([self.process.stdout], [], [], max(seconds, 0.1))
+        line = self.process.stdout.readline() if there else ""
+        try:
+            answer: dict[str, Any] = json.loads(line) if line else {}
+        except ValueError as error:
+            answer = {"failed": f"it ended ({error})"}
+        if failed := answer.pop("failed", "" if line else "it ended" if there else f"no answer in {seconds:.0f} s"):
+            self._fail(failed)
         return answer
+
+    def _fail(self, why: str) -> None:
+        self.failed = why
+        self.process.kill()
+        self.process.wait()
 
     def median(self, what: str) -> float:
         """Of the rounds that count."""
@@ -337,13 +351,17 @@ def compare(
     with tempfile.TemporaryDirectory() as directory:
         shape = Shape(**{**vars(shape), "directory": directory})
         with started(names, shape, Path(directory), program) as peers:
+            for peer in peers:  # side by side, as each takes many seconds to import and to fill its weights
+                peer.send("build")
+            built_by = time.monotonic() + seconds / 2
             for peer in peers:
-                peer.ask("build", min(seconds / 2, until - time.monotonic()))
+                peer.built = peer.answer(built_by - time.monotonic()).get("built", 0.0)
             for _ in range(WARM_UP + rounds):
                 for peer in peers:
-                    if until > time.monotonic() and (
-                        answer := peer.ask("step", min(patience, until - time.monotonic()))
-                    ):
+                    if until <= time.monotonic():
+                        break
+                    peer.send("step")
+                    if answer := peer.answer(min(patience, until - time.monotonic())):
                         peer.steps.append(answer)
                 tell(peers)
             for peer in peers:

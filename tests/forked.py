@@ -10,10 +10,13 @@ import faulthandler
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +61,34 @@ class Forks:
     def close(self) -> None:
         with self._process:
             self._process.kill()  # a fork of this process, such as a data loader's worker, may hold its input open
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Have forks that are made within leave to their parent what earlier tests have dropped: a part of it, such as a
+    process group, ends only where its threads are, and a fork that collects it waits for ever."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def end_in_a_fork(act: Callable[[], object]) -> int:
+    """How a fork of this very process ends in which `act` runs: 0, 1 if it raises, -n by signal n."""
+    with nothing_collected():
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(60)
+                act()
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hetmem
-from hetmem.errors import ManageError
 from hetmem.report import live
+from tests.forked import Forks
 
 STATES = 8 * 4 * (32 * 32 + 32)
 """Bytes of the two states of AdamW of four layers."""
@@ -92,16 +92,25 @@ def test_so_is_a_process_group_without_a_launcher(monkeypatch: pytest.MonkeyPatc
     assert Path(told[0].filename).name == Path(__file__).name
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.filterwarnings("ignore")
-def test_a_managed_model_that_is_sharded_is_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from tests.test_silent_mistakes import managed
 
-    model = managed()
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ManageError, match="fully_shard has replaced the parameters of this managed model"):
-        model(torch.ones(2, 32))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = managed()
+fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+model(torch.ones(2, 32))
+"""
+
+
+def test_a_managed_model_that_is_sharded_is_refused(forks: Forks) -> None:
+    """In a process of its own: torch keeps what it knows of sharded tensors, and with it the group and its threads."""
+    ended = forks.run(SHARDED)
+    assert ended.returncode == 1
+    assert "ManageError: torch's fully_shard has replaced the parameters of this managed model" in ended.stderr
 
 
 @pytest.mark.parametrize(("chunk_bytes", "saves"), [(16 * 1024, True), (1024 * 1024, False)])

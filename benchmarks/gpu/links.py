@@ -29,7 +29,7 @@ def links(notes: Notes) -> None:
         notes.attempt(f"populate, {threads} threads", _populate, notes, threads, needs=4)
     for gib in (1, 8, 32, 64):
         nbytes = gib * (MIB if notes.small else GIB)
-        notes.attempt(f"register {gib} GiB", _register, notes, gib, nbytes, needs=2 + gib)
+        notes.attempt(f"register {gib} GiB", _register, notes, gib, nbytes, needs=2 + gib / 4)
 
 
 def seconds_of(work: Callable[[], object], rounds: int = 9) -> float:

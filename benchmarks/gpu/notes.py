@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 COMPLETE = "complete"
+_OUR_FOLDER = re.compile(re.escape(f"{Path(__file__).parents[2]}/"))
+_LIBRARIES = re.compile(r"/[^\s\"]*?/(?:site|dist)-packages/|/[^\s\"]*?/(?=python3\.\d+/)")
+_COLOURS = re.compile(r"\\u001b\[[\d;]*m")
 
 
 class Notes:
@@ -103,8 +107,11 @@ class Notes:
 
 def append(folder: Path, line: dict[str, Any], before: str = "") -> None:
     """Add `line` to the file of its stage; it is on the disk when this returns. `before`: what ends a broken line."""
+    text = json.dumps(line, default=str)
+    for pattern in (_OUR_FOLDER, _LIBRARIES, _COLOURS):  # results are published: no paths of a machine
+        text = pattern.sub("", text)
     with path_of(folder, line["stage"]).open("a") as file:
-        file.write(f"{before}{json.dumps(line, default=str)}\n")
+        file.write(f"{before}{text}\n")
         file.flush()
         os.fsync(file.fileno())
 

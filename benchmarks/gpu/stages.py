@@ -28,18 +28,19 @@ def _stage(name: str, seconds: float, place: str, about: str, *, stretches: bool
 
 STAGES = (
     _stage(
-        "facts", 30, "machine:facts", "The machine: GPU, link, memory, cores, disk, versions, how long imports take."
+        "facts", 20, "machine:facts", "The machine: GPU, link, memory, cores, disk, versions, how long imports take."
     ),
-    _stage("calls", 20, "machine:calls", "What calls cost the thread that makes them, in microseconds."),
-    _stage("links", 55, "links:links", "Host memory populated and registered; copies by size; the host's AdamW."),
-    _stage("ways", 30, "links:ways", "Copy engine or kernel, alone and beside matrix products; the choice is kept."),
-    _stage("smoke", 45, "smoke:smoke", "Three steps of small models, each way that hetmem trains: plain torch's bits?"),
-    _stage("resident", 45, "training:resident", "Models that fit: managed against plain, eager and compiled."),
+    _stage("calls", 15, "machine:calls", "What calls cost the thread that makes them, in microseconds."),
+    _stage("links", 30, "links:links", "Host memory populated and registered; copies by size; the host's AdamW."),
+    _stage("ways", 20, "links:ways", "Copy engine or kernel, alone and beside matrix products; the choice is kept."),
+    _stage("smoke", 25, "smoke:smoke", "Three steps of small models, each way that hetmem trains: plain torch's bits?"),
+    _stage("resident", 50, "training:resident", "Models that fit: managed against plain, eager and compiled."),
     _stage(
-        "streamed", 95, "training:streamed", "Layers of Llama 8B with less and less device memory, against the plan."
+        "streamed", 105, "training:streamed", "Layers of Llama 8B with less and less device memory, against the plan."
     ),
-    _stage("peers", 70, "training:peers", "The same GPT by plain torch, hetmem, FSDP2, DeepSpeed and torchao."),
-    _stage("largest", 100, "training:largest", "Models of 4, 8 and 11 billion parameters, two steps.", stretches=True),
+    _stage("peers", 95, "training:peers", "The same GPT by plain torch, hetmem, FSDP2, DeepSpeed and torchao."),
+    _stage("activations", 40, "saved:activations", "Activations of 16384 tokens: kept, moved, or computed again."),
+    _stage("largest", 90, "training:largest", "Models of 4, 8 and 11 billion parameters.", stretches=True),
     _stage("tests", 40, "suites:suites", "The tests that need a GPU, a process for each file.", stretches=True),
 )
 TOTAL_SECONDS = 540

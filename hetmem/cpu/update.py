@@ -123,7 +123,7 @@ def adamw_on_device(
     of the gradients, of about `_SCALED_BYTES` at a time.
     """
     if params[0].device.type != "cpu":
-        counts = list(torch.stack(counts).to(params[0].device).unbind())
+        counts = _on_device(counts, params[0].device)
     lists: Any = [params, grads, exp_avgs, exp_avg_sqs, counts]
     grouped: Any = torch_private.group_by_device_and_dtype(lists, False)  # as torch's own does
     for alike, _ in grouped.values():
@@ -134,6 +134,14 @@ def adamw_on_device(
             some, given, *others = (tensors[part] for tensors in alike)
             scaled = [_scaled(grad, step).to(param.dtype) for grad, param in zip(given, some, strict=True)]
             _fused(step, some, scaled, *others)
+
+
+def _on_device(counts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Return numbers in host memory as tensors on `device`, one for each value, which the kernel only reads. They are
+    filled there: a copy from pageable memory would wait for all that the device was asked for before."""
+    numbers = torch.stack(counts).tolist()
+    there = {number: torch.full((), number, dtype=torch.float32, device=device) for number in set(numbers)}
+    return [there[number] for number in numbers]
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:

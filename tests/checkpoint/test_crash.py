@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import signal
 import threading
@@ -19,6 +18,7 @@ from torch import nn
 import hetmem
 from hetmem.checkpoint.disk import replacing
 from hetmem.errors import StoreError
+from tests.forked import end_in_a_fork
 
 
 class Crash(BaseException):
@@ -189,16 +189,15 @@ def test_writes_that_take_less_than_asked_go_on(path: Path, monkeypatch: pytest.
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_process_that_is_killed_at_any_moment_leaves_the_old_or_the_new_one(path: Path) -> None:
+
+    def save_on(disk: Disk) -> None:
+        with disk.used():
+            hetmem.save(path, model(2), extra="extra")
+
     count, found = len(calls_of_a_save(path)), []
     for number in range(count):
-        if (child := os.fork()) == 0:
-            try:
-                gc.disable()  # what earlier tests have left is the parent's
-                with Disk(path.parent, stops_at=number, fault=lambda: os.kill(os.getpid(), signal.SIGKILL)).used():
-                    hetmem.save(path, model(2), extra="extra")
-            finally:
-                os._exit(1)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        disk = Disk(path.parent, stops_at=number, fault=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        assert end_in_a_fork(lambda disk=disk: save_on(disk)) == -signal.SIGKILL
         found.append(value_of(path))
     assert found == [1] * (count - 1) + [2]
     hetmem.save(path, model(3), extra="extra")

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.cpu.tested import AdamWStep, adam, adamw_as_on_host, equals_host, on_device, update_by_torch
+from tests.cpu.tested import (
+    AdamWStep,
+    adam,
+    adamw_as_on_host,
+    adamw_on_device,
+    equals_host,
+    on_device,
+    update,
+    update_by_torch,
+)
 from tests.engine.harness import same_bits
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_streamed import trained, updated
@@ -37,6 +49,44 @@ def test_a_parameter_of_any_length_has_the_bits_of_torch_on_the_host(
         update_by_torch(step, *here)
         adamw_as_on_host([(step, tuple(there))])
         assert all(map(same_bits, here, there))
+
+
+class Across(TorchDispatchMode):
+    """Notes operators that read from host memory and write to the device, or the reverse: the host waits for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+        if len({tensor.device for tensor in tensors}) > 1 or func._schema.name == "aten::_local_scalar_dense":
+            self.found.append(str(func))
+        return result
+
+
+def test_step_counts_reach_the_device_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of them from pageable memory waits for all that the device was asked for before."""
+    meta = torch.device("meta")
+    alike = [[torch.empty(5, device=meta) for _ in range(3)] for _ in range(4)]
+    filled: list[float] = []
+    seen: list[list[torch.Tensor]] = []
+
+    def full(size: Any, number: float, **options: Any) -> torch.Tensor:
+        filled.append(number)
+        return torch.empty(size, **options)
+
+    monkeypatch.setattr(torch, "full", full)
+    monkeypatch.setattr(update.torch_private, "fused_adamw", lambda *args, **kwargs: seen.append(args[5]))
+    counts = [torch.tensor(number) for number in (7.0, 7.0, 2.0)]
+    with Across() as across, torch.no_grad():
+        adamw_on_device(STEPS["first"], *alike, counts)
+    assert not across.found
+    assert sorted(filled) == [2.0, 7.0]
+    ((first, second, third),) = seen
+    assert first is second is not third
+    assert first.device == meta
 
 
 @pytest.mark.each

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cpu.tested import WorkerPool, workers
 from tests.engine.harness import comes_to_be, hetmem_threads
+from tests.forked import end_in_a_fork
 
 _OTHERS: set[threading.Thread] = set()
 
@@ -390,12 +391,13 @@ def test_a_refused_binding_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_in_a_forked_child_who_joins_does_the_work() -> None:
     pool = WorkerPool(2)
     pool.begin([lambda: None]).join()
-    child = os.fork()
-    if child == 0:
+
+    def act() -> None:
         ran: list[int] = []
         pool.begin([lambda: ran.append(1)] * 3).join()
-        os._exit(len(ran))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert len(ran) == 3
+
+    assert end_in_a_fork(act) == 0
     pool.close()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.engine.harness import (
     streamed,
     train_both,
 )
+from tests.forked import end_in_a_fork
 
 
 def on_a_thread(act: Callable[[], Any]) -> Any:
@@ -291,22 +291,19 @@ def test_in_a_forked_child_the_model_is_refused_and_a_copy_made_before_works(
     before, copied = copy.deepcopy(plain), copy.deepcopy(managed)
     optimizer = hetmem.AdamW(managed.parameters())
     train_both(plain, managed, BATCHES, Recipe(steps=2))
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            signal.alarm(20)
-            torch.set_num_threads(1)
-            if what == "its weights":
-                for read in (managed.state_dict, lambda: managed[0].weight + 1, lambda: managed[0].weight.data):
-                    with pytest.raises(ManageError, match=r"made by fork\(\), has none of it"):
-                        read()
-            elif what == "a copy":
-                assert_same(before(*BATCHES[0]), copied(*BATCHES[0]), "output")
-            else:
-                acts = {"a forward": lambda: managed(*BATCHES[0]), "a step": optimizer.step}
-                with pytest.raises(ManageError, match=r"in a forked process|made by fork\(\), has none of it"):
-                    acts.get(what, optimizer.state_dict)()
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def act() -> None:
+        torch.set_num_threads(1)
+        if what == "its weights":
+            for read in (managed.state_dict, lambda: managed[0].weight + 1, lambda: managed[0].weight.data):
+                with pytest.raises(ManageError, match=r"made by fork\(\), has none of it"):
+                    read()
+        elif what == "a copy":
+            assert_same(before(*BATCHES[0]), copied(*BATCHES[0]), "output")
+        else:
+            acts = {"a forward": lambda: managed(*BATCHES[0]), "a step": optimizer.step}
+            with pytest.raises(ManageError, match=r"in a forked process|made by fork\(\), has none of it"):
+                acts.get(what, optimizer.state_dict)()
+
+    assert end_in_a_fork(act) == 0
     train_both(plain, managed, BATCHES, Recipe(steps=2))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import hetmem
 from hetmem.errors import CapacityError
 from tests.engine.harness import BATCHES, Recipe, comes_to_be, mlp, pair, train_both
+from tests.forked import nothing_collected
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.test_mapping import resident_bytes
 from tests.memory.tested import MIB, PAGE_BYTES, HostPool, Mapping, host_pool
@@ -163,14 +164,16 @@ def test_workers_of_a_data_loader_feed_training(context: str, tmp_path: Path) ->
     plain, managed = pair(mlp, "host", tmp_path)
     train_both(plain, managed, BATCHES, Recipe(steps=1))  # threads run, and the optimizer's states are there
     loader = DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context=context)
-    train_both(plain, managed, [(rows,) for rows in loader], Recipe(steps=2))
+    with nothing_collected():
+        batches = [(rows,) for rows in loader]
+    train_both(plain, managed, batches, Recipe(steps=2))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_worker_that_reads_the_model_is_told_why_it_cannot(tmp_path: Path) -> None:
     _, managed = pair(mlp, "host", tmp_path)
     loader = DataLoader(Rows(managed), num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(hetmem.errors.ManageError, match=r"made by fork\(\), has none of it"):
+    with pytest.raises(hetmem.errors.ManageError, match=r"made by fork\(\), has none of it"), nothing_collected():
         list(loader)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import end_in_a_fork
 from tests.memory.tested import HELD_BACK, Link, SimDevice, TransferEngine
 
 
@@ -162,20 +162,12 @@ def test_a_fork_that_another_thread_makes_holds_nothing_back() -> None:
     """The main thread, which has entered, is not there."""
     ended: list[int] = []
 
-    def fork() -> None:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                ctrl_c()
-            except KeyboardInterrupt:
-                code = 0
-            finally:
-                os._exit(code)
-        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    def is_interrupted() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
 
     with HELD_BACK:
-        thread = threading.Thread(target=fork)
+        thread = threading.Thread(target=lambda: ended.append(end_in_a_fork(is_interrupted)))
         thread.start()
         thread.join()
     assert ended == [0]
