@@ -109,30 +109,26 @@ class Bindings:
             view = managed.device
             if view is None:
                 continue
-            turned = managed.device_view
+            made = managed.device_view
             managed.device = managed.device_view = None
             if managed.numel:
                 del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
                 if kept is not None and _is_as_made(view, managed):
                     counted = managed.device_storage, managed.device_address, managed.device_references
-                    views[managed] = view, turned, *counted
+                    views[managed] = view, made, *counted
         if kept is not None and views:
             kept[chunk], self._kept_at[chunk] = views, slot
 
     @staticmethod
-    def device_view(
-        managed: ManagedParameter, size: torch.Size, stride: tuple[int, ...], offset: int
-    ) -> torch.Tensor:
-        """Return a view of the device copy of `managed`. The last one is kept, as one is asked for again and again."""
-        view, device = managed.device_view, managed.device
+    def device_view(managed: ManagedParameter, *shaped: Any) -> torch.Tensor:
+        """Return `as_strided(*shaped)` of the device copy of `managed`. The first one is kept: the same is asked for
+        again and again."""
+        known, device = managed.device_view, managed.device
         assert device is not None
-        if view is not None:
-            if view.shape == size and view.stride() == stride and view.storage_offset() == offset:
-                return view
-            return device.as_strided(size, stride, offset)
-        managed.device_view = view = device.as_strided(size, stride, offset)
-        managed.device_references += 1
-        return view
+        if known is None:
+            known = managed.device_view = shaped, device.as_strided(*shaped)
+            managed.device_references += 1
+        return known[1] if known[0] == shaped else device.as_strided(*shaped)
 
     # ---- what a parameter is now -------------------------------------------------------------------------------
 

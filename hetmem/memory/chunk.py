@@ -313,7 +313,7 @@ class ManagedParameter:
     device_storage: int = 0
     device_address: int = 0
     device_references: int = 0
-    device_view: torch.Tensor | None = None
+    device_view: tuple[Any, torch.Tensor] | None = None
     grad_home: torch.Tensor | None = None
     grad_view: Widened | None = None
     grad_version: int = 0
