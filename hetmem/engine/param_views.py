@@ -100,7 +100,7 @@ class Bindings:
 
     def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of
-        torch, so those of the last place that nobody else has are kept, as long as its memory is."""
+        torch, so those of the last place that no program holds are kept, as long as its memory is."""
         kept = pool.views.setdefault(slot, {}) if pool.holds_place(slot) else None
         if self._kept_at.get(chunk, slot) != slot:
             pool.views.get(self._kept_at.pop(chunk), {}).pop(chunk, None)
