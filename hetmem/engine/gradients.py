@@ -193,11 +193,12 @@ class GradientSink:
                 arrived = arrived + previous if dense_first else previous + arrived
             show_gradient(parameter, arrived)
             return
-        if self.segments.unseen and not torch.is_grad_enabled():
-            self._take(managed, arrived, previous)
-            return
-        with self.runtime.unwatched(), torch.no_grad():
-            self._take(managed, arrived, previous)
+        with torch_private.NoFunctionsOfSubclasses():  # each look at a parameter that is not bound would be one
+            if self.segments.unseen and not torch.is_grad_enabled():
+                self._take(managed, arrived, previous)
+                return
+            with self.runtime.unwatched(), torch.no_grad():
+                self._take(managed, arrived, previous)
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
@@ -283,9 +284,9 @@ class GradientSink:
                         show_gradient(managed.parameter, previous)
         self.arrive()
         self.told, self.is_simple = True, False
-        for listener in self.listeners:
-            listener.backward_over()
         with torch_private.NoFunctionsOfSubclasses():
+            for listener in self.listeners:
+                listener.backward_over()
             self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
 

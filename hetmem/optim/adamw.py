@@ -20,6 +20,7 @@ from hetmem.cpu import (
     adamw_tasks,
 )
 from hetmem.cpu.on_device import adamw_as_on_host, equals_host
+from hetmem.cpu.update import WIDEST_VECTOR
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -134,6 +135,7 @@ class AdamWRule:
 
     runs_on_device = True
     seed: int | None = None
+    merges = WIDEST_VECTOR
 
     def __init__(self, moments: Moments = None) -> None:
         self._moments = moments
@@ -232,6 +234,7 @@ class CompactAdamWRule:
     """AdamW on states smaller than float32: see `hetmem.cpu.compact`. Host memory only."""
 
     runs_on_device = False
+    merges = 0
 
     def __init__(self, moments: Moments, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
@@ -301,15 +304,11 @@ def _one(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _count(update: ParameterUpdate) -> AdamWStep:
-    """One more step of this parameter, and its hyper-parameters."""
-    group, state = update.group, update.state
-    if "step" not in state:
-        states = dict(state)
-        state.clear()
-        state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
-    if state["step"].device.type != "cpu":  # users move whole states: reading it there would wait for the device
-        state["step"] = state["step"].cpu()
-    state["step"] += 1
+    """One more step of these parameters, which are of one age, and their hyper-parameters."""
+    group, states = update.group, (update.state, *update.also)
+    for state in states:
+        _ready(state)
+    torch_private.foreach_add([state["step"] for state in states], 1)
     beta1, beta2 = group["betas"]
     return AdamWStep(
         float(group["lr"]),
@@ -317,7 +316,17 @@ def _count(update: ParameterUpdate) -> AdamWStep:
         beta2,
         group["eps"],
         group["weight_decay"],
-        int(state["step"].item()),
+        int(update.state["step"].item()),
         bool(group["maximize"]),
         update.grad_scale,
     )
+
+
+def _ready(state: dict[str, Any]) -> None:
+    """Let `state` have a step count, in host memory."""
+    if "step" not in state:
+        states = dict(state)
+        state.clear()
+        state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
+    if state["step"].device.type != "cpu":  # users move whole states: reading it there would wait for the device
+        state["step"] = state["step"].cpu()
