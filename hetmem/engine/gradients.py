@@ -361,12 +361,14 @@ class GradientSink:
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
         """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
         home is another chunk's."""
-        if chunk not in self.lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
+        if chunk not in self.lent:
             return
         shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
+        if any(managed not in used for managed in shown):
+            return
+        for managed in shown:
+            take_gradient(managed.parameter)
         for managed in chunk.parameters:
-            if managed in shown:
-                take_gradient(managed.parameter)
             leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
             managed.close_grad_home()
         self.lent.discard(chunk)

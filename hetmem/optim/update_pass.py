@@ -303,43 +303,42 @@ class Passes:
 
     def _update_of(self, parts: list[Part], entries: list[dict[str, Any]], update: ChunkUpdate) -> ParameterUpdate:
         """The update of `parts`, which lie side by side if they are several, and whose states have `entries`."""
-        first, last, opened = parts[0], parts[-1].managed, update.opened
-        fresh: set[str] = set()
-        for part, entry in zip(parts, entries, strict=True):
-            for role in part.roles:
-                if entry.get(role.name) is None:
-                    made = part.managed.parts(role, opened[role])
-                    fresh |= made.keys()
-                    for part_of_role in made.values():
-                        part_of_role.zero_()
-                    self._optimizer.states.show(part.managed, role)
-        managed, copy = first.managed, opened.get(Role.COMPUTE, update.copy)
-        if managed is last:
-            gradient, states = first.flat_gradient(opened), {}
+        fresh = self._make_states(parts, entries, update.opened)
+        first, opened, managed = parts[0], update.opened, parts[0].managed
+        copy = opened.get(Role.COMPUTE, update.copy)
+        states: dict[str, torch.Tensor] = {}
+        if len(parts) == 1:
             for role in first.roles:
                 states |= managed.parts(role, opened[role])
-            param, copied = managed.part(opened[Role.PARAM]), None if copy is None else managed.part(copy)
+            gradient, end = first.flat_gradient(opened), managed.offset + managed.numel
         else:
-            run = slice(managed.offset, last.offset + last.numel)
-            param, gradient, copied = (
-                opened[Role.PARAM][run],
-                opened[Role.GRAD][run],
-                None if copy is None else copy[run],
-            )
-            states = {role.name: opened[role][run] for role in first.roles}
-        number = self._optimizer.number_of(managed)
+            end = parts[-1].managed.offset + parts[-1].managed.numel
+            gradient = opened[Role.GRAD][managed.offset : end]
+            states = {role.name: opened[role][managed.offset : end] for role in first.roles}
         return ParameterUpdate(
             first.group,
             entries[0],
-            param,
+            opened[Role.PARAM][managed.offset : end],
             gradient,
             states,
             update.scale,
-            frozenset(fresh),
-            number,
-            copied,
+            fresh,
+            self._optimizer.number_of(managed),
+            None if copy is None else copy[managed.offset : end],
             entries[1:],
         )
+
+    def _make_states(self, parts: list[Part], entries: list[dict[str, Any]], opened: Opened) -> frozenset[str]:
+        """Make, and show, the states of `parts` that `entries` lack, all zero; return the names of those."""
+        made: dict[str, torch.Tensor] = {}
+        for part, entry in zip(parts, entries, strict=True):
+            for role in part.roles:
+                if entry.get(role.name) is None:
+                    made |= part.managed.parts(role, opened[role])
+                    for part_of_role in part.managed.parts(role, opened[role]).values():
+                        part_of_role.zero_()
+                    self._optimizer.states.show(part.managed, role)
+        return frozenset(made)
 
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
         chunk = update.chunk
