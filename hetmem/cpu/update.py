@@ -100,7 +100,7 @@ def adamw_tasks(
     if isinstance(loop, str):
         return [partial(update_by_torch, step, *cut(tensors, tile)) for tile in tiles_of(param.numel())]
     body = round_down(param.numel(), WIDEST_VECTOR)
-    arrays = tuple(None if tensor is None else as_array(tensor) for tensor in tensors)
+    arrays = tuple([None if tensor is None else as_array(tensor) for tensor in tensors])
     scalars = scalars_of(step)
     if 0 < body == param.numel() <= TILE_ELEMENTS:
         return [partial(loop, scalars, *arrays)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,7 @@ Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _THERE = ("param", "grad", "exp_avg", "exp_avg_sq", "compute")
+_step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
 _FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
@@ -310,7 +312,7 @@ def _count(update: ParameterUpdate) -> AdamWStep:
         _ready(state)
     torch_private.foreach_add([state["step"] for state in states], 1)
     beta1, beta2 = group["betas"]
-    return AdamWStep(
+    return _step_of(
         float(group["lr"]),
         beta1,
         beta2,

@@ -267,27 +267,25 @@ class Passes:
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._optimizer.states.of(part.managed) for part in update.parts]
         update.remember_numbers(states, homes)
-        runs = self._runs(update.parts, states, merges)
+        runs = self._runs(update, states, merges)
         return [self._update_of(update.parts[run], states[run], update) for run in runs]
 
     @staticmethod
-    def _runs(parts: list[Part], states: list[dict[str, Any]], merges: int) -> list[slice]:
-        """Cut `parts` into runs that are updated as one: each begins where its predecessor ends, of one group and age,
-        and the gradients lie alike."""
-        starts = list(range(len(parts) + 1))
-        if merges:
-            ages = [state.get("step") for state in states]
-            counts = [None if age is None else age.item() for age in ages]
-            starts = [
-                at
-                for at in starts
-                if not 0 < at < len(parts)
-                or counts[at - 1] != counts[at]
-                or parts[at - 1].group is not parts[at].group
-                or not (parts[at - 1].at_home and parts[at].at_home)
-                or parts[at - 1].managed.numel % merges
-                or parts[at - 1].managed.offset + parts[at - 1].managed.numel != parts[at].managed.offset
-            ]
+    def _runs(update: ChunkUpdate, states: list[dict[str, Any]], merges: int) -> list[slice]:
+        """Cut the parts of `update`, which have `states`, into runs that are updated as one: each begins where its
+        predecessor ends, of one group and age, and the gradients lie alike."""
+        parts = update.parts
+        starts = [0]
+        ages = {id(number): value for number, value in update.numbers}
+        for at in range(1, len(parts)):
+            one, other = parts[at - 1], parts[at]
+            alike = one.group is other.group and one.at_home and other.at_home
+            adjoins = one.managed.offset + one.managed.numel == other.managed.offset
+            if not (merges and alike and adjoins) or one.managed.numel % merges:
+                starts.append(at)
+            elif ages.get(id(states[at - 1].get("step"))) != ages.get(id(states[at].get("step"))):
+                starts.append(at)
+        starts.append(len(parts))
         return [slice(start, end) for start, end in pairwise(starts)]
 
     def _update_tasks(self, update: ChunkUpdate) -> list[Task]:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.cpu.workers import Batch, WorkerPool
 from hetmem.engine.events import Span
@@ -45,7 +46,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._traffic.executor.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
-        with self._runtime.unwatched(), without_graph():
+        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             command()
 
     def finish(self) -> None:
@@ -143,7 +144,8 @@ class Updates(HostUpdates[ChunkUpdate]):
         return all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
 
     def _run(self, update: ChunkUpdate) -> None:
-        update.opened = {role: self._traffic.asked_role(update.chunk, role) for role in update.needs}
+        update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
+        update.opened |= {role: self._traffic.asked_role(update.chunk, role) for role in update.staged}
         try:
             update.copy = self._traffic.hold_copy(update.chunk) if update.keeps_copy else None
             tasks = update.tasks(update)
@@ -214,7 +216,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))
         update.opened, update.copy = {}, None
-        with self._runtime.unwatched(), without_graph():
+        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             _call_all(iter(back))
 
     def _close_role(self, update: ChunkUpdate, role: Role, *, failed: bool) -> None:
