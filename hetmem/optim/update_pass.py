@@ -275,15 +275,14 @@ class Passes:
         """Cut the parts of `update`, which have `states`, into runs that are updated as one: each begins where its
         predecessor ends, of one group and age, and the gradients lie alike."""
         parts = update.parts
+        known = {id(number): value for number, value in update.numbers}
+        ages = [0 if state.get("step") is None else known.get(id(state["step"])) for state in states]
         starts = [0]
-        ages = {id(number): value for number, value in update.numbers}
         for at in range(1, len(parts)):
             one, other = parts[at - 1], parts[at]
-            alike = one.group is other.group and one.at_home and other.at_home
-            adjoins = one.managed.offset + one.managed.numel == other.managed.offset
-            if not (merges and alike and adjoins) or one.managed.numel % merges:
-                starts.append(at)
-            elif ages.get(id(states[at - 1].get("step"))) != ages.get(id(states[at].get("step"))):
+            alike = one.group is other.group and ages[at - 1] == ages[at] is not None
+            whole = one.at_home and other.at_home and merges and not one.managed.numel % merges
+            if not (alike and whole and one.managed.offset + one.managed.numel == other.managed.offset):
                 starts.append(at)
         starts.append(len(parts))
         return [slice(start, end) for start, end in pairwise(starts)]
