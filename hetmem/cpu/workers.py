@@ -13,13 +13,14 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
+from hetmem.base.threads import start_thread
 from hetmem.base.units import round_down
 
 TILE_ELEMENTS = 512 * 1024
@@ -212,12 +213,18 @@ def _stop(batches: _Queue, threads: list[threading.Thread]) -> None:
         batches.put(None)
 
 
+def _stop_one(batches: _Queue, workers: list[threading.Thread]) -> None:
+    """Stop one of `workers` as the interpreter ends; none may be counted on from now on."""
+    workers.clear()
+    batches.put(None)
+
+
 class WorkerPool:
     """Runs the tasks of a batch on `threads` threads, the calling one included.
 
     `threads=None` takes `usable_cores(cores)`. Workers bind to `cores` (numbers of CPUs, those near the memory, say)
-    where that is possible. They start with the first batch that can use them and are daemons, so they never hold up
-    the interpreter's exit. Who runs or joins a batch works too and needs no worker to finish it, therefore `run` may
+    where that is possible. They start with the first batch that can use them; the interpreter's exit waits for batches
+    under way. Who runs or joins a batch works too and needs no worker to finish it, therefore `run` may
     be called from several threads, from a task, after `close`, or in a forked child.
     """
 
@@ -275,9 +282,9 @@ class WorkerPool:
                 return
             for index in range(1, max(2, self.threads)):
                 name = f"hetmem-worker-{index}"
-                worker = threading.Thread(target=_serve, args=(self._batches, self._cores), name=name, daemon=True)
+                stop = partial(_stop_one, self._batches, self._workers)
                 try:
-                    worker.start()
+                    worker = start_thread(_serve, (self._batches, self._cores), name, stop, patience=None)
                 except RuntimeError:  # a limit of threads: `join` does the work
                     return
                 self._workers.append(worker)

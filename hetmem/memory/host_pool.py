@@ -14,9 +14,11 @@ import threading
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from hetmem.base.threads import process_ends, start_thread
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory.mapping import Mapping
@@ -142,7 +144,8 @@ class PageLocks:
 
 
 def later(work: Callable[[], None]) -> None:
-    """Do `work`, the end of page-locking, on a thread of its own if memory is page-locked at all, else now."""
+    """Do `work`, the end of page-locking, on a thread of its own if memory is page-locked at all, else now. The end of
+    the process ends page-locking too, so that it waits for none that has not begun."""
     _THREAD.queue(work)
 
 
@@ -153,12 +156,14 @@ class _Thread:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._locks = 0
+        self._left: list[Callable[[], None]] = []
+        """What the end of the process does; it holds the memory."""
 
     def begin(self) -> None:
         with self._lock:
             self._locks += 1
             if self._locks == 1:
-                threading.Thread(target=self._run, name="hetmem-unpin", daemon=True).start()
+                start_thread(self._run, (), "hetmem-unpin", partial(self._queue.put, None), patience=None)
 
     def end(self) -> None:
         with self._lock:
@@ -168,7 +173,9 @@ class _Thread:
 
     def queue(self, work: Callable[[], None]) -> None:
         """Takes no lock: a finalizer may have interrupted the thread that holds it."""
-        if self._locks:
+        if process_ends():
+            self._left.append(work)
+        elif self._locks:
             self._queue.put(work)
         else:
             work()

@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from hetmem.base.hardware import DiskSample
+from hetmem.base.threads import start_thread
 from hetmem.base.units import MIB, format_size, round_up
 from hetmem.base.whole_files import keep, kept
 from hetmem.errors import StoreError
 from hetmem.memory.nvme_file import BLOCK_BYTES, Move, StoreFile
 
+_EXIT_SECONDS = 5.0  # a disk that hangs must not keep a process alive that has failed
 _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
 
 
@@ -141,8 +143,8 @@ class _Asked:
 class Threads:
     """A few threads that run what they are given, first come first served.
 
-    Not a `ThreadPoolExecutor`: the interpreter joins its threads when it ends, so that a disk that hangs would keep
-    alive a process that has failed. These end when this object is gone and nothing is queued.
+    Not a `ThreadPoolExecutor`: the interpreter joins its threads when it ends, for as long as a disk hangs. These end
+    when this object is gone and nothing is queued.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -157,9 +159,8 @@ class Threads:
         """Once, before the first work: a store that is never read needs none. Callers exclude each other."""
         while len(self._threads) < self._count:
             name = f"{self._name}_{len(self._threads)}"
-            thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            stop = partial(self._queue.put, None)
+            self._threads.append(start_thread(_serve, (self._queue,), name, stop, _EXIT_SECONDS))
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work`, which must not raise, on one of the threads."""
