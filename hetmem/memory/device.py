@@ -47,6 +47,8 @@ class DevicePool:
         self._empty, self._last_use = empty, last_use
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
+        self.views: dict[int, dict[Any, Any]] = {}
+        """By place, what others keep of views of its memory until that is given back."""
         self.held_slots = 0
         """The slots that hold memory."""
 
@@ -83,6 +85,7 @@ class DevicePool:
                 return
             if place in self._memory:
                 self.held_slots -= self._spans.pop(place)
+                self.views.pop(place, None)
                 self._last_use(self._memory.pop(place))
 
     def holds(self, address: int) -> bool:
