@@ -191,8 +191,8 @@ class Batch:
 
 
 _Queue = SimpleQueue[tuple[Batch, int] | None]
-"""Batches, and how many more workers each is for. One that gets it wakes the next: the thread that begins a batch, which
-launches kernels too, pays for one wake alone."""
+"""Batches, and how many more workers each is for. One that gets it wakes the next: the thread that begins a batch, and
+launches kernels, pays for one wake alone."""
 
 
 def _serve(batches: _Queue, cores: Collection[int]) -> None:

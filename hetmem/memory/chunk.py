@@ -290,8 +290,7 @@ class ManagedParameter:
     of it that autograd has been given, turned mostly. `grad_home` is the home of the gradient, and `grad_view` what
     shows it as `p.grad` where it is kept in fewer bits; `grad_spare` are those of the last step, which nothing else
     holds. `version` is the parameter's version counter as last seen: a different one means that it was written to.
-    `data_sets` counts how
-    often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
+    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
     `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
     counts the calls of modules that it is bound for, and `data_taken` says that `.data` was asked for within one."""
 
@@ -353,7 +352,7 @@ class ManagedParameter:
         self.grad_view = None if kept else Widened(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
 
     def close_grad_home(self, *, unused: bool = False) -> None:
-        """Forget where the gradient lives. If nothing else holds the views of that, `unused`, the next one gets them."""
+        """Forget where the gradient lives. If nothing else holds the views of it, `unused`, the next one gets them."""
         if unused and self.grad_home is not None and self.grad_home.is_cpu:
             self.grad_spare = self.grad_home, self.grad_view
         self.grad_home = self.grad_view = None
