@@ -290,9 +290,10 @@ class ManagedParameter:
     of it that autograd has been given, turned mostly. `grad_home` is the home of the gradient, and `grad_view` what
     shows it as `p.grad` where it is kept in fewer bits; `grad_spare` are those of the last step, which nothing else
     holds. `version` is the parameter's version counter as last seen: a different one means that it was written to.
-    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
-    `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
-    counts the calls of modules that it is bound for, and `data_taken` says that `.data` was asked for within one."""
+    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; while
+    something computes it is `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see
+    `intercept.faults`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
+    was asked for within one."""
 
     parameter: torch.nn.Parameter
     name: str
