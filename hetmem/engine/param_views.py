@@ -155,7 +155,7 @@ class Bindings:
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Return whether the program has set `managed.parameter.data`, which was bound."""
         at = managed.parameter.data_ptr()
-        if managed.device is not None and at == managed.device.data_ptr():
+        if at == managed.home_address or (managed.device is not None and at == managed.device.data_ptr()):
             return False
         return at not in (managed.home.data_ptr(), managed.rest.data_ptr())
 
