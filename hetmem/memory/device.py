@@ -47,6 +47,7 @@ class DevicePool:
         self._empty, self._last_use = empty, last_use
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
+        self._whole: dict[int, torch.Tensor] = {}
         self.held_slots = 0
         """The slots that hold memory."""
 
@@ -61,6 +62,7 @@ class DevicePool:
     def prepare(self, place: int, span: int) -> None:
         """Have memory for `span` slots at `place`, where there is none. Other compute may still be using it."""
         self._memory[place] = self._empty(span * self.slot_bytes)
+        self._whole.pop(place, None)
         self._spans[place] = span
         self.held_slots += span
 
@@ -69,6 +71,14 @@ class DevicePool:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self._device)
         return elements(self._memory[place], dtype, numel, offset_elements * dtype.itemsize)
+
+    def whole(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """As `flat`, for copies: the same tensor as long as `place` keeps its memory."""
+        found = self._whole.get(place)
+        if found is None or found.dtype is not dtype or found.numel() != numel:
+            with torch.inference_mode(False):
+                found = self._whole[place] = self.flat(place, dtype, numel)
+        return found
 
     def poison(self, place: int) -> None:
         """Overwrite `place`, on the stream of compute, so that a stale reader gets NaN."""
@@ -83,6 +93,7 @@ class DevicePool:
                 return
             if place in self._memory:
                 self.held_slots -= self._spans.pop(place)
+                self._whole.pop(place, None)
                 self._last_use(self._memory.pop(place))
 
     def holds(self, address: int) -> bool:
