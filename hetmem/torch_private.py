@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -72,6 +73,8 @@ is_of_an_old_transform = _C._functorch.is_legacy_batchedtensor
 # ---- modules and compilers ----
 NormBase: Any = _NormBase  # what BatchNorm and InstanceNorm share: running statistics, which stay in float32
 call_of_a_module = torch.nn.Module._call_impl  # its frames, between a caller's and a hook's
+checkpoint_hook = torch.utils.checkpoint._checkpoint_hook  # the hooks of saved tensors of a checkpoint's forward
+recomputation_hook = torch.utils.checkpoint._recomputation_hook  # and those of what it computes once more
 HigherOrderOperator = torch._ops.HigherOrderOperator  # `cond`, `while_loop`: operators that call functions
 eval_frame = _C._dynamo.eval_frame  # who compiles the frames that follow
 tracing_state = _C._get_tracing_state  # a trace by torch.jit would keep addresses

@@ -92,9 +92,8 @@ def all_cases(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Clean processes that have torch already."""
-    made = Forks()
-    yield made
-    made.close()
+    with Forks.begun() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True, scope="session")

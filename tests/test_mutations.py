@@ -1,11 +1,11 @@
 """The tests see the faults that lose data: each of these makes the test beside it fail.
 
-The test is run in a process of its own that takes one module of the package from a text with one line changed.
+The test is run in a process of its own, in which functions of one module have the code of a text with one line changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -275,7 +275,7 @@ MUTATIONS = {
         "engine/traffic.py",
         " and not residency.writing(home.block)",
         "",
-        "tests/optim/test_update_queue.py",
+        "tests/optim/test_update_queue.py::test_no_update_changes_what_the_disk_is_still_writing",
     ),
     "bind a module's weights for one function instead of its call": Mutation(
         "intercept/leases.py",
@@ -300,61 +300,69 @@ MUTATIONS = {
         "engine/executor.py",
         "self._carry_out(*self._commands.popleft())",
         "self._carry_out(*self._commands.pop())",
-        "tests/engine/test_command_order.py",
+        "tests/engine/test_command_order.py::test_no_command_overtakes_one_that_was_given_before_it",
     ),
 }
 
 
 MUTATED = """
+import os
 import sys
-from importlib import util
-from importlib.machinery import SourceFileLoader
 
 import numba
 import pytest
 
-module, path, source, kernels, *tests = sys.argv[1:]
+from tests import mutated
 
-class Mutated(SourceFileLoader):
-    def get_code(self, name):
-        return self.source_to_code(source, path)
-
-class Finder:
-    def find_spec(self, name, *_):
-        return util.spec_from_file_location(name, path, loader=Mutated(name, path)) if name == module else None
-
-if module:
-    sys.meta_path.insert(0, Finder())
+path, before, after, kernels, *tests = sys.argv[1:]
+if path:
+    mutated.install(path, before, after)
 if kernels:
     numba.config.CACHE_DIR = kernels
-sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", "--all-cases", *tests]))
+status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--all-cases", *tests])
+sys.stdout.flush()
+os._exit(status)  # what is left is to be dropped piece by piece otherwise
 """
 
 
-def run(forks: Forks, tests: Iterable[str], directory: Path, file: str = "", source: str = "") -> Ended:
-    """`tests` with `source` in the place of what is in `file`."""
-    module = "hetmem." + file.removesuffix(".py").replace("/", ".") if file else ""
-    kernels = str(directory) if file.startswith("cpu/") else ""  # those that were compiled before are not of `source`
-    given = [module, str(ROOT / "hetmem" / file), source, kernels, *tests]
+def module_of(file: str) -> str:
+    return file.partition("::")[0].removesuffix(".py").replace("/", ".")
+
+
+@pytest.fixture(scope="module")
+def prepared(forks: Forks) -> Iterator[Forks]:
+    """Processes that have imported all that is mutated and all tests that see it."""
+    files = {"hetmem/" + mutation.file for mutation in MUTATIONS.values()} | {each.test for each in MUTATIONS.values()}
+    with forks.that_import("tests.conftest", *sorted(map(module_of, files)), "tests.mutated") as prepared:
+        yield prepared
+
+
+def run(
+    prepared: Forks, tests: Iterable[str], directory: Path, file: str = "", before: str = "", after: str = ""
+) -> Ended:
+    """`tests` with the text `after` in the place of `before`, which is in `file`."""
+    path = str(ROOT / "hetmem" / file) if file else ""
+    kernels = str(directory) if file.startswith("cpu/") else ""  # those compiled before are of what was before
+    given = [path, before, after, kernels, *tests]
     basetemp = f"--basetemp={directory / 'tests'}"
-    return forks.run(MUTATED, *given, basetemp, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, seconds=1200)
+    return prepared.run(MUTATED, *given, basetemp, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, seconds=1200)
 
 
 @pytest.mark.parametrize("name", sorted(MUTATIONS))
-def test_the_fault_is_seen(name: str, forks: Forks, tmp_path: Path) -> None:
+def test_the_fault_is_seen(name: str, prepared: Forks, tmp_path: Path) -> None:
     mutation = MUTATIONS[name]
     if "_in_cpp_" in mutation.test and GPP is None:
         pytest.skip("g++ is not installed")
     source = (ROOT / "hetmem" / mutation.file).read_text()
     assert source.count(mutation.before) == 1, f"{mutation.file} has changed: mend the mutation"
     mutated = source.replace(mutation.before, mutation.after)
-    ended = run(forks, [mutation.test], tmp_path, mutation.file, mutated)
+    ended = run(prepared, [mutation.test], tmp_path, mutation.file, source, mutated)
     assert ended.returncode == 1, f"{mutation.test} does not see it:\n{ended.stdout[-2000:]}{ended.stderr[-2000:]}"
     assert " failed" in ended.stdout, ended.stdout[-2000:]
 
 
 @pytest.mark.nightly
-def test_without_a_fault_they_pass(forks: Forks, tmp_path: Path) -> None:
+def test_without_a_fault_they_pass(prepared: Forks, tmp_path: Path) -> None:
     """Else they would see anything. Outside of forks they run beside this."""
-    ended = run(forks, sorted({mutation.test for mutation in MUTATIONS.values()}), tmp_path)
+    ended = run(prepared, sorted({mutation.test for mutation in MUTATIONS.values()}), tmp_path)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]

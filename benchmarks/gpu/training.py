@@ -184,22 +184,25 @@ def streamed(notes: Notes) -> None:
         model: Any = Llama(**shape)
     alone = notes.attempt("compute alone", _alone, notes, lambda: Llama(**shape), tokens)
     streaming = {"overlap": "backward", "gradients": "streamed"}
-    rows: tuple[tuple[str, float, bool, dict[str, str]], ...] = (  # those that say most first
-        ("half of the copies", 0.5, False, streaming),
-        ("all copies", 1.2, False, streaming),
-        ("a tenth of the copies", 0.1, False, streaming),
-        ("half of the copies", 0.5, False, {}),
-        ("half of the copies", 0.5, True, streaming),
-        ("half of the copies", 0.5, False, {"overlap": "backward"}),
-        ("an eighth of the copies", 0.125, True, streaming),
-        ("all copies", 1.2, False, {}),
-        ("a tenth of the copies", 0.1, False, {}),
+    rows: tuple[tuple[str, float, str, dict[str, str]], ...] = (  # those that say most first
+        ("half of the copies", 0.5, "", streaming),
+        ("all copies", 1.2, "", streaming),
+        ("a tenth of the copies", 0.1, "", streaming),
+        ("half of the copies", 0.5, "", {}),
+        ("half of the copies", 0.5, "checkpointed", streaming),
+        ("half of the copies", 0.5, "", {"overlap": "backward"}),
+        ("an eighth of the copies", 0.125, "checkpointed", streaming),
+        ("all copies", 1.2, "", {}),
+        ("half of the copies", 0.5, "compiled", streaming),  # the last: blocks stay compiled
     )
-    for name, share, checkpointing, adamw in rows:
+    for name, share, blocks, adamw in rows:
         said = ", ".join(f"{key} {value}" for key, value in adamw.items()) or "overlap off"
-        case = f"{name}{', checkpointed' if checkpointing else ''}, {said}"
-        model.checkpointing = checkpointing
-        build = partial(Llama, **shape, checkpointing=checkpointing)
+        case = f"{name}{blocks and f', {blocks}'}, {said}"
+        model.checkpointing = blocks == "checkpointed"
+        if blocks == "compiled" and not notes.small:  # a faked device has no compiler
+            for block in model.blocks:
+                block.compile()
+        build = partial(Llama, **shape, checkpointing=model.checkpointing)
         chunks = int(share * 2 * count)
         notes.attempt(case, _streamed, notes, case, build, model, tokens, chunks, adamw, alone, needs=12)
         _free()
@@ -284,7 +287,7 @@ def _streamed(
 
 
 def largest(notes: Notes) -> None:
-    """4, 8 and 11 billion parameters where host and disk hold their states, built as `@managed` builds."""
+    """4, 8 and 11 billion parameters where host and disk hold their states, built as `@managed` builds; 8192 tokens."""
     device, disk = torch.cuda.mem_get_info()[1], shutil.disk_usage(notes.folder).free
     for billions in (4.0, 8.0, 11.0):
         host = int(0.8 * _free_host_bytes())
@@ -332,15 +335,16 @@ def _largest(notes: Notes, case: str, size: tuple[int, int, int], host: int, nvm
         notes.number(f"{case}: to build", time.perf_counter() - start, "s", parameters=parameters, host=host, nvme=nvme)
         step = training_step(model, hetmem.AdamW(model.parameters(), lr=1e-5, **fast), tokens)
         planned = plan.step_seconds if plan is not None else None
-        for at in range(2):
+        for at in range(2):  # the first learns the order of uses, the second the best places
             start = time.perf_counter()
             loss = float(step())
-            torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            rate = tokens.numel() / seconds
-            notes.number(
-                f"{case}: step {at + 1}", seconds, "s", planned=planned if at else None, loss=loss, tokens_s=rate
-            )
+            notes.number(f"{case}: step {at + 1}", seconds, "s", loss=loss)
+        later = Steps(step, 1 if notes.small else 4, 12.0, warm_up=0)
+        rate = tokens.numel() / later.seconds
+        notes.number(
+            f"{case}: later steps", later.seconds, "s", planned=planned, **later.details(), **{"tokens a second": rate}
+        )
         report = hetmem.report(model).to_dict()
         peaks = (f"{tier} {found['peak_bytes'] / GIB:.2f} GiB" for tier, found in report["tiers"].items())
         notes.text(f"{case}: peaks", ", ".join(peaks))

@@ -373,7 +373,7 @@ class Executor:
     def _drop(self, command: Drop) -> None:
         chunk, _ = self.chunk_of_block[command.block]
         if command.tier is DEVICE:
-            self._bindings.close_device(chunk)
+            self._bindings.close_device(chunk, self._memory.device_pool, command.slot)
             if self._sanitize:
                 self._memory.device_pool.poison(command.slot)
                 self.mark_use(command.slot)

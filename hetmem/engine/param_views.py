@@ -35,6 +35,8 @@ class Bindings:
         self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
         """Parameters that rest in a backward: see `end_rest`."""
+        self._kept_at: dict[Chunk, int] = {}
+        """The device slot of which views of a chunk are kept that has no copy there."""
         self.learn(parameters)
 
     def learn(self, parameters: Iterable[ManagedParameter]) -> None:
@@ -76,27 +78,57 @@ class Bindings:
             return None
 
     def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`."""
-        dtype = chunk.compute_dtype
+        """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`, or take those of the last
+        time that it was there."""
+        dtype, kept = chunk.compute_dtype, pool.views.get(slot)
+        known = None if kept is None else kept.pop(chunk, None)
         for managed in chunk.parameters:
             if managed.device is not None:
                 continue
-            managed.device = view = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
-            storage = view.untyped_storage()
-            managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
-            del storage  # which counts; that it was asked for once does, too
-            managed.device_references = references(managed.device_storage)
+            if known is not None and managed in known:
+                managed.device, managed.device_view, *counted = known[managed]
+                managed.device_storage, managed.device_address, managed.device_references = counted
+            else:
+                managed.device = view = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
+                storage = view.untyped_storage()
+                managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
+                del storage  # which counts; that it was asked for once does, too
+                managed.device_references = references(managed.device_storage)
             if managed.numel:
                 self.by_address[managed.device_address] = managed
                 self.by_storage[managed.device_storage] = managed
 
-    def close_device(self, chunk: Chunk) -> None:
-        """Forget the device views of `chunk`, whose slot goes to another one."""
+    def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
+        """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of
+        torch, so those of the last place that no program holds are kept, as long as its memory is."""
+        kept = pool.views.setdefault(slot, {}) if pool.holds_place(slot) else None
+        if self._kept_at.get(chunk, slot) != slot:
+            pool.views.get(self._kept_at.pop(chunk), {}).pop(chunk, None)
+        views = {}
         for managed in chunk.parameters:
-            if managed.device is not None:
-                if managed.numel:
-                    del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
-                managed.device = None
+            view = managed.device
+            if view is None:
+                continue
+            made = managed.device_view
+            managed.device = managed.device_view = None
+            if managed.numel:
+                del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
+                if kept is not None and _is_as_made(view, managed):
+                    counted = managed.device_storage, managed.device_address, managed.device_references
+                    views[managed] = view, made, *counted
+        if kept is not None and views:
+            kept[chunk], self._kept_at[chunk] = views, slot
+
+    @staticmethod
+    def device_view(managed: ManagedParameter, *shaped: Any) -> torch.Tensor:
+        """Return `as_strided(*shaped)` of the device copy of `managed`. The first one is kept: the same is asked for
+        again and again."""
+        known, device = managed.device_view, managed.device
+        assert device is not None
+        if known is None:
+            known = managed.device_view = shaped, device.as_strided(*shaped)
+            managed.device_references += 1
+        return known[1] if known[0] == shaped else device.as_strided(*shaped)
 
     # ---- what a parameter is now -------------------------------------------------------------------------------
 
@@ -206,7 +238,15 @@ class Bindings:
                 f"`kept = self.weight.data`): keep a clone of it"
             )
         del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
-        managed.device = None
+        managed.device = managed.device_view = None
+
+
+def _is_as_made(view: torch.Tensor, managed: ManagedParameter) -> bool:
+    """Return whether `view`, the device view of `managed`, is hetmem's alone, and no program that was given it has
+    changed anything but values."""
+    if references(managed.device_storage) > managed.device_references or sys.getrefcount(view) > _OF_A_VIEW:
+        return False
+    return not view.requires_grad and view.data_ptr() == managed.device_address and view.stride() == managed.stride
 
 
 references: Any = torch_private.storage_references
@@ -343,6 +383,8 @@ def show_widened(managed: ManagedParameter) -> None:
 
 
 _alone = SimpleNamespace(grad_home=object())
+_OF_A_VIEW = 3
+"""Of what a variable of the caller, and an argument, refer to, as they are counted there."""
 _REFERENCES = sys.getrefcount(_alone.grad_home)
 """Of what one attribute alone refers to, as they are counted here."""
 

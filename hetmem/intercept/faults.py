@@ -192,7 +192,7 @@ class Faults:
         if in_backward():
             self._saved.enter_node()
         self._runtime.uses.use(_name(func), used)
-        stays, displaced, casts = False, self._saved.displace_others(), self._saved.casts
+        stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
         left = casts.leave_cache()
         try:
             casts.renew(used)

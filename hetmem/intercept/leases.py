@@ -67,7 +67,7 @@ class Leases:
         """Bind all weights of the model, none of which moves, until `end(call)`; False if some may."""
         if not self._runtime.uses.use_all(type(module).__name__):
             return False
-        call.displaced = self._saved.displace_others()
+        call.displaced = self._saved.displace_others(self._runtime.parameters)
         self.keep(call, self._runtime.parameters)
         return True
 
@@ -90,7 +90,7 @@ class Leases:
             self._runtime.uses.use(name, fresh)
         top = _top_hooks(True)
         if top is not None and type(top[0]) is not Pack:
-            call.displaced = self._saved.displace_others()
+            call.displaced = self._saved.displace_others(used)
         if not call.used:
             self._bound.append(call)
         for managed in used:

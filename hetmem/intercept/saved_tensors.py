@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +55,9 @@ class Saved:
     version: int
     data_sets: int | None
     """None for the parameter itself: torch too keeps that, and not the memory it had."""
+    trains: bool
+    """Whether it gets a gradient: then the node that asks for it gets a tensor of its own over what `unpack` returns,
+    and else that itself, which it may keep."""
     is_cast: bool = False
     """Whether it is a view of all of the weight in `dtype`, as autocast makes one at each use."""
 
@@ -75,6 +78,7 @@ class SavedTensors:
         self.activations = activations
         """What moves everything but weights; None = it stays on the device."""
         self.casts = Casts(runtime)
+        self._device_type = runtime.memory.device.torch_device.type
         self._by_id = runtime.bindings.by_id
         self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
@@ -93,11 +97,13 @@ class SavedTensors:
             return  # a checkpoint counts what is saved, and another's hooks see everything
         _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, compute), _unpack)
 
-    def displace_others(self) -> Any:
+    def displace_others(self, used: Iterable[ManagedParameter] | None = None) -> Any:
         """Until `restore_others` is called with what this returns, hooks of the program, if those are on top, are
-        given aliases of weights."""
+        given aliases of weights: of `used`, which are bound, or of any."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top) or (isinstance(top[0], _Over) and top[0].is_of(self)):
+            return None
+        if _keep_no_parameter(top[0], used) and not torch.is_autocast_enabled(self._device_type):
             return None
         _AUTOGRAD._pop_saved_tensors_default_hooks()
         over = _Over(self, *top)
@@ -199,12 +205,16 @@ class SavedTensors:
         if packed.data_sets not in (None, managed.data_sets):
             raise RuntimeError(_set_since(managed.name))
         as_it_is = packed.size == managed.shape and packed.stride == managed.stride
-        if as_it_is and packed.dtype == device.dtype and not packed.is_cast:
-            return device
         if packed.is_cast:
             base = device.to(packed.dtype)
+        elif packed.dtype != device.dtype:
+            base = _flat(device, managed).view(packed.dtype)
+        elif as_it_is:
+            return device if packed.trains else device.detach()
+        elif packed.trains and device is managed.device and not (packed.conj or packed.neg):
+            return self.runtime.bindings.device_view(managed, packed.size, packed.stride, packed.offset)
         else:
-            base = device if packed.dtype == device.dtype else _flat(device, managed).view(packed.dtype)
+            base = device
         tensor = base.as_strided(packed.size, packed.stride, packed.offset)
         tensor = torch.conj(tensor) if packed.conj else tensor
         return torch_private.negative_view(tensor) if packed.neg else tensor
@@ -343,12 +353,11 @@ def _fetched(view: SavedView) -> torch.Tensor:
 def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:
     version = managed.parameter._version if managed.bound else managed.version_now
     sets = None if tensor is managed.parameter else managed.data_sets
-    dtype, offset = tensor.dtype, tensor.storage_offset()
-    if not (
-        dtype.is_complex or managed.chunk.dtype.is_complex
-    ):  # a negative view of a real one is made of a complex one
-        return Saved(managed, dtype, tensor.shape, stride, offset, False, False, version, sets)
-    return Saved(managed, dtype, tensor.shape, stride, offset, tensor.is_conj(), tensor.is_neg(), version, sets)
+    dtype, offset, trains = tensor.dtype, tensor.storage_offset(), tensor.requires_grad
+    conj = neg = False
+    if dtype.is_complex or managed.chunk.dtype.is_complex:  # a negative view of a real one is made of a complex one
+        conj, neg = tensor.is_conj(), tensor.is_neg()
+    return Saved(managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, trains)
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -366,6 +375,24 @@ def _is_view_of_copy(tensor: torch.Tensor, managed: ManagedParameter) -> bool:
 def _flat(device: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
     """All elements of `device`, the copy of `managed`: a view of another dtype needs them one beside the other."""
     return torch.as_strided(device, (managed.numel,), (1,))
+
+
+def _code_of(hooks: type) -> Any:
+    """What packs for `hooks`, a class of torch's; None in a torch that has it elsewhere."""
+    consts = hooks.__init__.__code__.co_consts  # type: ignore[misc]
+    return next((each for each in consts if getattr(each, "co_name", "") == "pack_hook"), None)
+
+
+_CHECKPOINTED, _RECOMPUTED = map(_code_of, (torch_private.checkpoint_hook, torch_private.recomputation_hook))
+
+
+def _keep_no_parameter(pack: Any, used: Iterable[ManagedParameter] | None) -> bool:
+    """Whether `pack` is of a checkpoint of torch's that will not keep a parameter itself. In the forward it keeps
+    nothing, and of what is computed once more the memory, on the device, of what gets a gradient."""
+    code = getattr(getattr(pack, "__wrapped__", pack), "__code__", None)
+    if code is None or code is not _RECOMPUTED:
+        return code is not None and code is _CHECKPOINTED
+    return used is not None and all(managed.parameter.requires_grad for managed in used)
 
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:

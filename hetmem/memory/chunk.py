@@ -293,7 +293,8 @@ class ManagedParameter:
     where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
-    begins at `device_address`, and `device_references` how often hetmem itself refers to that. `grad_home` is the home
+    begins at `device_address`, and `device_references` how often hetmem itself refers to that; `device_view` is a view
+    of it that autograd has been given, turned mostly. `grad_home` is the home
     of the gradient, and `grad_view` what shows it as `p.grad` where it is kept in fewer bits. `version` is the
     parameter's version counter as last seen: a different one means that it was written to. `data_sets` counts how
     often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
@@ -319,6 +320,7 @@ class ManagedParameter:
     device_storage: int = 0
     device_address: int = 0
     device_references: int = 0
+    device_view: tuple[Any, torch.Tensor] | None = None
     grad_home: torch.Tensor | None = None
     grad_view: Widened | None = None
     grad_version: int = 0

@@ -47,7 +47,8 @@ class DevicePool:
         self._empty, self._last_use = empty, last_use
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
-        self._whole: dict[int, torch.Tensor] = {}
+        self.views: dict[int, dict[Any, Any]] = {}
+        """By place, what others keep of views of its memory until that is given back."""
         self.held_slots = 0
         """The slots that hold memory."""
 
@@ -62,7 +63,6 @@ class DevicePool:
     def prepare(self, place: int, span: int) -> None:
         """Have memory for `span` slots at `place`, where there is none. Other compute may still be using it."""
         self._memory[place] = self._empty(span * self.slot_bytes)
-        self._whole.pop(place, None)
         self._spans[place] = span
         self.held_slots += span
 
@@ -74,10 +74,11 @@ class DevicePool:
 
     def whole(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """As `flat`, for copies: the same tensor as long as `place` keeps its memory."""
-        found = self._whole.get(place)
-        if found is None or found.dtype is not dtype or found.numel() != numel:
+        views, key = self.views.setdefault(place, {}), (dtype, numel)
+        found: torch.Tensor | None = views.get(key)
+        if found is None:
             with torch.inference_mode(False):
-                found = self._whole[place] = self.flat(place, dtype, numel)
+                found = views[key] = self.flat(place, dtype, numel)
         return found
 
     def poison(self, place: int) -> None:
@@ -93,7 +94,7 @@ class DevicePool:
                 return
             if place in self._memory:
                 self.held_slots -= self._spans.pop(place)
-                self._whole.pop(place, None)
+                self.views.pop(place, None)
                 self._last_use(self._memory.pop(place))
 
     def holds(self, address: int) -> bool:

@@ -177,6 +177,8 @@ class Cache:
         self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
         self._changed: set[int] = set()
         self.touch = self._changed.add
+        self._complete = 0
+        """Every use from the position of the schedule up to this one has its copies, in whatever state."""
         self._demand = Order(self.copies, self._demand_rank)
         self._ahead = Order(self.copies, self._ahead_rank)
         if nearer is not None:
@@ -196,6 +198,7 @@ class Cache:
         """Forget the copy of `block` on this tier, and return it."""
         self.unused.discard(block)
         self.touch(block)
+        self._complete = 0
         if self._farther is not None:
             self._farther._rank_again(block)
         return self.copies.pop(block)
@@ -223,7 +226,7 @@ class Cache:
 
     def expect(self, schedule: Schedule) -> None:
         """Take `schedule` for what comes next."""
-        self.schedule = schedule
+        self.schedule, self._complete = schedule, 0
         for cache in (self,) if self._farther is None else (self, self._farther):
             cache._demand.renew()
             cache._ahead.renew()
@@ -242,6 +245,7 @@ class Cache:
         last = schedule.position
         if last == first + 1:
             return  # the next one, as all expected
+        self._complete = 0
         if last < first:
             first, last = last, first
         changed = set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
@@ -283,20 +287,29 @@ class Cache:
         now = min(schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position))
         return now if now < NEVER else 0
 
+    def has_all(self, lookahead: int) -> bool:
+        """Return whether it is known that none of the next `lookahead` uses lacks a copy, without looking."""
+        return self._complete >= self.schedule.position + lookahead
+
     def missing(self, lookahead: int, most: int) -> list[int]:
         """Return the first blocks, `most` at most, that the next `lookahead` uses read and that have no copy on this
         tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
         """
         schedule, copies, held = self.schedule, self.copies, self.held
         start, end = schedule.position, schedule.horizon(lookahead)
+        if start < self._complete:
+            start = self._complete
         missing: list[int] = []
         comes_by_itself: set[int] = set()
+        complete = True
         for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
             for block in blocks:
                 if block not in copies:
                     break
             else:
                 continue
+            if complete:
+                complete, self._complete = False, at
             if schedule.overwrites and not schedule.reads(at):
                 comes_by_itself.update(block for block in blocks if block not in copies)
                 continue
@@ -305,7 +318,18 @@ class Cache:
                     missing.append(block)
                     if len(missing) >= most:
                         return missing
+        if complete:
+            self._complete = self._complete_from(max(start, end), 4 * lookahead)
         return missing
+
+    def _complete_from(self, start: int, most: int) -> int:
+        """Return up to which use, of the `most` from `start` on, all have their copies."""
+        copies = self.copies
+        for at, blocks in enumerate(self.schedule.between(start, start + most), start):
+            for block in blocks:
+                if block not in copies:
+                    return at
+        return start + most
 
     def fetched_ahead(self, lookahead: int) -> int:
         """Count the blocks that were fetched ahead of a use within the next `lookahead`, which has not come."""
