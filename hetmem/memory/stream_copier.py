@@ -4,8 +4,8 @@ Note "stream order": a copy is *over* when its end event has passed, and only th
 it reads or writes stays its own until then. Compute does not wait for that: it is ordered behind the event. The other
 way round a copy into a slot is ordered behind a mark of the compute that last used the slot.
 
-Note "marks": a mark is the number of the first event behind compute that comes after it. Events are recorded where a copy
-needs one, and at every few marks, so that none of them ends much later than what it marks: most uses need none.
+Note "marks": a mark is the number of the first event behind compute that comes after it. Events are recorded where a
+copy needs one, and at every few marks, so that none of them ends much later than what it marks: most uses need none.
 """
 
 from __future__ import annotations
