@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from hetmem.base.threads import start_thread
+from hetmem.base.units import round_down
 
 TILE_ELEMENTS = 512 * 1024
 """Elements of one task: a few hundred microseconds, and what torch's kernels leave in the cache between two passes."""
@@ -31,16 +32,24 @@ Task = Callable[[], None]
 
 def check_flat(first: torch.Tensor, *others: torch.Tensor | None) -> None:
     """Assert that all are flat, of one length and in host memory."""
+    numel = first.numel()
     for tensor in (first, *others):
         if tensor is not None:
-            assert tensor.device.type == "cpu", f"host memory only, got {tensor.device}"
+            assert tensor.is_cpu, f"host memory only, got {tensor.device}"
             assert tensor.stride() == (1,), f"flat memory only, got {tuple(tensor.shape)}, strides {tensor.stride()}"
-            assert tensor.numel() == first.numel(), f"{tensor.numel()} elements beside {first.numel()} parameters"
+            assert tensor.numel() == numel, f"{tensor.numel()} elements beside {numel} parameters"
 
 
 def tiles_of(numel: int) -> list[slice]:
     """`numel` elements in slices of TILE_ELEMENTS."""
     return [slice(start, min(start + TILE_ELEMENTS, numel)) for start in range(0, numel, TILE_ELEMENTS)]
+
+
+def runs_of(numel: int) -> list[slice]:
+    """`numel` elements in some 16 slices, of TILE_ELEMENTS at least and 8 times that at most: for loops that make one
+    pass, which the cache does not bind. Each is one task, which takes the interpreter's lock once."""
+    size = min(max(TILE_ELEMENTS, round_down(numel // 16, TILE_ELEMENTS)), 8 * TILE_ELEMENTS)
+    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 def cut(whole: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
@@ -50,10 +59,14 @@ def cut(whole: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
 
 def as_array(tensor: torch.Tensor) -> Array:
     """The memory of `tensor` as the loops see it: a bfloat16 as uint16, a float16 as int16."""
-    tensor = tensor.detach()
-    if tensor.dtype is torch.bfloat16:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    dtype = tensor.dtype
+    if dtype is torch.float32:
+        return tensor.numpy()
+    if dtype is torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.view(torch.int16).numpy() if tensor.dtype is torch.float16 else tensor.numpy()
+    return tensor.view(torch.int16).numpy() if dtype is torch.float16 else tensor.numpy()
 
 
 @contextmanager
@@ -104,6 +117,7 @@ class Batch:
         self._tasks: Iterator[Task] = iter(tasks)
         self._after = after
         self.tasks = self._unfinished = len(tasks)
+        self._begun = 0
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
@@ -133,6 +147,11 @@ class Batch:
         if self._first_error is not None:
             raise self._first_error
 
+    @property
+    def all_begun(self) -> bool:
+        """Whether none is left to start."""
+        return self._begun >= self.tasks
+
     def drain(self) -> None:
         """Run tasks until none is left to start; others may still be running elsewhere."""
         while self.run_one():
@@ -142,6 +161,7 @@ class Batch:
         """Run a task that is not started yet; False if there is none."""
         with self._lock:
             task = next(self._tasks, None)
+            self._begun += 1
         if task is None:
             return False
         error: BaseException | None = None
@@ -170,16 +190,21 @@ class Batch:
                 self._first_error = self._first_error or error
 
 
-_Queue = SimpleQueue[Batch | None]
+_Queue = SimpleQueue[tuple[Batch, int] | None]
+"""Batches, and how many more workers each is for. One that gets it wakes the next: the thread that begins a batch, and
+launches kernels, pays for one wake alone."""
 
 
 def _serve(batches: _Queue, cores: Collection[int]) -> None:
     """Life of a worker thread. It holds the queue, not the pool, so a forgotten pool can be collected."""
     if cores:
         _bind_this_thread(cores)
-    while (batch := batches.get()) is not None:
+    while (got := batches.get()) is not None:
+        batch, more = got
+        if more and not batch.all_begun:
+            batches.put((batch, more - 1))
         batch.drain()
-        del batch  # an idle worker must not keep a chunk's memory alive
+        del got, batch  # an idle worker must not keep a chunk's memory alive
 
 
 def _bind_this_thread(cores: Collection[int]) -> None:
@@ -260,8 +285,8 @@ class WorkerPool:
     def _share(self, batch: Batch, helpers: int) -> None:
         if helpers > 0 and not self._workers:
             self._start()
-        for _ in range(helpers):
-            self._batches.put(batch)
+        if helpers > 0:
+            self._batches.put((batch, helpers - 1))
 
     def _start(self) -> None:
         with self._lock:

@@ -193,11 +193,12 @@ class GradientSink:
                 arrived = arrived + previous if dense_first else previous + arrived
             show_gradient(parameter, arrived)
             return
-        if self.segments.unseen and not torch.is_grad_enabled():
-            self._take(managed, arrived, previous)
-            return
-        with self.runtime.unwatched(), torch.no_grad():
-            self._take(managed, arrived, previous)
+        with torch_private.NoFunctionsOfSubclasses():  # each look at a parameter that is not bound would be one
+            if self.segments.unseen and not torch.is_grad_enabled():
+                self._take(managed, arrived, previous)
+                return
+            with self.runtime.unwatched(), torch.no_grad():
+                self._take(managed, arrived, previous)
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
@@ -283,9 +284,9 @@ class GradientSink:
                         show_gradient(managed.parameter, previous)
         self.arrive()
         self.told, self.is_simple = True, False
-        for listener in self.listeners:
-            listener.backward_over()
         with torch_private.NoFunctionsOfSubclasses():
+            for listener in self.listeners:
+                listener.backward_over()
             self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
 
@@ -360,14 +361,16 @@ class GradientSink:
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
         """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
         home is another chunk's."""
-        if chunk not in self.lent or any(is_home_gradient(m) and m not in used for m in chunk.parameters):
+        if chunk not in self.lent:
             return
         shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
+        if any(managed not in used for managed in shown):
+            return
+        for managed in shown:
+            take_gradient(managed.parameter)
         for managed in chunk.parameters:
-            if managed in shown:
-                take_gradient(managed.parameter)
             leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
-            managed.close_grad_home()
+            managed.close_grad_home(unused=True)
         self.lent.discard(chunk)
         memory = self.runtime.memory
         memory.end_loan(memory.take_gradients(chunk))

@@ -155,7 +155,7 @@ class Bindings:
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Return whether the program has set `managed.parameter.data`, which was bound."""
         at = managed.parameter.data_ptr()
-        if managed.device is not None and at == managed.device.data_ptr():
+        if at == managed.home_address or (managed.device is not None and at == managed.device.data_ptr()):
             return False
         return at not in (managed.home.data_ptr(), managed.rest.data_ptr())
 
@@ -432,13 +432,13 @@ class UsedUp(torch.Tensor):
     hetmem_stepped: bool
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str, *, stepped: bool) -> UsedUp:
+    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
         """Make one in the shape of `like`, all of it the one `element`, for the parameter called `name`."""
         made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
-        made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, stepped
+        made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
         return made
 
-    def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str, *, stepped: bool) -> None:
+    def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there

@@ -6,7 +6,7 @@ lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 
 import torch
@@ -87,7 +87,8 @@ class Traffic:
         events, state = self._events, residency.state(block, tier)
         missing = tier is Tier.DEVICE and state is not CopyState.VALID
         if missing:
-            self._mark_use(block)  # a stale copy that is still in use is replaced where it lies
+            if state is CopyState.STALE:
+                self._mark_use(block)  # it is still in use, and replaced where it lies
             if state is not CopyState.LOADING:
                 events.faults.append(Fault(events.now(), block))
         awaited, events.awaited = events.awaited, block if missing else events.awaited
@@ -107,22 +108,30 @@ class Traffic:
             self.executor.order_behind_making(slot)
         return slot
 
-    def use(self, block: int) -> int | None:
-        """Begin a lease of the copy of `block` on the device and return its slot; None, and none is begun, if it is not
-        there yet. None is begun if this raises."""
-        used = self.residency.use(block, DEVICE)
-        if used is None:
-            return None
-        slot, commands = used
-        if commands:
-            try:
+    def use(self, uses: Mapping[int, int]) -> bool:
+        """Begin so many leases of the copy of each block on the device; False, and none is begun, if compute that is
+        asked for from now on may not see one of them. None is begun if this raises."""
+        ordered = self.engine.ordered
+        commands = self.residency.use(uses, DEVICE, coming=ordered)
+        if commands is None:
+            return False
+        seen = False
+        try:
+            if commands:
                 self.execute(commands)
-            except BaseException:
-                self.release(block, DEVICE)
-                raise
-        if self.engine.ordered:
-            self.executor.order_behind_making(slot)
-        return slot
+            seen = not ordered or all(map(self._order_compute, uses))
+        finally:
+            if not seen:
+                for block, count in uses.items():
+                    self.release(block, DEVICE, uses=count)
+        return seen
+
+    def _order_compute(self, block: int) -> bool:
+        """Order compute behind the copy of `block` on the device, which is VALID or coming; False if that cannot be."""
+        if self.residency.state(block, DEVICE) is CopyState.LOADING and not self.executor.order_compute_after(block):
+            return False
+        self.executor.order_behind_making(self.residency.slot_taken(block, DEVICE))
+        return True
 
     def ask(self, block: int, tier: Tier, *, load: bool = True, urgent: bool = False) -> None:
         """Begin a lease without waiting: the copy is there once it is VALID. None is begun if this raises."""
@@ -153,20 +162,20 @@ class Traffic:
             raise
         return None
 
-    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
-        """End a lease, behind what compute was asked to do with the copy."""
+    def release(self, block: int, tier: Tier, *, dirty: bool = False, uses: int = 1) -> None:
+        """End a lease, or as many as `uses`, behind what compute was asked to do with the copy."""
         if tier is Tier.DEVICE and self.engine.ordered:
             self._mark_use(block)
-        commands = self.residency.release(block, tier, dirty=dirty)
+        commands = self.residency.release(block, tier, dirty=dirty, uses=uses)
         if commands:
             self.execute(commands)
 
-    def release_all(self, blocks: list[int]) -> None:
-        """End a lease of each of `blocks` on the device, of a model of which nothing moves."""
+    def release_all(self, uses: Mapping[int, int]) -> None:
+        """End so many leases of each block on the device, of a model of which nothing moves."""
         if self.engine.ordered:
-            for block in dict.fromkeys(blocks):
+            for block in uses:
                 self._mark_use(block)
-        commands = self.residency.release_all(blocks)
+        commands = self.residency.release_all(uses)
         if commands:
             self.execute(commands)
 

@@ -89,15 +89,16 @@ class Uses:
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Bind `used` to their device copies. Nothing is bound if this raises."""
-        if not (self._held or self._traffic.engine.anything_over()):
-            if not used[1:] and self._use_again(operator, used[0]):
-                return
-            if is_unseen():
-                self._use(operator, used)
-                return
+        if self._held or self._traffic.engine.anything_over():
+            with self._unwatched():
+                self.let_go()
+                self._traffic.executor.poll()
+        if self._use_again(operator, used):
+            return
+        if is_unseen():
+            self._use(operator, used)
+            return
         with self._unwatched():
-            self.let_go()
-            self._traffic.executor.poll()
             self._use(operator, used)
 
     def _use(self, operator: str, used: list[ManagedParameter]) -> None:
@@ -126,47 +127,73 @@ class Uses:
             raise
         self._bindings.bind(used)
 
-    def _use_again(self, operator: str, managed: ManagedParameter) -> bool:
-        """`use` of one parameter, as most uses are; False, and nothing is done, if anything else comes first."""
-        parameter, unsure = managed.parameter, self._writes.unsure
-        if (unsure and managed.chunk in unsure) or _functions_around():
+    def _use_again(self, operator: str, used: list[ManagedParameter]) -> bool:
+        """`use`, as mostly; False, and nothing is bound, where writes are to be honoured first, or bytes counted."""
+        if _functions_around():
             return False
-        before, parameter.__class__ = type(parameter), managed.kind
-        if parameter._version != managed.version:
-            parameter.__class__ = before
-            return False
+        unsure = self._writes.unsure
+        for managed in used:
+            if unsure and managed.chunk in unsure:
+                with self._unwatched():
+                    self._writes.make_sure(managed.chunk)
+            parameter = managed.parameter
+            kind, parameter.__class__ = type(parameter), managed.kind
+            version, parameter.__class__ = parameter._version, kind  # as `version_now`
+            if version != managed.version:
+                return False
         try:
-            if not self._acquire_one(operator, managed):
-                parameter.__class__ = before
+            if not self._acquire_again(operator, used):
                 return False
         except BaseException:
             if self._bindings.away:
                 with self._unwatched():
-                    self._bindings.rest((managed,))
+                    self._bindings.rest(used)
             raise
-        assert managed.device is not None
-        parameter.data = managed.device
-        parameter.__class__ = managed.bound_kind
+        for managed in used:
+            assert managed.device is not None
+            parameter = managed.parameter
+            parameter.__class__ = managed.kind
+            parameter.data = managed.device
+            parameter.__class__ = managed.bound_kind
         return True
 
-    def _acquire_one(self, operator: str, managed: ManagedParameter) -> bool:
-        """A moment that uses `managed` alone. False, and nothing is done, where the segment is measured, or gradients
-        leave the device."""
-        tracer, residency, traffic, room = self._tracer, self._traffic.residency, self._traffic, self._room
-        if tracer.measured or traffic.gradients.leaving or room.leaving or room.ahead:
+    def _acquire_again(self, operator: str, used: Sequence[ManagedParameter]) -> bool:
+        """A moment that uses `used`, with one more use of each. False, and nothing is done, where the segment is
+        measured, or what leaves the device counts."""
+        tracer, traffic, room = self._tracer, self._traffic, self._room
+        if tracer.measured or room.leaving or room.ahead or (traffic.gradients.leaving and self._memory.device.watched):
             return False
-        homes = managed.chunk.homes  # as `param_block`
-        block = homes[COMPUTE if COMPUTE in homes else PARAM].block
-        assert block is not None, f"{managed.name} has its home on the device"
-        blocks = (block,)
+        uses: dict[int, int] = {}
+        for managed in used:
+            homes = managed.chunk.homes  # as `param_block`
+            block = homes[COMPUTE if COMPUTE in homes else PARAM].block
+            assert block is not None, f"{managed.name} has its home on the device"
+            uses[block] = uses[block] + 1 if block in uses else 1
+        blocks = (*uses,)
         moment = tracer.moment(operator, blocks, self._memory.buffer_bytes)
         if not room.is_as_left(moment):
             with self._unwatched():
                 room.before_moment(moment)
         self._saw(moment, operator, blocks)
-        residency.reach(blocks, DEVICE)
-        self._acquire_device(managed, block, operator)
+        traffic.residency.reach(blocks, DEVICE)
+        if traffic.use(uses):
+            for managed in used:
+                if managed.device is None:
+                    break
+            else:
+                return True
+            with self._unwatched():
+                self._open(used)
+        else:
+            self._acquire_all(operator, used, [param_block(managed) for managed in used])
         return True
+
+    def _open(self, used: Iterable[ManagedParameter]) -> None:
+        """Have views of the copies of `used`, which are VALID."""
+        for managed in used:
+            if managed.device is None:
+                slot = self._traffic.residency.place(param_block(managed), DEVICE)
+                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
 
     def use_all(self, operator: str) -> bool:
         """`use` of all parameters for a whole forward, in which nothing moves. False, and nothing is bound, if that is
@@ -258,7 +285,7 @@ class Uses:
 
     def _release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """Release one lease of each of `used`; those whose memory a tensor holds are released by `let_go`."""
-        over: list[int] = []
+        over: dict[int, int] = {}
         for managed in used:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
                 if untracked or managed.data_taken:
@@ -270,12 +297,12 @@ class Uses:
             homes = managed.chunk.homes  # as `param_block`
             block = homes[COMPUTE if COMPUTE in homes else PARAM].block
             assert block is not None, f"{managed.name} has its home on the device"
-            over += (block,)
+            over[block] = over[block] + 1 if block in over else 1
         if self._memory.resident:
             self._traffic.release_all(over)
             return
-        for block in over:
-            self._traffic.release(block, DEVICE)
+        for block, uses in over.items():
+            self._traffic.release(block, DEVICE, uses=uses)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions are not seen. Of a region `.data` is not seen either: writes through that
@@ -333,7 +360,7 @@ class Uses:
         if managed in self._held:
             self._moment(operator, (param_block(managed),))
         else:
-            if not self._acquire_one(operator, managed):
+            if not self._acquire_again(operator, (managed,)):
                 block = param_block(managed)
                 self._moment(operator, (block,))
                 self._acquire_all(operator, (managed,), (block,))
@@ -343,18 +370,17 @@ class Uses:
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         """Begin a lease of the copy of `managed`, and have its view; none is begun if this raises."""
-        slot = self._traffic.use(block)
-        if slot is not None and managed.device is not None:
+        there = self._traffic.use({block: 1})
+        if there and managed.device is not None:
             return
         with self._unwatched():
-            if slot is None:
+            if not there:
                 try:
-                    slot = self._acquire_with_more_room(block)
+                    self._acquire_with_more_room(block)
                 except CapacityError as error:
                     wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
                     raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
-            if managed.device is None:
-                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
+            self._open((managed,))
 
     def _acquire_with_more_room(self, block: int) -> int:
         """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
@@ -409,7 +435,11 @@ class Uses:
         with self._unwatched():
             used = list(used)
             for managed in used:
-                if managed.parameter._version != managed.version or self._bindings.is_elsewhere(managed):
+                parameter = managed.parameter
+                kind, parameter.__class__ = type(parameter), managed.kind  # as `version_now`
+                written = parameter._version != managed.version or self._bindings.is_elsewhere(managed)
+                parameter.__class__ = kind
+                if written:
                     self._writes.by_user(managed)
             if self._bindings.away:
                 self._bindings.rest(used)

@@ -20,7 +20,7 @@ operators, NumPy) count no version:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 
@@ -199,6 +199,12 @@ class WriteCheck:
     def changed(self, managed: ManagedParameter) -> bool:
         """Return whether the program has written to `managed` since hetmem last saw it, outside compute."""
         return self._counted(managed) or self._differs(managed.chunk, managed)
+
+    def any_changed(self, chunk: Chunk, of: Sequence[ManagedParameter]) -> bool:
+        """Return whether `changed` is true for any of `of`, which are in `chunk`."""
+        if any(map(self._counted, of)):
+            return True
+        return self._differs(chunk) and any(self._differs(chunk, managed) for managed in of)
 
     def notice_counted(self, chunk: Chunk) -> None:
         """Honour the writes to `chunk` that torch itself shows, and clear `noticed` of it."""

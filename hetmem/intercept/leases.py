@@ -54,6 +54,8 @@ class Leases:
         for key in map(id, module._parameters.values()):
             if key in by_id:
                 used += (by_id[key],)
+        if used[1:]:
+            used = [*dict.fromkeys(used)]
         if used and self._runtime.memory.uses_copies and (not used[1:] or self._fit(used)):
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
@@ -73,8 +75,10 @@ class Leases:
 
     def _fit(self, used: list[ManagedParameter]) -> bool:
         """Whether chunks may ever have room for all of `used` at once."""
-        memory = self._runtime.memory
-        slots = sum(chunk.spec.span for chunk in {managed.chunk for managed in used})
+        memory, chunks = self._runtime.memory, {managed.chunk for managed in used}
+        if len(chunks) == 1:  # a weight and its bias, mostly
+            return True
+        slots = sum(chunk.spec.span for chunk in chunks)
         return slots * memory.device_pool.slot_bytes <= memory.device_chunk_bytes
 
     def bind(self, call: Call, used: list[ManagedParameter], name: str, *, recomputed: bool) -> None:
@@ -83,8 +87,8 @@ class Leases:
             self._gradients.use_again(used)
         fresh = used
         for managed in used:
-            if managed.bound or used[1:]:
-                fresh = list(dict.fromkeys(managed for managed in used if not managed.bound))
+            if managed.bound:
+                fresh = [managed for managed in used if not managed.bound]
                 break
         if fresh:
             self._runtime.uses.use(name, fresh)
@@ -123,13 +127,13 @@ class Leases:
             self._bound.pop()
         else:
             self._bound.remove(call)
-        over = used
         for managed in used:
             managed.bound -= 1
-            if managed.bound or used[1:]:
-                over = []
-        if not over:
-            over = list(dict.fromkeys([managed for managed in used if not managed.bound]))
+        over = used if not used[1:] else [*dict.fromkeys(used)]
+        for managed in over:
+            if managed.bound:
+                over = [managed for managed in over if not managed.bound]
+                break
         if over:
             self._runtime.uses.end_call(over)
             if self.casts.alive:

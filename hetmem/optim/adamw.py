@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from hetmem.cpu import (
     adamw_tasks,
 )
 from hetmem.cpu.on_device import adamw_as_on_host, equals_host
+from hetmem.cpu.update import WIDEST_VECTOR
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -29,6 +31,7 @@ Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _THERE = ("param", "grad", "exp_avg", "exp_avg_sq", "compute")
+_step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
 _FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
@@ -134,6 +137,7 @@ class AdamWRule:
 
     runs_on_device = True
     seed: int | None = None
+    merges = WIDEST_VECTOR
 
     def __init__(self, moments: Moments = None) -> None:
         self._moments = moments
@@ -232,6 +236,7 @@ class CompactAdamWRule:
     """AdamW on states smaller than float32: see `hetmem.cpu.compact`. Host memory only."""
 
     runs_on_device = False
+    merges = 0
 
     def __init__(self, moments: Moments, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
@@ -301,23 +306,29 @@ def _one(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _count(update: ParameterUpdate) -> AdamWStep:
-    """One more step of this parameter, and its hyper-parameters."""
-    group, state = update.group, update.state
+    """One more step of these parameters, which are of one age, and their hyper-parameters."""
+    group, states = update.group, (update.state, *update.also)
+    for state in states:
+        _ready(state)
+    torch_private.foreach_add([state["step"] for state in states], 1)
+    beta1, beta2 = group["betas"]
+    return _step_of(
+        float(group["lr"]),
+        beta1,
+        beta2,
+        group["eps"],
+        group["weight_decay"],
+        int(update.state["step"].item()),
+        bool(group["maximize"]),
+        update.grad_scale,
+    )
+
+
+def _ready(state: dict[str, Any]) -> None:
+    """Let `state` have a step count, in host memory."""
     if "step" not in state:
         states = dict(state)
         state.clear()
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
     if state["step"].device.type != "cpu":  # users move whole states: reading it there would wait for the device
         state["step"] = state["step"].cpu()
-    state["step"] += 1
-    beta1, beta2 = group["betas"]
-    return AdamWStep(
-        float(group["lr"]),
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-        int(state["step"].item()),
-        bool(group["maximize"]),
-        update.grad_scale,
-    )

@@ -95,11 +95,15 @@ class ChunkUpdate:
     """Whether its step has ended: nothing will ask for it again."""
     way: Way = Way.HOST
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    numbers: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
+    """Of `before`, what changes in place, and the values of that."""
     roles: tuple[Role, ...] = field(init=False)
     """The states of all parts."""
 
     needs: dict[Role, bool] = field(default_factory=dict)
     """The roles to open; the value says whether what they hold matters."""
+    staged: list[Role] = field(default_factory=list)
+    """Of those that were asked for, the ones that come by way of staging."""
     tasks: Callable[[ChunkUpdate], list[Task]] = field(init=False)
     done: Callable[[ChunkUpdate, bool], None] = field(init=False)
     """Called once at the end of a pass: with False if it failed or was cancelled."""
@@ -148,9 +152,12 @@ class ChunkUpdate:
 
     def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
         """Keep what an update changes beside chunks: step counts and the like. States called `homes` lie in chunks."""
-        self.before = [
-            (state, {name: value if name in homes else _copied(value) for name, value in state.items()})
-            for state in states
+        self.before = [(state, dict(state)) for state in states]
+        self.numbers = [
+            (value, value.item())
+            for _, before in self.before
+            for name, value in before.items()
+            if isinstance(value, torch.Tensor) and not value.dim() and name not in homes
         ]
 
     def restore_numbers(self) -> None:
@@ -158,7 +165,9 @@ class ChunkUpdate:
         for state, before in self.before:
             state.clear()
             state.update(before)
-        self.before = []
+        for number, value in self.numbers:
+            number.fill_(value)
+        self.before, self.numbers = [], []
 
 
 @dataclass(slots=True, eq=False)
@@ -176,11 +185,6 @@ class Slot:
             found[role] = chunk.over(role, self.memory[at : at + chunk.role_nbytes(role)])
             at += chunk.role_nbytes(role)
         return found
-
-
-def _copied(value: Any) -> Any:
-    """Numbers in tensors change in place; tensors of a parameter's size are the homes, which stay."""
-    return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def frozen(value: Any) -> Any:

@@ -71,6 +71,7 @@ class TorchRule:
 
     runs_on_device = True
     seed: int | None = None
+    merges = 0
 
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer

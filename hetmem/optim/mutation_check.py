@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.param_views import UsedUp, is_as_it_was, show_gradient, take_gradient
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
@@ -137,11 +138,24 @@ class MutationCheck:
                     kept = self._passes.unscaled([part])
                 else:
                     kept = optimizer.gradients is Gradients.STREAMED  # it is used up
-                kept = kept and part.says(groups.get(id(part.managed.parameter), {}))
-                written = id(part.managed) in self._writes.noticed or self._writes.changed(part.managed)
-                if not kept or update.disturbed or written:
+                if not kept or update.disturbed:
                     raise changed(update.parts, optimizer, begun)
+            if self._have_changed(update, groups):
+                raise changed(update.parts, optimizer, begun)
         self._checked = True
+
+    def _have_changed(self, update: ChunkUpdate, groups: dict[int, dict[str, Any]]) -> bool:
+        """Whether options of groups, or weights, are not what `update` was made with."""
+        said: set[tuple[int, int]] = set()  # most are in one group, whose options are one dictionary
+        for part in update.parts:
+            group = groups.get(id(part.managed.parameter), {})
+            if (id(part.group), id(group)) not in said:
+                if not part.says(group):
+                    return True
+                said.add((id(part.group), id(group)))
+            if id(part.managed) in self._writes.noticed:
+                return True
+        return self._writes.any_changed(update.chunk, [part.managed for part in update.parts])
 
     def forget(self) -> None:
         """The step is over."""
@@ -211,19 +225,31 @@ class Marks:
     def __init__(self) -> None:
         self._marked: list[torch.Tensor] = []
         self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._made: dict[ManagedParameter, tuple[tuple[torch.dtype, torch.device], torch.Size, UsedUp]] = {}
 
     def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
         """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
-        for managed in parameters:
-            parameter = managed.parameter
-            if parameter.grad is not None:
-                continue
-            key = parameter.dtype, parameter.device
-            if key not in self._elements:
-                self._elements[key] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-            show_gradient(parameter, UsedUp(parameter, self._elements[key], managed.name, stepped=stepped))
-            if not stepped:
-                self._marked.append(parameter)
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed in parameters:
+                parameter = managed.parameter
+                if parameter.grad is not None:
+                    continue
+                mark = self._mark(managed)
+                mark.hetmem_zeroed, mark.hetmem_stepped = False, stepped
+                show_gradient(parameter, mark)
+                if not stepped:
+                    self._marked.append(parameter)
+
+    def _mark(self, managed: ManagedParameter) -> UsedUp:
+        """Return the one that stands for a gradient of `managed`."""
+        parameter = managed.parameter
+        kind, shape = (parameter.dtype, parameter.device), parameter.shape
+        made = self._made.get(managed)
+        if made is None or made[:2] != (kind, shape):
+            if kind not in self._elements:
+                self._elements[kind] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+            made = self._made[managed] = kind, shape, UsedUp(parameter, self._elements[kind], managed.name)
+        return made[2]
 
     def drop(self) -> None:
         """Let every marked gradient be None."""

@@ -29,7 +29,8 @@ class ParameterUpdate:
     `group` is its parameter group and `state` its entry of `optimizer.state`: what in there is no tensor of the
     parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
     they are zero. `number` is the parameter's place in the optimizer. `grad` is multiplied by `grad_scale` in float32.
-    `copy`, if given, gets the new parameter, rounded.
+    `copy`, if given, gets the new parameter, rounded. A rule that `merges` gets neighbours in memory of one group and
+    age as one; `also` are the states of the others.
     """
 
     group: dict[str, Any]
@@ -41,6 +42,7 @@ class ParameterUpdate:
     fresh: frozenset[str] = frozenset()
     number: int = 0
     copy: torch.Tensor | None = None
+    also: Sequence[dict[str, Any]] = ()
 
 
 There = Callable[[Sequence[Mapping[str, torch.Tensor]]], None]
@@ -63,6 +65,9 @@ class Rule(Protocol):
     """Whether there is an `on_device`."""
     seed: int | None
     """What chance depends on; None if nothing does."""
+    merges: int
+    """Whether it updates several parameters as one, where all but the last have a multiple of so many elements; else
+    0."""
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""

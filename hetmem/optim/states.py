@@ -82,12 +82,13 @@ class States:
     def written(self, chunk: Chunk) -> Iterable[Role]:
         """The states of `chunk` that the user has written to since this was asked last."""
         written: dict[Role, None] = {}
-        homes = {role: address_of(home.memory) for role, home in chunk.homes.items() if role.is_state}
+        homes = [(role, address_of(home.memory)) for role, home in chunk.homes.items() if role.is_state]
+        versions = self._versions
         for managed in chunk.parameters if homes else ():
             state = self.shown.get(managed.parameter)
             if not managed.numel or not state:
                 continue
-            for role, address in homes.items():
+            for role, address in homes:
                 if state.get(role.name) is None:
                     continue
                 for name, place in managed.places(role).items():
@@ -96,9 +97,10 @@ class States:
                         home = managed.views(role)[name]
                         home.copy_(shown)
                         state[name] = shown = home
-                        self._versions[key] = -1
-                    if self._versions.get(key) != shown._version:
-                        self._versions[key] = shown._version
+                        versions[key] = -1
+                    version = shown._version
+                    if versions.get(key) != version:
+                        versions[key] = version
                         written[role] = None
         return written
 
@@ -245,8 +247,11 @@ class Owners:
     def take_states(self, managed: ManagedParameter, roles: Collection[Role], owner: SteppingOptimizer) -> None:
         """`owner` is about to write to `roles` of `managed`. Raises RuntimeError if it has made them, and another one
         has made them anew since."""
-        token = owner.token
-        if all(self._states.get((id(managed), role)) is token for role in roles):
+        token, states, key = owner.token, self._states, id(managed)
+        for role in roles:
+            if states.get((key, role)) is not token:
+                break
+        else:
             return
         for role in roles:
             holder = self._states.get((id(managed), role), token)

@@ -189,14 +189,21 @@ class Stepper:
 
     def _complete(self, chunk: Chunk) -> bool:
         """Whether all gradients of `chunk` that a step ever had are in, and cannot change any more."""
-        mine = [m for m in chunk.parameters if id(m.parameter) in self._groups and m.parameter.requires_grad]
-        return chunk not in self._progress and all(
-            self._arrivals.complete(m)
-            and not has_hooks_of_the_user(m.parameter)
-            and m not in self.runtime.writes.kept
-            and self.owners.may_begin(m, self._optimizer)
-            for m in mine
-        )
+        if chunk in self._progress:
+            return False
+        groups, arrivals, optimizer = self._groups, self._arrivals, self._optimizer
+        kept = self.runtime.writes.kept
+        for managed in chunk.parameters:  # asked at each arrival: the last one that a backward gets to is often first
+            parameter = managed.parameter
+            if id(parameter) in groups and not arrivals.complete(managed) and parameter.requires_grad:
+                return False
+        for managed in chunk.parameters:
+            parameter = managed.parameter
+            if id(parameter) not in groups or not parameter.requires_grad:
+                continue
+            if has_hooks_of_the_user(parameter) or managed in kept or not self.owners.may_begin(managed, optimizer):
+                return False
+        return True
 
     def _begin_early(self, chunk: Chunk) -> None:
         self.runtime.writes.notice_counted(chunk)  # what comes after this is refused

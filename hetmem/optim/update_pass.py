@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,9 +81,18 @@ class Passes:
         if update.kept:  # its versions were counted as it arrived, and it has no sample to wait for
             return
         self._notice_disturbance(update, update.opened)
-        for part in update.parts if self._optimizer.overlap is not Overlap.OFF else ():
+        if self._optimizer.overlap is Overlap.OFF:
+            return
+        vanish = self._vanish(update)
+        for part in update.parts:
             part.version = part.gradient._version
-            part.sample = sample_of(part.flat_gradient(update.opened))
+            part.sample = None if vanish else sample_of(part.flat_gradient(update.opened))
+
+    def _vanish(self, update: ChunkUpdate) -> bool:
+        """Whether gradients of `update` are gone when it ends, or else seen by `see_what_is_left` first: the program
+        finds none of them that was used."""
+        in_backward = self._interception.segments.in_backward and not update.summing
+        return in_backward and update.chunk in self._interception.gradients.lent
 
     def see_what_is_left(self, update: ChunkUpdate) -> None:
         """The backward is over: the user finds gradients that the update of `update` has still to read. All have
@@ -106,10 +116,12 @@ class Passes:
         """Whether streamed gradients of `update` that were seen are as they were."""
         if self._optimizer.gradients is not Gradients.STREAMED or self._interception.segments.in_backward:
             return
+        seen: list[tuple[Sample, torch.Tensor]] = []
         for part in update.parts:
             if part.sample is not None and part.managed.parameter.grad is part.gradient:
-                (same,) = as_sampled([(part.sample, part.flat_gradient(opened))])
-                update.disturbed |= not same or part.version != part.gradient._version
+                seen.append((part.sample, part.flat_gradient(opened)))
+                update.disturbed |= part.version != part.gradient._version
+        update.disturbed |= not all(as_sampled(seen))
 
     def look_at(self, parts: Iterable[Part]) -> None:
         """Begin to read what `unscaled` looks at, where it lies on NVMe, and look there, where it is on the device: one
@@ -250,47 +262,80 @@ class Passes:
         here = chunk.homes[Role.PARAM].tier is Tier.DEVICE  # else it would not see what the user writes after the step
         return here and not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
 
-    def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
-        """Remember everything that can be undone."""
+    def _begin(self, update: ChunkUpdate, *, merges: int = 0) -> list[ParameterUpdate]:
+        """Remember everything that can be undone. `merges`: see `Rule`."""
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._optimizer.states.of(part.managed) for part in update.parts]
         update.remember_numbers(states, homes)
-        return [self._update_of(part, state, update) for part, state in zip(update.parts, states, strict=True)]
+        runs = self._runs(update, states, merges)
+        return [self._update_of(update.parts[run], states[run], update) for run in runs]
+
+    @staticmethod
+    def _runs(update: ChunkUpdate, states: list[dict[str, Any]], merges: int) -> list[slice]:
+        """Cut the parts of `update`, which have `states`, into runs that are updated as one: each begins where its
+        predecessor ends, of one group and age, and the gradients lie alike."""
+        parts = update.parts
+        known = {id(number): value for number, value in update.numbers}
+        ages = [0 if state.get("step") is None else known.get(id(state["step"])) for state in states]
+        starts = [0]
+        for at in range(1, len(parts)):
+            one, other = parts[at - 1], parts[at]
+            alike = one.group is other.group and ages[at - 1] == ages[at] is not None
+            whole = one.at_home and other.at_home and merges and not one.managed.numel % merges
+            if not (alike and whole and one.managed.offset + one.managed.numel == other.managed.offset):
+                starts.append(at)
+        starts.append(len(parts))
+        return [slice(start, end) for start, end in pairwise(starts)]
 
     def _update_tasks(self, update: ChunkUpdate) -> list[Task]:
         if update.way is Way.STREAMED:  # it was left to the host
             update.way = Way.HOST
         self._see_gradients(update)
-        updates = self._begin(update)
+        rule = self._optimizer.rule
         if update.opened[Role.PARAM].device.type != "cpu":
-            self._optimizer.rule.on_device(updates, as_host=not self._runtime.memory.resident)
+            rule.on_device(self._begin(update), as_host=not self._runtime.memory.resident)
             return []
-        return [task for each in updates for task in self._optimizer.rule.tasks(each)]
+        merges = rule.merges if Role.GRAD in update.opened else 0
+        return [task for each in self._begin(update, merges=merges) for task in rule.tasks(each)]
 
-    def _update_of(self, part: Part, state: dict[str, Any], update: ChunkUpdate) -> ParameterUpdate:
-        managed = part.managed
-        states: dict[str, torch.Tensor] = {}
-        fresh: set[str] = set()
+    def _update_of(self, parts: list[Part], entries: list[dict[str, Any]], update: ChunkUpdate) -> ParameterUpdate:
+        """The update of `parts`, which lie side by side if they are several, and whose states have `entries`."""
+        fresh = self._make_states(parts, entries, update.opened)
+        first, opened, managed = parts[0], update.opened, parts[0].managed
         copy = update.opened.get(Role.COMPUTE, update.copy)
-        for role in part.roles:
-            parts = managed.parts(role, update.opened[role])
-            states |= parts
-            if state.get(role.name) is None:
-                fresh |= parts.keys()
-                for part_of_role in parts.values():
-                    part_of_role.zero_()
-                self._optimizer.states.show(managed, role)
+        states: dict[str, torch.Tensor] = {}
+        if len(parts) == 1:
+            for role in first.roles:
+                states |= managed.parts(role, opened[role])
+            gradient, end = first.flat_gradient(opened), managed.offset + managed.numel
+        else:
+            end = parts[-1].managed.offset + parts[-1].managed.numel
+            gradient = opened[Role.GRAD][managed.offset : end]
+            states = {role.name: opened[role][managed.offset : end] for role in first.roles}
         return ParameterUpdate(
-            part.group,
-            state,
-            managed.part(update.opened[Role.PARAM]),
-            part.flat_gradient(update.opened),
+            first.group,
+            entries[0],
+            opened[Role.PARAM][managed.offset : end],
+            gradient,
             states,
             update.scale,
-            frozenset(fresh),
+            fresh,
             self._optimizer.number_of(managed),
-            None if copy is None else managed.part(copy),
+            None if copy is None else copy[managed.offset : end],
+            entries[1:],
         )
+
+    def _make_states(self, parts: list[Part], entries: list[dict[str, Any]], opened: Opened) -> frozenset[str]:
+        """Make, and show, the states of `parts` that `entries` lack, all zero; return the names of those."""
+        made: dict[str, torch.Tensor] = {}
+        for part, entry in zip(parts, entries, strict=True):
+            for role in part.roles:
+                if entry.get(role.name) is None:
+                    made |= part.managed.parts(role, opened[role])
+                    for part_of_role in part.managed.parts(role, opened[role]).values():
+                        part_of_role.zero_()
+                    self._optimizer.states.show(part.managed, role)
+        return frozenset(made)
 
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
         chunk = update.chunk
@@ -299,7 +344,7 @@ class Passes:
         elif not done:
             update.begun = update.kept = False
             update.restore_numbers()
-        for part in update.parts:
+        for part in update.parts if not done or not all(part.roles for part in update.parts) else ():
             if not done or not part.roles:
                 self._optimizer.states.forget_empty(part.managed)
         if not done:
@@ -307,8 +352,8 @@ class Passes:
         for role in update.roles:
             chunk.homes[role].written = True
         self._runtime.statistics.updated_bytes[update.way] += update.nbytes
+        torch.autograd.graph.increment_version([part.managed.parameter for part in update.parts])
         for part in update.parts:
-            torch.autograd.graph.increment_version(part.managed.parameter)
             part.managed.version += 1
         gradients = chunk.homes.get(Role.GRAD)
         if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
+from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.cpu.workers import Batch, WorkerPool
 from hetmem.engine.events import Span
@@ -45,7 +46,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._traffic.executor.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
-        with self._runtime.unwatched(), without_graph():
+        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             command()
 
     def finish(self) -> None:
@@ -120,13 +121,15 @@ class Updates(HostUpdates[ChunkUpdate]):
         return not under_way and not self._traffic.gradients.arriving(update.chunk)
 
     def _has_places(self, update: ChunkUpdate) -> bool:
-        return all(self._traffic.role_has_place(update.chunk, role) for role in update.needs)
+        return all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
 
     def _ask(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
+        homes = update.chunk.homes
+        update.staged = [role for role in update.needs if homes[role].tier is Tier.NVME]
         try:
-            for role, load in update.needs.items():
-                self._traffic.ask_role(update.chunk, role, load=load)
+            for role in update.staged:
+                self._traffic.ask_role(update.chunk, role, load=update.needs[role])
                 asked.append(role)
         except BaseException:
             for role in asked:
@@ -134,14 +137,15 @@ class Updates(HostUpdates[ChunkUpdate]):
             raise
 
     def _unask(self, update: ChunkUpdate) -> None:
-        for role in update.needs:
+        for role in update.staged:
             self._traffic.unask_role(update.chunk, role)
 
     def _is_open(self, update: ChunkUpdate) -> bool:
-        return all(self._traffic.role_is_there(update.chunk, role) for role in update.needs)
+        return all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
 
     def _run(self, update: ChunkUpdate) -> None:
-        update.opened = {role: self._traffic.asked_role(update.chunk, role) for role in update.needs}
+        update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
+        update.opened |= {role: self._traffic.asked_role(update.chunk, role) for role in update.staged}
         try:
             update.copy = self._traffic.hold_copy(update.chunk) if update.keeps_copy else None
             tasks = update.tasks(update)
@@ -196,21 +200,24 @@ class Updates(HostUpdates[ChunkUpdate]):
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises."""
         traffic, chunk = self._traffic, update.chunk
-        with self._runtime.unwatched(), without_graph(), contextlib.ExitStack() as back:
-            back.callback(update.done, update, not failed)
-            if update.writes and not failed:
-                back.callback(traffic.write_back, [chunk.homes[role] for role in update.needs])
-            if failed and update.owed and not update.ruined:
-                back.callback(self._queue.add, update)  # nothing else would ask for it again
-            elif update.writes:
-                back.callback(traffic.end_update, chunk, renew=update.had_copy and not update.keeps_copy)
-            if failed and Role.COMPUTE in update.needs:
-                back.callback(chunk.recast)  # parameters may be what they were, and their copies not
-            for role in reversed(update.needs):
-                back.callback(self._close_role, update, role, failed=failed)
-            if update.copy is not None:
-                back.callback(traffic.let_go_of_copy, chunk)
-            update.opened, update.copy = {}, None
+        back: list[Callable[[], object]] = []
+        if update.copy is not None:
+            back.append(partial(traffic.let_go_of_copy, chunk))
+        roles = update.needs if failed else update.staged
+        back += [partial(self._close_role, update, role, failed=failed) for role in roles]
+        if failed and Role.COMPUTE in update.needs:
+            back.append(chunk.recast)  # parameters may be what they were, and their copies not
+        if failed and update.owed and not update.ruined:
+            back.append(partial(self._queue.add, update))  # nothing else would ask for it again
+        elif update.writes:
+            renew = update.had_copy and not update.keeps_copy
+            back.append(partial(traffic.end_update, chunk, renew=renew))
+        if update.writes and update.staged and not failed:
+            back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
+        back.append(partial(update.done, update, not failed))
+        update.opened, update.copy = {}, None
+        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
+            _call_all(iter(back))
 
     def _close_role(self, update: ChunkUpdate, role: Role, *, failed: bool) -> None:
         """Drop what was half computed in staging: its home is as it was."""
@@ -224,3 +231,13 @@ class Updates(HostUpdates[ChunkUpdate]):
         return CapacityError(
             f"no room in host staging for {names} of chunk {update.chunk.spec.index} together: raise Budget(host=…)"
         )
+
+
+def _call_all(calls: Iterator[Callable[[], object]]) -> None:
+    """Call all of `calls`, whatever raises, and raise the last error."""
+    try:
+        for call in calls:
+            call()
+    except BaseException:
+        _call_all(calls)
+        raise

@@ -164,8 +164,8 @@ class SimulatedTraffic:
         """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
         self.events += 1
         residency = self.residency
-        used = residency.use(block, tier)
-        commands = residency.acquire(block, tier, load=load) if used is None else used[1]
+        used = residency.use({block: 1}, tier)
+        commands = residency.acquire(block, tier, load=load) if used is None else used
         if commands:
             self.execute(commands, urgent=block)
         if used is not None:

@@ -180,21 +180,27 @@ class Residency:
         cache.meet_all(blocks)
         return [copy.slot for copy in found]
 
-    def use(self, block: int, tier: Tier) -> tuple[int, list[Command]] | None:
-        """Do as `acquire` where the copy is VALID, as most are: its first slot, and what is to be carried out. None,
-        and the use does not count, where it is not."""
+    def use(self, uses: Mapping[int, int], tier: Tier, *, coming: bool = False) -> list[Command] | None:
+        """Do as so many times `acquire` of each block where the copies are VALID, or may be `coming`, as most are: what
+        is to be carried out. None, and no use counts, where one is not."""
         cache = self._caches[tier]
-        if block not in cache.copies or (copy := cache.copies[block]).state is not VALID:
-            return None
-        cache.meet(block)
-        ledger = self._ledger
-        ledger.tick = copy.last_use = ledger.tick + 1
-        self.counts.acquires += 1
-        copy.uses += 1
+        copies, ledger, counts = cache.copies, self._ledger, self.counts
+        for block in uses:
+            if block not in copies:
+                return None
+            state = copies[block].state
+            if state is not VALID and not (coming and state is LOADING):
+                return None
+        for block, more in uses.items():
+            cache.meet(block)
+            copy = copies[block]
+            ledger.tick = copy.last_use = ledger.tick + 1
+            counts.acquires += more
+            copy.uses += more
         commands: list[Command] = []
         if not self._supply.waiting:
             self._supply.prefetch(cache, commands)
-        return copy.slot, commands
+        return commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
         """Take one waiting use of `block` back and say why it cannot be had: for a request that is still WAITING
@@ -204,34 +210,34 @@ class Residency:
             raise self._ledger.illegal(block, tier, "withdraw")
         return self._supply.withdraw(block, tier)
 
-    def release(self, block: int, tier: Tier, *, dirty: bool = False) -> list[Command]:
-        """One use of the copy less; `dirty` says that this use changed it (HOST staging only)."""
+    def release(self, block: int, tier: Tier, *, dirty: bool = False, uses: int = 1) -> list[Command]:
+        """So many `uses` of the copy less; `dirty` says that one changed it (HOST staging only)."""
         cache = self._caches[tier]
-        if block not in cache.copies or (copy := cache.copies[block]).uses <= copy.waiting:
+        if block not in cache.copies or (copy := cache.copies[block]).uses - uses < copy.waiting:
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
-        copy.uses = uses = copy.uses - 1
-        if not uses:
+        copy.uses = left = copy.uses - uses
+        if not left:
             cache.touch(block)
         if dirty:
             copy.dirty = copy.load = True
             self._ledger.note(block, "dirty")
         commands: list[Command] = []
-        if not uses and (copy.state is STALE or not copy.load):
+        if not left and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, tier, commands)
         if self._supply.waiting or tier is HOST or cache.slots.used > cache.limit:
             self._supply.go_on(cache, commands)
         return commands
 
-    def release_all(self, blocks: Iterable[int]) -> list[Command]:
-        """`release` of each of `blocks` on the device, where nothing waits for room: what follows is asked for once."""
+    def release_all(self, uses: Mapping[int, int]) -> list[Command]:
+        """`release` of each block on the device, where nothing waits for room: what follows is asked for once."""
         cache, commands = self._device, list[Command]()
-        for block in blocks:
-            if block not in cache.copies or (copy := cache.copies[block]).uses <= copy.waiting:
+        for block, count in uses.items():
+            if block not in cache.copies or (copy := cache.copies[block]).uses - count < copy.waiting:
                 raise self._ledger.illegal(block, DEVICE, "release")
-            copy.uses = uses = copy.uses - 1
-            if not uses:
+            copy.uses = left = copy.uses - count
+            if not left:
                 cache.touch(block)
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)

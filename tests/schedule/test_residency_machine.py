@@ -150,12 +150,12 @@ class ResidencyMachine(RuleBasedStateMachine):
         use = Use(block, tier, load=not overwrite)
         self.asked.append(use)
         self.event("reach", (block,), tier)
-        used = self.residency.use(block, tier)
+        used = self.residency.use({block: 1}, tier)
         if used is None:
             self.event("acquire", block, tier, load=use.load)
         else:  # the same as an `acquire`: one takes its place when all is told again
-            self.log.append(("acquire", lambda: (block, tier), {"load": use.load}, used[1]))
-            for command in used[1]:
+            self.log.append(("acquire", lambda: (block, tier), {"load": use.load}, used))
+            for command in used:
                 self.begin_command(command)
             self.note_arrivals()
         if waits:
