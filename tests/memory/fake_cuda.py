@@ -24,9 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hetmem import torch_private
 from tests.cuda.shim import ShimBackend
-from tests.memory.tested import Backend, CudaDevice, TorchBackend, Ways, cuda_device, live_bytes
+from tests.memory.tested import Backend, CudaDevice, TorchBackend, Ways, cuda_device, live_bytes, torch_private
 
 _EARLY = 0.4  # of the times that a stream may run ahead, where `FakeCuda.early` is chance
 
