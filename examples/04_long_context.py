@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ import hetmem
 from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum up in another order
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LEARNING_RATE, VOCABULARY, DISTANCE = 3e-3, 64, 5
 
@@ -40,6 +42,7 @@ class Sizes:
     sequence: int = 4096
     device_memory: str = "16MiB"
     host_memory: str = "256MiB"
+    weights: str = "1MiB"  # what their copies may take of the device
 
 
 class Layer(nn.Module):
@@ -102,6 +105,27 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: Sizes, step
     return losses
 
 
+class MastersOnHost(torch.optim.AdamW):
+    """AdamW of plain torch over weights in host memory, with which `model` computes on `DEVICE`.
+
+    A GPU contracts multiplications and additions that a CPU rounds one by one: the bits of an update are those of the
+    processor that makes it, and hetmem's homes are in host memory here.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.pairs = [(copied, nn.Parameter(copied.detach().cpu())) for copied in model.parameters()]
+        super().__init__([master for _, master in self.pairs], lr=LEARNING_RATE, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update, and copy what is new to the device."""
+        for copied, master in self.pairs:
+            master.grad, copied.grad = copied.grad.to("cpu"), None
+        super().step(closure)
+        for copied, master in self.pairs:
+            copied.copy_(master)
+
+
 def saved_bytes(sizes: Sizes) -> int:
     """What autograd saves of one sequence, without weights: the bytes of each storage once."""
     model, (tokens, targets) = Model(sizes).to(DEVICE), batch(sizes, 0)
@@ -127,11 +151,12 @@ def main(arguments: Sequence[str] | None = None, sizes: Sizes | None = None) -> 
         parser.error(f"--steps must be at least 1, and --sequence a multiple of {sizes.window}")
     memory = {"device_memory": asked.device_memory, "host_memory": asked.host_memory}
     sizes = replace(sizes, sequence=asked.sequence, **memory)
+    torch.use_deterministic_algorithms(asked.check and DEVICE == "cuda")
     torch.manual_seed(0)
     model = Model(sizes)
     twin = copy.deepcopy(model).to(DEVICE) if asked.check else None
     try:
-        budget = hetmem.Budget(device=sizes.device_memory, host=sizes.host_memory)
+        budget = hetmem.Budget(device=sizes.device_memory, device_chunks=sizes.weights, host=sizes.host_memory)
         hetmem.manage(model, budget, activations=asked.activations)
         optimizer = hetmem.AdamW(model.parameters(), lr=LEARNING_RATE)
         losses = train(model, optimizer, sizes, asked.steps)
@@ -147,7 +172,7 @@ def main(arguments: Sequence[str] | None = None, sizes: Sizes | None = None) -> 
     )
     if twin is None:
         return 0
-    plain = train(twin, torch.optim.AdamW(twin.parameters(), lr=LEARNING_RATE, fused=True), sizes, asked.steps)
+    plain = train(twin, MastersOnHost(twin), sizes, asked.steps)
     hetmem.release(model)
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     same = losses == plain and all(torch.equal(mine, other.cpu()) for mine, other in pairs)

@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.notes import Notes
+from benchmarks.gpu.notes import PROFILE, Notes
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -189,3 +190,19 @@ def _of_each(call: Callable[[], Any], count: int, rounds: int = 5) -> float:
 if __name__ == "__main__":
     if torch.cuda.is_available():
         Path(sys.argv[1]).write_text(json.dumps(described()))
+
+
+def probe(notes: Notes) -> None:
+    """`hetmem probe`, whose profile later stages plan with; the file is as good for `hetmem plan --hardware`."""
+    from hetmem.planner import load_profile
+    from hetmem.tools.measuring import measure
+    from hetmem.tools.probe import probe as measured
+
+    (notes.folder / PROFILE).unlink(missing_ok=True)
+    if notes.small:  # a faked device takes minutes for a matrix product
+        profile = replace(load_profile("h100"), thread=measure(3, "cuda"))
+    else:
+        profile = measured(notes.folder, say=lambda what: notes.text(what.partition(" ")[0], what))
+    (notes.folder / PROFILE).write_text(profile.to_json() + "\n")
+    for name, seconds in asdict(profile.thread).items():
+        notes.number(f"the training thread, {name}", 1e6 * seconds, "µs")

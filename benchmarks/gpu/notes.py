@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 COMPLETE = "complete"
+PROFILE = "profile.json"
+"""The file of a run's folder in which the hardware profile is that the stage `probe` has measured."""
 _OUR_FOLDER = re.compile(re.escape(f"{Path(__file__).parents[2]}/"))
 _LIBRARIES = re.compile(r"/[^\s\"]*?/(?:site|dist)-packages/|/[^\s\"]*?/(?=python3\.\d+/)")
 _COLOURS = re.compile(r"\\u001b\[[\d;]*m")

@@ -14,8 +14,8 @@ from benchmarks.gpu.training import GIB, Steps
 
 
 def activations(notes: Notes) -> None:
-    """Four layers of Llama 8B's shape and 16384 tokens, everything else on the GPU. The ceiling of a step is the one
-    that keeps all, or what the link needs for what has moved, whichever is longer."""
+    """Four layers of Llama 8B's shape and 16384 tokens. The ceiling of a step is one that keeps all, of which a third
+    is forward; where the link needs longer for what leaves in it, or comes back in the backward, it is that."""
     shape: dict[str, Any] = {"depth": 4}
     batch, device, host = (4, 4096), torch.cuda.mem_get_info()[1] * 9 // 10, 40 * GIB
     if notes.small:
@@ -61,11 +61,13 @@ def _train(
         gc.collect()
         torch.cuda.empty_cache()
     found, peak = report["activations"] or {}, report["tiers"]["device"]["peak_bytes"]
-    left = found.get("bytes", {}).get("device_to_host", 0)
-    ceiling = None
+    left, ceiling = found.get("bytes", {}).get("device_to_host", 0), None
     if kept_seconds is not None:
-        rate = notes.rates().get("device_to_host.bytes_per_second")
-        ceiling = 1e3 * max(kept_seconds, left / rate if rate else 0.0)
+        rates = notes.rates()
+        out, back = (
+            left / rates.get(f"{link}.bytes_per_second", float("inf")) for link in ("device_to_host", "host_to_device")
+        )
+        ceiling = 1e3 * (max(kept_seconds / 3, out) + max(2 * kept_seconds / 3, back))
     step = report["step"]
     notes.number(
         f"{case}: step",

@@ -154,7 +154,7 @@ def _chunk_bytes(weights_bytes: int) -> int:
 
 
 def smoke(notes: Notes) -> None:
-    """Twelve checks; each is waited for before the next begins."""
+    """Each check is waited for before the next begins."""
     import tempfile
 
     torch.use_deterministic_algorithms(True)
@@ -179,6 +179,10 @@ def smoke(notes: Notes) -> None:
             "a weight's address in its module's call": lambda: compared(notes, lambda: Pointed(width)),
             "autocast": lambda: compared(notes, build, around=autocast),
             "a new shape each step": lambda: compared(notes, build, mixed_precision=bf16, rows=(8, 3, 16, 8)),
+            "activations that move": lambda: compared(notes, build, mixed_precision=bf16, activations="offload"),
+            "activations that move, copies that are late": lambda: compared(
+                notes, build, mixed_precision=bf16, activations="offload", device=_late_copies()
+            ),
             "workers of a DataLoader by fork": lambda: _with_workers(notes, build),
         }
         if notes.small:

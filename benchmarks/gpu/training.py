@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.models import GPT, Llama, filled_fast, sizes_of, training_step
-from benchmarks.gpu.notes import Notes
+from benchmarks.gpu.notes import PROFILE, Notes
 
 GIB = 1 << 30
 
@@ -152,11 +152,15 @@ def _resident(
 
 
 def profile_of(notes: Notes) -> Any:
-    """The shipped profile of a GPU of this name, with what this run has measured in the place of its figures."""
+    """What `hetmem probe` has measured in this run, or the shipped profile of a GPU of this name, with the figures that
+    other stages have."""
     import psutil
 
     from hetmem.planner import known_profiles, load_profile
 
+    probed = notes.folder / PROFILE
+    if probed.exists():
+        return load_profile(probed)
     device = torch.cuda.get_device_name().lower().replace(" ", "")
     base = load_profile(next((name for name in known_profiles() if name in device), "h100"))
     rates = {"host.memory_bytes": psutil.virtual_memory().total, **notes.rates()}

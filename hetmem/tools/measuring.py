@@ -62,6 +62,7 @@ _LAYERS, _WIDTH, _ROWS = 64, 63, 4  # weight and bias of a layer just fit in a p
 _PAGE_BYTES = 4 * PAGE_ELEMENTS
 _CHUNKS = (1, 8)  # layers in a chunk
 _KINDS = ((_CHUNKS[0], False), (_CHUNKS[1], False), (_CHUNKS[1], True))  # layers in a chunk, and whether more is called
+_WORKSPACE_BYTES = 1 << 28  # cuBLAS takes 32 MiB for each thread and stream that multiplies
 _BETWEEN = 6  # calls between two layers: a module and five functions
 
 
@@ -167,7 +168,8 @@ class _Trained:
         self._on_gpu = device == "cuda"
         tensors = device if self._on_gpu else "cpu"
         self._plain, self._batch = _layers(between=between).to(tensors), torch.zeros(_ROWS, _WIDTH, device=tensors)
-        budget = Budget(room, room, device_chunks=(_LAYERS // 4 + layers) * _PAGE_BYTES)
+        taken = torch.cuda.memory_allocated() + _WORKSPACE_BYTES if self._on_gpu else 0
+        budget = Budget(room + taken, room, device_chunks=(_LAYERS // 4 + layers) * _PAGE_BYTES)
         chunk_bytes = layers * _PAGE_BYTES
         self._model = manage(_layers(between=between), budget, device=device, chunk_bytes=chunk_bytes)
         self._optimizer = AdamW(self._model.parameters())
