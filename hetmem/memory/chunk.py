@@ -187,6 +187,8 @@ class Home:
     written: bool = False
     """Whether anything that counts was ever put there (of an optimizer's state)."""
     away: Home | None = None
+    flat: tuple[torch.dtype | None, int, torch.Tensor] | None = None
+    """What `Chunk.flat` returned last, behind that chunk's `gradient_dtype` and `numel` at that time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -257,8 +259,13 @@ class Chunk:
         return self.numel * self.compute_dtype.itemsize
 
     def flat(self, role: Role) -> torch.Tensor:
-        """Return what is used of the home of `role` as a 1-D tensor (a new one at each call)."""
-        return self.over(role, self.homes[role].memory)
+        """Return what is used of the home of `role` as a 1-D tensor, whose storage is no other tensor's; the same one
+        as long as it is right."""
+        home = self.homes[role]
+        if (known := home.flat) is None or known[0] is not self.gradient_dtype or known[1] != self.numel:
+            with torch.inference_mode(False):
+                known = home.flat = self.gradient_dtype, self.numel, self.over(role, home.memory)
+        return known[2]
 
     def over(self, role: Role, memory: Memory) -> torch.Tensor:
         """`memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
