@@ -262,9 +262,11 @@ def _own_gradient(step: int, weights: list[nn.Parameter]) -> None:
     weights[1].grad = gradient.clone().mul_(2)
 
 
-@pytest.mark.parametrize("rate", [1e-2, 3e-2])
+@pytest.mark.parametrize("own", [{}, {"lr": 3e-2}])
 @pytest.mark.parametrize("does", [_alike, _younger, _own_gradient])
-def test_neighbours_in_a_chunk_are_updated_each_with_its_own_numbers(does: Any, rate: float, tmp_path: Path) -> None:
+def test_neighbours_in_a_chunk_are_updated_each_with_its_own_numbers(
+    does: Any, own: dict[str, float], tmp_path: Path
+) -> None:
     """Some are updated as one."""
 
     def build() -> nn.Module:
@@ -274,8 +276,10 @@ def test_neighbours_in_a_chunk_are_updated_each_with_its_own_numbers(does: Any, 
     optimizers = []
     for module, kind in ((plain, torch.optim.AdamW), (managed, hetmem.AdamW)):
         weights = list(module.parameters())
-        groups = [{"params": [weights[0], *weights[2:]]}, {"params": weights[1:2], "lr": rate}]
-        optimizers.append(kind(groups, lr=1e-2, **({"fused": True} if kind is torch.optim.AdamW else {})))
+        groups = [{"params": [weights[0], *weights[2:]]}, {"params": weights[1:2], **own}]
+        optimizers.append(
+            kind(groups if own else weights, lr=1e-2, **({"fused": True} if kind is torch.optim.AdamW else {}))
+        )
     for step, batch in enumerate(vector_batches(3, 4, 32)):
         for module, optimizer in zip((plain, managed), optimizers, strict=True):
             loss_of(module, batch).backward()
