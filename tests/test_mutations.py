@@ -249,12 +249,6 @@ MUTATIONS = {
         " and self.residency.state(block, Tier.DEVICE) in (CopyState.VALID, CopyState.LOADING):",
         "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot[host-fp32-backward]",
     ),
-    "move homes back while squares of their gradients are summed up": Mutation(
-        "optim/step.py",
-        "self._updates.wait_for(chunk)",
-        "pass",
-        SHARE + "test_homes_go_back_behind_what_is_summed_up_of_their_gradients",
-    ),
     "clip by squares of gradients that have changed since": Mutation(
         "optim/step.py",
         "untouched = update is not None and update.of(parts)\n",
