@@ -84,15 +84,18 @@ class ClockStreams:
 
     now = staticmethod(time.perf_counter)
 
+    def see_compute(self) -> None:
+        """There is one stream."""
+
     def mark(self) -> Event:
         """The end of the last compute."""
         return self._last
 
     timed_mark = mark
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Event:
         """See `Streams`."""
-        return self._links[link].ask(lambda: self._device.seconds_of(work), after)
+        return self._links[link].ask(lambda: self._device.seconds_of(work), after)[1]
 
     def order_compute(self, event: Event) -> None:
         """The next compute, and so all behind it, comes after `event`."""

@@ -6,13 +6,13 @@ The test is run in a process of its own, in which functions of one module have t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.cuda.shim import GPP
 from tests.forked import ROOT, Ended, Forks
+from tests.promises import PROMISES, Mutation
 
 STORIES = "tests/schedule/test_residency.py::"
 BITS = "tests/intercept/test_bit_equality.py::"
@@ -20,16 +20,6 @@ COPIES = "tests/engine/test_home_copies.py::"
 SMALL = "tests/optim/test_small_states.py::"
 UNSEEN = "tests/engine/test_unseen_writes.py::"
 SHARE = "tests/engine/test_share.py::"
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """`before` becomes `after` in `file`; `test` must notice."""
-
-    file: str
-    before: str
-    after: str
-    test: str
 
 
 MUTATIONS = {
@@ -304,6 +294,8 @@ MUTATIONS = {
     ),
 }
 
+FAULTS = MUTATIONS | {f"break: {row}": fault for row, fault in PROMISES.items() if isinstance(fault, Mutation)}
+
 
 MUTATED = """
 import os
@@ -332,7 +324,7 @@ def module_of(file: str) -> str:
 @pytest.fixture(scope="module")
 def prepared(forks: Forks) -> Iterator[Forks]:
     """Processes that have imported all that is mutated and all tests that see it."""
-    files = {"hetmem/" + mutation.file for mutation in MUTATIONS.values()} | {each.test for each in MUTATIONS.values()}
+    files = {"hetmem/" + mutation.file for mutation in FAULTS.values()} | {each.test for each in FAULTS.values()}
     with forks.that_import("tests.conftest", *sorted(map(module_of, files)), "tests.mutated") as prepared:
         yield prepared
 
@@ -348,9 +340,22 @@ def run(
     return prepared.run(MUTATED, *given, basetemp, environment={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, seconds=1200)
 
 
-@pytest.mark.parametrize("name", sorted(MUTATIONS))
+def test_each_promise_has_a_fault() -> None:
+    """Words of `PROMISES` are in one row of docs/guarantees.md each, and each row has some."""
+    lines = (ROOT / "docs/guarantees.md").read_text().splitlines()
+    heads = [number - 1 for number, line in enumerate(lines) if line.startswith("|---")]
+    rows = [line for number, line in enumerate(lines) if line.startswith("| ") and number not in heads]
+    found = {words: [row for row in rows if words in row] for words in PROMISES}
+    assert {words: len(where) for words, where in found.items() if len(where) != 1} == {}
+    assert set(rows) - {row for where in found.values() for row in where} == set(), "rows without a fault"
+    assert {fault for fault in PROMISES.values() if isinstance(fault, str)} <= MUTATIONS.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * FAULTS[name].costly) for name in sorted(FAULTS)]
+)
 def test_the_fault_is_seen(name: str, prepared: Forks, tmp_path: Path) -> None:
-    mutation = MUTATIONS[name]
+    mutation = FAULTS[name]
     if "_in_cpp_" in mutation.test and GPP is None:
         pytest.skip("g++ is not installed")
     source = (ROOT / "hetmem" / mutation.file).read_text()
@@ -364,5 +369,5 @@ def test_the_fault_is_seen(name: str, prepared: Forks, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_without_a_fault_they_pass(prepared: Forks, tmp_path: Path) -> None:
     """Else they would see anything. Outside of forks they run beside this."""
-    ended = run(prepared, sorted({mutation.test for mutation in MUTATIONS.values()}), tmp_path)
+    ended = run(prepared, sorted({mutation.test for mutation in FAULTS.values()}), tmp_path)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]

@@ -27,7 +27,7 @@ import torch
 from hetmem import torch_private
 from hetmem.base.units import round_down
 from hetmem.cpu import loops
-from hetmem.cpu.workers import TILE_ELEMENTS, Task, as_array, check_flat, cut, one_torch_thread, runs_of, tiles_of
+from hetmem.cpu.workers import Task, as_array, check_flat, cut, one_torch_thread, runs_of, tiles_of
 
 if TYPE_CHECKING:
     from hetmem.cpu.workers import WorkerPool
@@ -102,9 +102,10 @@ def adamw_tasks(
     body = round_down(param.numel(), WIDEST_VECTOR)
     arrays = tuple([None if tensor is None else as_array(tensor) for tensor in tensors])
     scalars = scalars_of(step)
-    if 0 < body == param.numel() <= TILE_ELEMENTS:
+    tiles = runs_of(body)
+    if len(tiles) == 1 and body == param.numel():
         return [partial(loop, scalars, *arrays)]
-    tasks: list[Task] = [partial(loop, scalars, *cut(arrays, tile)) for tile in runs_of(body)]
+    tasks: list[Task] = [partial(loop, scalars, *cut(arrays, tile)) for tile in tiles]
     if body < param.numel():
         tasks.append(partial(update_by_torch, step, *cut(tensors, slice(body, None))))
     return tasks

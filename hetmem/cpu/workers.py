@@ -117,6 +117,7 @@ class Batch:
         self._tasks: Iterator[Task] = iter(tasks)
         self._after = after
         self.tasks = self._unfinished = len(tasks)
+        self._begun = 0
         self._lock = threading.Lock()
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
@@ -146,6 +147,11 @@ class Batch:
         if self._first_error is not None:
             raise self._first_error
 
+    @property
+    def all_begun(self) -> bool:
+        """Whether none is left to start."""
+        return self._begun >= self.tasks
+
     def drain(self) -> None:
         """Run tasks until none is left to start; others may still be running elsewhere."""
         while self.run_one():
@@ -155,6 +161,7 @@ class Batch:
         """Run a task that is not started yet; False if there is none."""
         with self._lock:
             task = next(self._tasks, None)
+            self._begun += 1
         if task is None:
             return False
         error: BaseException | None = None
@@ -183,16 +190,21 @@ class Batch:
                 self._first_error = self._first_error or error
 
 
-_Queue = SimpleQueue[Batch | None]
+_Queue = SimpleQueue[tuple[Batch, int] | None]
+"""Batches, and how many more workers each is for. One that gets it wakes the next: the thread that begins a batch, and
+launches kernels, pays for one wake alone."""
 
 
 def _serve(batches: _Queue, cores: Collection[int]) -> None:
     """Life of a worker thread. It holds the queue, not the pool, so a forgotten pool can be collected."""
     if cores:
         _bind_this_thread(cores)
-    while (batch := batches.get()) is not None:
+    while (got := batches.get()) is not None:
+        batch, more = got
+        if more and not batch.all_begun:
+            batches.put((batch, more - 1))
         batch.drain()
-        del batch  # an idle worker must not keep a chunk's memory alive
+        del got, batch  # an idle worker must not keep a chunk's memory alive
 
 
 def _bind_this_thread(cores: Collection[int]) -> None:
@@ -273,8 +285,8 @@ class WorkerPool:
     def _share(self, batch: Batch, helpers: int) -> None:
         if helpers > 0 and not self._workers:
             self._start()
-        for _ in range(helpers):
-            self._batches.put(batch)
+        if helpers > 0:
+            self._batches.put((batch, helpers - 1))
 
     def _start(self) -> None:
         with self._lock:

@@ -237,16 +237,22 @@ class EventLog:
         answers with errors, are forgotten."""
         unread, clock = self._unread, self._clock
         try:
+            all_passed = bool(unread) and not wait and self._passed(unread[-1])  # compute passes them in order
             while unread:
-                for mark in (unread[0].mark, *([unread[0].other] if unread[0].kind == "copy" else ())):
-                    if wait:
-                        clock.wait(mark)
-                    elif not clock.passed(mark):
-                        return
+                if wait:
+                    clock.wait(unread[0].mark)
+                    if unread[0].kind == "copy":
+                        clock.wait(unread[0].other)
+                elif not (all_passed or self._passed(unread[0])):
+                    return
                 self._read(unread.popleft())
         except Exception:  # the thread that computes gets the error
             unread.clear()
             self._resumed = None
+
+    def _passed(self, mark: _Mark) -> bool:
+        passed = self._clock.passed
+        return passed(mark.mark) and (mark.kind != "copy" or passed(mark.other))
 
     def _read(self, mark: _Mark) -> None:
         clock, ready = self._clock, self._clock.when(mark.mark)

@@ -93,7 +93,7 @@ class Executor:
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Return `slot` of the device as a flat tensor of `chunk`'s elements."""
-        return self._memory.device_pool.flat(slot, chunk.compute_dtype, chunk.numel)
+        return self._memory.device_pool.whole(slot, chunk.compute_dtype, chunk.numel)
 
     def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
         """Return `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""

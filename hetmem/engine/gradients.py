@@ -370,7 +370,7 @@ class GradientSink:
             take_gradient(managed.parameter)
         for managed in chunk.parameters:
             leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
-            managed.close_grad_home()
+            managed.close_grad_home(unused=True)
         self.lent.discard(chunk)
         memory = self.runtime.memory
         memory.end_loan(memory.take_gradients(chunk))

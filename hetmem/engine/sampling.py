@@ -44,6 +44,10 @@ class Fingerprints:
         """Note the bits of `values`, the flat parameters in host memory that a copy of `chunk` is made of."""
         self._bits[chunk] = _bits(values, self._index(chunk)[0])
 
+    def forget(self, chunk: Chunk) -> None:
+        """Forget the bits of `chunk`: to `differ`, any have changed."""
+        self._bits.pop(chunk, None)
+
     def differ(self, chunk: Chunk, values: torch.Tensor, managed: ManagedParameter | None = None) -> bool:
         """Return whether `values` have other bits than `take` noted; of `managed` alone, if that is given."""
         (index, parts), before = self._index(chunk), self._bits.get(chunk)

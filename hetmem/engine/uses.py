@@ -175,7 +175,7 @@ class Uses:
             with self._unwatched():
                 room.before_moment(moment)
         self._saw(moment, operator, blocks)
-        traffic.residency.reach(blocks, DEVICE)
+        traffic.residency.reach_on_device(blocks)
         if traffic.use(uses):
             for managed in used:
                 if managed.device is None:
@@ -301,8 +301,8 @@ class Uses:
         if self._memory.resident:
             self._traffic.release_all(over)
             return
-        for block, uses in over.items():
-            self._traffic.release(block, DEVICE, uses=uses)
+        for block in over:
+            self._traffic.release(block, DEVICE, uses=over[block])
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions are not seen. Of a region `.data` is not seen either: writes through that

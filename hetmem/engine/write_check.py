@@ -57,6 +57,10 @@ class WriteCheck:
         self.noticed: set[int] = set()
         """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
         self.home_copies = HomeCopies()
+        self._used_again: set[Chunk] = set()
+        """Chunks with 16-bit copies at home of which a forward was not the first one since a step."""
+        self._were_used_again: set[Chunk] = set()
+        """The same, before the last step."""
         self._ties: dict[ManagedParameter, ManagedParameter] = {}
         """Parameters whose `.data` was last set to that of another one, within the forward that runs."""
         self.stepped = True
@@ -76,6 +80,8 @@ class WriteCheck:
         trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
         if trained:
             self._gradients_left.clear()
+        if stepped:
+            self._were_used_again, self._used_again = self._used_again, set()
         self._gradients_wanted = torch.is_grad_enabled()
         chunks, counted = self._chunks, self._all_counted()
         due = {each.chunk for each in self._parameters if trained and each.parameter.requires_grad}
@@ -147,6 +153,8 @@ class WriteCheck:
         """Return whether the 16-bit copy of `chunk` has to be compared; not while its update is under way."""
         if chunk in self._traffic.updating:
             return False
+        if not due:
+            self._used_again.add(chunk)
         return due or self._traffic.executor.fingerprints.differ(chunk, chunk.flat(Role.PARAM))
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
@@ -177,7 +185,10 @@ class WriteCheck:
         if chunk in self._traffic.updating:  # which makes the home, and its copy, anew
             self.home_copies.renewed(chunk)
         elif chunk.operand == Role.COMPUTE:
-            self._traffic.executor.fingerprints.take(chunk, chunk.flat(Role.PARAM))
+            if chunk in self._used_again or chunk in self._were_used_again:
+                self._traffic.executor.fingerprints.take(chunk, chunk.flat(Role.PARAM))
+            else:  # nothing asks for them before the next step; if it does, all is compared
+                self._traffic.executor.fingerprints.forget(chunk)
             stale = self.home_copies.stale(chunk)
             self.noticed.update(map(id, stale))
             if stale:

@@ -187,6 +187,8 @@ class Home:
     written: bool = False
     """Whether anything that counts was ever put there (of an optimizer's state)."""
     away: Home | None = None
+    flat: tuple[torch.dtype | None, int, torch.Tensor] | None = None
+    """What `Chunk.flat` returned last, behind that chunk's `gradient_dtype` and `numel` at that time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -257,8 +259,13 @@ class Chunk:
         return self.numel * self.compute_dtype.itemsize
 
     def flat(self, role: Role) -> torch.Tensor:
-        """Return what is used of the home of `role` as a 1-D tensor (a new one at each call)."""
-        return self.over(role, self.homes[role].memory)
+        """Return what is used of the home of `role` as a 1-D tensor, whose storage is no other tensor's; the same one
+        as long as it is right."""
+        home = self.homes[role]
+        if (known := home.flat) is None or known[0] is not self.gradient_dtype or known[1] != self.numel:
+            with torch.inference_mode(False):
+                known = home.flat = self.gradient_dtype, self.numel, self.over(role, home.memory)
+        return known[2]
 
     def over(self, role: Role, memory: Memory) -> torch.Tensor:
         """`memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
@@ -287,12 +294,13 @@ class ManagedParameter:
     is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
     begins at `device_address`, and `device_references` how often hetmem itself refers to that; `device_view` is a view
-    of it that autograd has been given, turned mostly. `grad_home` is the home
-    of the gradient, and `grad_view` what shows it as `p.grad` where it is kept in fewer bits. `version` is the
-    parameter's version counter as last seen: a different one means that it was written to. `data_sets` counts how
-    often `.data` was set within a forward or backward. `kind` is the parameter's class; while something computes it is
-    `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see `intercept.faults`). `bound`
-    counts the calls of modules that it is bound for, and `data_taken` says that `.data` was asked for within one."""
+    of it that autograd has been given, turned mostly. `grad_home` is the home of the gradient, and `grad_view` what
+    shows it as `p.grad` where it is kept in fewer bits; `grad_spare` are those of the last step, which nothing else
+    holds. `version` is the parameter's version counter as last seen: a different one means that it was written to.
+    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; while
+    something computes it is `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see
+    `intercept.faults`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
+    was asked for within one."""
 
     parameter: torch.nn.Parameter
     name: str
@@ -316,6 +324,7 @@ class ManagedParameter:
     device_view: tuple[Any, torch.Tensor] | None = None
     grad_home: torch.Tensor | None = None
     grad_view: Widened | None = None
+    grad_spare: tuple[torch.Tensor, Widened | None] | None = None
     grad_version: int = 0
     grad_address: int = 0
     grad_hooked: bool = False
@@ -336,14 +345,24 @@ class ManagedParameter:
         return version
 
     def open_grad_home(self) -> None:
-        """Make `grad_home` a new view of where the gradient lives."""
+        """Make `grad_home` a view of where the gradient lives: a new one, unless that of the last step is spare."""
+        spare, self.grad_spare = self.grad_spare, None
+        dtype = self.chunk.dtype_of(Role.GRAD)
+        memory = self.chunk.homes[Role.GRAD].memory
+        if spare is not None and type(memory) is memoryview and spare[0].dtype is dtype:
+            self.grad_home, self.grad_view = spare
+            self.grad_home.data = self.shaped(elements(memory, dtype, self.numel, self.offset * dtype.itemsize))
+            self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+            return
         self.grad_home = self.view(Role.GRAD)
         self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
-        kept = self.chunk.dtype_of(Role.GRAD) is self.chunk.dtype
+        kept = dtype is self.chunk.dtype
         self.grad_view = None if kept else Widened(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
 
-    def close_grad_home(self) -> None:
-        """Forget where the gradient lives."""
+    def close_grad_home(self, *, unused: bool = False) -> None:
+        """Forget where the gradient lives. If nothing else holds the views of it, `unused`, the next one gets them."""
+        if unused and self.grad_home is not None and self.grad_home.is_cpu:
+            self.grad_spare = self.grad_home, self.grad_view
         self.grad_home = self.grad_view = None
 
     def views(self, role: Role) -> dict[str, torch.Tensor]:

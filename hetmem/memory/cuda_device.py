@@ -154,14 +154,16 @@ class CudaDevice(Device):
         if not self._crosses(source, target):
             super().copy_in(target, source)
             return
-        with torch.no_grad():
-            self.moves.copy_in(target, source)
+        self.moves.copy_in(target, source)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         if not self._crosses(arrived, target):
             super().gradient_out(target, arrived, add=add)
             return
-        with torch.no_grad():
+        if torch.is_grad_enabled():  # a context for each gradient would cost more than to ask
+            with torch.no_grad():
+                self.moves.gradient_out(target, arrived, add=add)
+        else:
             self.moves.gradient_out(target, arrived, add=add)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
@@ -264,11 +266,18 @@ class ComputeStreams:
         self._device = device
         self.default = torch.cuda.default_stream(device)
         self.seen: dict[torch.cuda.Stream, None] = {self.default: None}
+        self._by_handle: dict[Any, torch.cuda.Stream] = {}
 
     def current(self) -> torch.cuda.Stream:
         """The one that is current, from now on seen."""
-        stream = torch.cuda.current_stream(self._device)
-        self.seen[stream] = None
+        handle_of = torch_private.raw_current_stream
+        handle = None if handle_of is None else handle_of(self._device.index)
+        stream = self._by_handle.get(handle)
+        if stream is None:
+            stream = torch.cuda.current_stream(self._device)
+            self.seen[stream] = None
+            if handle is not None:
+                self._by_handle[handle] = stream
         return stream
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -311,19 +320,18 @@ class CudaStreams:
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
 
-    def mark(self) -> torch.cuda.Event:
-        """An event on the current stream, or behind all streams where there are several."""
-        return self._behind_compute(torch.cuda.Event())
+    def see_compute(self) -> None:
+        self._compute.current()
 
     def timed_mark(self) -> torch.cuda.Event | None:
-        """An event as `mark`, with the time at which it was asked for."""
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        event: Any = torch.cuda.Event(enable_timing=True)
-        event.hetmem_asked = time.perf_counter()
-        return self._behind_compute(event)
+        """See `mark`; None while a CUDA graph is captured."""
+        return None if torch.cuda.is_current_stream_capturing() else self.mark()
 
-    def _behind_compute(self, event: torch.cuda.Event) -> torch.cuda.Event:
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream, or behind all streams where there are several, with the time at which it was
+        asked for."""
+        event: Any = torch.cuda.Event(enable_timing=True)
+        event.hetmem_asked = time.perf_counter()  # torch 2.11 lets events die without telling weak references
         stream = self._compute.current()
         if len(self._compute.seen) > 1:
             stream = self._joined = self._joined or torch.cuda.Stream(self._device)
@@ -332,19 +340,17 @@ class CudaStreams:
                 behind.record(one)
                 stream.wait_event(behind)
         event.record(stream)
-        return event
+        found: torch.cuda.Event = event
+        return found
 
-    def enqueue(
-        self, link: Link, after: Sequence[Any], work: Callable[[], None]
-    ) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        stream = self._streams[link]
-        start: Any = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> torch.cuda.Event:
+        stream, compute, device = self._streams[link], self._compute.current(), torch.cuda.current_device()
+        end: Any = torch.cuda.Event(enable_timing=True)
+        end.hetmem_asked = time.perf_counter()
+        torch.cuda.set_stream(stream)  # `with torch.cuda.stream(…)` asks for the current one three times
+        try:
             for event in after:
                 stream.wait_event(event)
-            start.hetmem_asked = time.perf_counter()  # torch 2.11 lets events die without telling weak references
-            start.record(stream)
             try:
                 work()
             except BaseException:
@@ -352,7 +358,12 @@ class CudaStreams:
                     stream.synchronize()  # what was asked for uses memory that its owner is about to let go
                 raise
             end.record(stream)
-        return start, end
+        finally:
+            torch.cuda.set_stream(compute)  # makes its GPU the current one
+            if device != self._device.index:
+                torch.cuda.set_device(device)
+        ended: torch.cuda.Event = end
+        return ended
 
     def order_compute(self, event: torch.cuda.Event) -> None:
         self._compute.current().wait_event(event)

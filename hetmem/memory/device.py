@@ -72,6 +72,15 @@ class DevicePool:
             return torch.empty(0, dtype=dtype, device=self._device)
         return elements(self._memory[place], dtype, numel, offset_elements * dtype.itemsize)
 
+    def whole(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """As `flat`, for copies: the same tensor as long as `place` keeps its memory."""
+        views, key = self.views.setdefault(place, {}), (dtype, numel)
+        found: torch.Tensor | None = views.get(key)
+        if found is None:
+            with torch.inference_mode(False):
+                found = views[key] = self.flat(place, dtype, numel)
+        return found
+
     def poison(self, place: int) -> None:
         """Overwrite `place`, on the stream of compute, so that a stale reader gets NaN."""
         if place in self._memory:  # there may have been none for it

@@ -145,7 +145,7 @@ class Copier:
         return False
 
     def wait(self) -> bool:
-        """Wait for the oldest of those; False if there is none."""
+        """Wait for the oldest of those, unless a younger one is over, and report it; False if there is none."""
         return False
 
     def close(self) -> None:
@@ -256,17 +256,19 @@ class TransferEngine:
         over then: its memory stays its own, and its end is reported when the disk answers. An interrupt that was held
         back is raised instead of waiting, and nothing is taken.
         """
-        self._copier.poll()
         if not wait:
+            self._copier.poll()
             return self._one()
         HELD_BACK.raise_here()
         while (finished := self._one()) is None:
-            if self._beside or not self._copier.wait():
+            if not self._beside and self._copier.wait():
+                continue
+            self._copier.poll()
+            if self._finished.empty():
                 finished = HELD_BACK.wait(self._next, self._wake)
                 if finished not in (None, _WOKEN):  # before an interrupt, which would be the end of it
                     return self._taken(finished)
                 HELD_BACK.raise_here()
-            self._copier.poll()
         return finished
 
     def _one(self) -> Finished | None:

@@ -302,7 +302,7 @@ class Passes:
         """The update of `parts`, which lie side by side if they are several, and whose states have `entries`."""
         fresh = self._make_states(parts, entries, update.opened)
         first, opened, managed = parts[0], update.opened, parts[0].managed
-        copy = opened.get(Role.COMPUTE, update.copy)
+        copy = update.opened.get(Role.COMPUTE, update.copy)
         states: dict[str, torch.Tensor] = {}
         if len(parts) == 1:
             for role in first.roles:

@@ -172,8 +172,8 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
         return "More CPU cores would shorten it; more micro-batches per step run it less often."
     if binding == "host_to_device":
         return (
-            "A larger Budget(device=…) or fewer activations keep more chunks on the device; mixed_precision halves "
-            "their bytes; a larger batch uses each of them longer."
+            "A larger Budget(device=…) or fewer activations keep more chunks on the device; mixed_precision with "
+            "Budget(home_copies=True) halves their bytes; a larger batch uses each of them longer."
         )
     if binding == "device_to_host":
         return (

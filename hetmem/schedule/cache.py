@@ -177,7 +177,7 @@ class Cache:
         self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
         self._changed: set[int] = set()
         self.touch = self._changed.add
-        self._complete = 0
+        self.complete = 0
         """Every use from the position of the schedule up to this one has its copies, in whatever state."""
         self._demand = Order(self.copies, self._demand_rank)
         self._ahead = Order(self.copies, self._ahead_rank)
@@ -198,7 +198,7 @@ class Cache:
         """Forget the copy of `block` on this tier, and return it."""
         self.unused.discard(block)
         self.touch(block)
-        self._complete = 0
+        self.complete = 0
         if self._farther is not None:
             self._farther._rank_again(block)
         return self.copies.pop(block)
@@ -226,7 +226,7 @@ class Cache:
 
     def expect(self, schedule: Schedule) -> None:
         """Take `schedule` for what comes next."""
-        self.schedule, self._complete = schedule, 0
+        self.schedule, self.complete = schedule, 0
         for cache in (self,) if self._farther is None else (self, self._farther):
             cache._demand.renew()
             cache._ahead.renew()
@@ -245,7 +245,7 @@ class Cache:
         last = schedule.position
         if last == first + 1:
             return  # the next one, as all expected
-        self._complete = 0
+        self.complete = 0
         if last < first:
             first, last = last, first
         changed = set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
@@ -287,18 +287,14 @@ class Cache:
         now = min(schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position))
         return now if now < NEVER else 0
 
-    def has_all(self, lookahead: int) -> bool:
-        """Return whether it is known that none of the next `lookahead` uses lacks a copy, without looking."""
-        return self._complete >= self.schedule.position + lookahead
-
     def missing(self, lookahead: int, most: int) -> list[int]:
         """Return the first blocks, `most` at most, that the next `lookahead` uses read and that have no copy on this
         tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
         """
         schedule, copies, held = self.schedule, self.copies, self.held
         start, end = schedule.position, schedule.horizon(lookahead)
-        if start < self._complete:
-            start = self._complete
+        if start < self.complete:
+            start = self.complete
         missing: list[int] = []
         comes_by_itself: set[int] = set()
         complete = True
@@ -309,7 +305,7 @@ class Cache:
             else:
                 continue
             if complete:
-                complete, self._complete = False, at
+                complete, self.complete = False, at
             if schedule.overwrites and not schedule.reads(at):
                 comes_by_itself.update(block for block in blocks if block not in copies)
                 continue
@@ -319,7 +315,7 @@ class Cache:
                     if len(missing) >= most:
                         return missing
         if complete:
-            self._complete = self._complete_from(max(start, end), 4 * lookahead)
+            self.complete = self._complete_from(max(start, end), 4 * lookahead)
         return missing
 
     def _complete_from(self, start: int, most: int) -> int:

@@ -49,6 +49,8 @@ class Residency:
         self._device = self._caches[DEVICE]
         self.taken = tuple(cache.slots for cache in self._caches)
         """Of each cached tier, whose `used` are the slots that are taken, loads in flight included."""
+        self.reach_on_device = self._device.reach
+        """`reach` on the device, where weights are used."""
         self.blocks = self._ledger.blocks
         self.counts = self._ledger.counts
 
@@ -191,9 +193,9 @@ class Residency:
             state = copies[block].state
             if state is not VALID and not (coming and state is LOADING):
                 return None
-        for block, more in uses.items():
+        for block in uses:
             cache.meet(block)
-            copy = copies[block]
+            copy, more = copies[block], uses[block]
             ledger.tick = copy.last_use = ledger.tick + 1
             counts.acquires += more
             copy.uses += more

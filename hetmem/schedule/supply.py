@@ -146,7 +146,8 @@ class Supply:
         device, staging = self._caches
         if self.waiting:
             return
-        if cache is device and not (staging.slots.count or device.fed_ahead) and device.has_all(self._lookahead):
+        known = cache is device and not (staging.slots.count or device.fed_ahead)
+        if known and device.complete >= device.schedule.position + self._lookahead:
             return
         self._begin(cache, commands)
         if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near

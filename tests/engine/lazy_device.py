@@ -38,8 +38,10 @@ class LazyStreams:
     """`Streams` whose work is done at the last moment."""
 
     def __init__(self) -> None:
-        self._queues: dict[Link, deque[tuple[Event, Callable[[], None], Event]]] = {link: deque() for link in Link}
+        self._queues: dict[Link, deque[tuple[Callable[[], None], Event]]] = {link: deque() for link in Link}
         self.enqueued = 0
+
+    def see_compute(self) -> None: ...
 
     def mark(self) -> Event:
         event = Event()
@@ -54,12 +56,12 @@ class LazyStreams:
         event.passes()
         return event
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Event:
         assert all(event.at for event in after), "compute has no future here"
-        start, end = Event(), Event()
-        self._queues[link].append((start, work, end))
+        end = Event()
+        self._queues[link].append((work, end))
         self.enqueued += 1
-        return start, end
+        return end
 
     def order_compute(self, event: Event) -> None:
         self.wait(event)
@@ -69,10 +71,9 @@ class LazyStreams:
 
     def wait(self, event: Event) -> None:
         for jobs in self._queues.values():
-            if any(end is event for _, _, end in jobs):
+            if any(end is event for _, end in jobs):
                 while not event.at:
-                    start, work, end = jobs.popleft()
-                    start.passes()
+                    work, end = jobs.popleft()
                     work()
                     end.passes()
 
@@ -83,7 +84,7 @@ class LazyStreams:
 class EarlyStreams(LazyStreams):
     """Copies are as early as they may be, and still nobody knows that they are over before somebody waits for them."""
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Event:
         work()
         return super().enqueue(link, after, lambda: None)
 
@@ -176,18 +177,20 @@ class Clocked:
     def now(self) -> float:
         return self.host
 
+    def see_compute(self) -> None: ...
+
     def mark(self) -> float:
         self.compute = max(self.compute, self.host)  # an event is passed no sooner than it is recorded
         return self.compute
 
     timed_mark = mark
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[float, float]:
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> float:
         before = self.copied_bytes
         work()
         start = max(self.free_at[link], self.host, *after)
         self.free_at[link] = start + (self.copied_bytes - before) / self.rate
-        return start, self.free_at[link]
+        return self.free_at[link]
 
     def order_compute(self, event: float) -> None:
         self.compute = max(self.compute, event)

@@ -59,7 +59,7 @@ class NumberedStreams(LazyStreams):
         event.number = next(self.numbers)
         return event
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Event:
         for target in targets_of(work) if link is Link.HOST_TO_DEVICE else ():
             uses = [at for used, at in self.last_use.items() if used.start < target.stop and target.start < used.stop]
             assert max(uses, default=0) <= max((event.number for event in after), default=0), "compute may be under way"
@@ -215,7 +215,7 @@ class Unable(LazyDevice):
 class NowStreams(LazyStreams):
     """Asks for work at once and carries it out late, as a GPU does: what cannot be asked for fails at once."""
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Event, Event]:
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Event:
         device = getattr(getattr(work, "func", None), "__self__", None)
         if isinstance(device, Unable) and device.failures:
             work()

@@ -298,11 +298,13 @@ def test_writes_after_a_chunk_was_prepared_for_its_update_are_stepped_from(
 def test_writes_before_the_first_forward_and_without_an_optimizer_count(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
-    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    at_home = {"home_copies": True} if mixed is not None and placement == "host" else {}
+    modules = pair(mlp, placement, tmp_path, mixed_precision=mixed, **at_home)
     for value in (1.5, 0.25):
         for module in modules:
             with torch.no_grad():
-                module[0].weight.mul_(value)
+                weight = module[0].weight
+                (weight.data if value == 1.5 else weight).mul_(value)
         reference = copy.deepcopy(modules[0])
         for parameter in reference.parameters():
             parameter.data = parameter.data.to(mixed or torch.float32)

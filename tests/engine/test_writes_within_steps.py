@@ -223,6 +223,18 @@ def test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch(
     train_both(*modules, batches, Recipe(mixed=mixed), optimizers=optimizers)
 
 
+@streamed
+def test_under_autocast_that_is_an_error_too(placement: str, tmp_path: Path) -> None:
+    """torch may go on, with the cast that it has kept."""
+    managed = manage(mlp(), placement, tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(managed, BATCHES[0])
+    with torch.no_grad():
+        managed[2].weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @everywhere
 def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(placement: str, tmp_path: Path) -> None:
     modules = pair(mlp, placement, tmp_path)

@@ -311,7 +311,7 @@ def test_a_model_that_fits_stays_on_the_gpu_and_has_the_bits_of_torch(mixed: tor
 class SleepyStreams(CudaStreams):
     """Every copy is late by as long as the whole step computes."""
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[Any, Any]:
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Any:
         def late() -> None:
             torch.cuda._sleep(LONG)
             work()

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests.cuda.shim import ShimBackend
-from tests.memory.tested import Backend, CudaDevice, TorchBackend, Ways, cuda_device, live_bytes
+from tests.memory.tested import Backend, CudaDevice, TorchBackend, Ways, cuda_device, live_bytes, torch_private
 
 _EARLY = 0.4  # of the times that a stream may run ahead, where `FakeCuda.early` is chance
 
@@ -220,6 +220,17 @@ class FakeCuda:
         finally:
             self.current = before
 
+    def set_stream(self, stream: Stream) -> None:
+        """As `stream`, until it is called with the stream that was current before."""
+        before, entered = getattr(self._of_thread, "entered", (None, None))
+        if entered is not None:
+            entered.__exit__(None, None, None)
+            self._of_thread.entered = None, None
+        if stream is not before:
+            mode = self.stream(stream)
+            self._of_thread.entered = self.current, mode
+            mode.__enter__()
+
     def host_register(self, address: int, nbytes: int, flags: int) -> CudaError:
         assert address % 4096 == 0 and nbytes > 0 and address not in self.pinned
         if self.register_error and len(self.pinned) >= self.registered_before_error:
@@ -297,6 +308,8 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
         "Stream": Stream,
         "Event": Event,
         "stream": fake.stream,
+        "set_stream": fake.set_stream,
+        "set_device": lambda device: None,
         "current_stream": current_stream,
         "default_stream": lambda device=None: fake.default,
         "is_current_stream_capturing": lambda: fake.captures,
@@ -305,6 +318,7 @@ def install(fake: FakeCuda, put: Callable[..., None]) -> None:
     for name, replacement in names.items():
         assert hasattr(torch.cuda, name), f"torch.cuda has no {name}"
         put(torch.cuda, name, replacement)
+    put(torch_private, "raw_current_stream", lambda index: id(fake.current))
     put(torch.Tensor, "record_stream", lambda self, stream: fake.record_stream(self, stream))
     put(live_bytes, "_modes_are_around", lambda: False)  # `Deferred` is a mode that hetmem's own copies need
     cuda_device._observe_allocator.cache_clear()

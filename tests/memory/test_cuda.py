@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
-from tests.engine.harness import PLACEMENTS, Recipe, Tower, pair, token_batches, train_both
+from tests.engine.harness import PLACEMENTS, Recipe, Tower, manage, mlp, pair, token_batches, train_both
 from tests.engine.lazy_device import host_slots
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda
 from tests.memory.tested import (
@@ -42,6 +42,10 @@ def train(fake: FakeCuda, placement: str, directory: Path, **options: Any) -> nn
     )
     assert (fake.deferred > 20) == (placement != "resident")
     return managed
+
+
+SEGMENTS = 8
+"""Events of a step: begin and end of forward, backward and step, and what is left over."""
 
 
 def streams_of_cpu() -> CudaStreams:
@@ -226,14 +230,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_times_stay_exact_however_long_the_process_runs(cuda: FakeCuda, clock: Clock) -> None:
     """CUDA says them in a float32 of milliseconds: after a day that would be 8 ms apart."""
     streams = streams_of_cpu()
-    start, end = streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
+    end: Any = streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
     streams.wait(end)
     base = streams.when(end)
     for second in range(0, 90_000, 100):
-        assert start.last is not None
         now = Event(enable_timing=True)
         now.record()
-        now.last.at = start.at + second
+        now.last.at = end.at + second
         clock.now = base + second + 1.0
         assert streams.when(now) == pytest.approx(base + second, abs=1e-2)
         assert float(torch.tensor(streams._base.elapsed_time(now))) < 1e6
@@ -247,7 +250,7 @@ def test_times_are_the_host_s_though_the_gpu_s_clock_is_another(cuda: FakeCuda, 
     streams._base.last.at = 1.0
     for asked in range(10, 30_000, 10):
         clock.now = asked
-        start, end = streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
+        start, end = streams.mark(), streams.enqueue(Link.HOST_TO_DEVICE, [], lambda: None)
         streams.wait(end)
         for event, seconds in ((start, asked + 0.001), (end, asked + 0.002)):
             event.last.at = 1.0 + seconds * (1.0 + drift)
@@ -269,9 +272,75 @@ def test_a_mark_is_behind_every_stream_that_was_seen_to_compute(cuda: FakeCuda) 
     def overwrite() -> None:
         weight.fill_(7.0)
 
-    _, end = streams.enqueue(Link.HOST_TO_DEVICE, [mark], overwrite)
+    end = streams.enqueue(Link.HOST_TO_DEVICE, [mark], overwrite)
     streams.wait(end)
     assert torch.equal(seen[0], torch.ones(4)) and torch.equal(seen[1], torch.ones(4)) and weight[0] == 7
+
+
+def test_a_copy_comes_behind_a_use_on_a_stream_that_asked_for_no_event(cuda: FakeCuda) -> None:
+    """Uses record none: the copy into their memory does, on every stream on which there were any."""
+    copier = StreamCopier(streams_of_cpu(), lambda job, start, end: None, lambda finished: None)
+    weight, seen = torch.ones(4), torch.zeros(4)
+    with torch.cuda.stream(Stream()):
+        seen.copy_(weight)
+        mark = copier.mark()
+    copier.start(Job("chunk", Link.HOST_TO_DEVICE, lambda: weight.fill_(7.0) and None, 1), [mark])
+    copier.close()
+    assert torch.equal(seen, torch.ones(4)) and weight[0] == 7
+
+
+class CountedStreams(CudaStreams):
+    """Counts events behind compute; notes how many there were before each copy, and which it comes behind."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), ComputeStreams(torch.device("cpu")))
+        self.events: list[Any] = []
+        self.behind: list[int] = []
+
+    def mark(self) -> Any:
+        self.events.append(super().mark())
+        return self.events[-1]
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Any:
+        self.behind += [self.events.index(event) for event in after]
+        return super().enqueue(link, after, work)
+
+
+def test_a_copy_into_memory_that_is_long_free_waits_for_no_later_compute(cuda: FakeCuda) -> None:
+    """A few uses share an event: one each would cost the host more, one for all would hold copies back."""
+    streams = CountedStreams()
+    copier = StreamCopier(streams, lambda job, start, end: None, lambda finished: None)
+    marks = [copier.mark() for _ in range(20)]
+    assert len(streams.events) == 5
+    for mark in (marks[0], marks[3], marks[4], marks[19]):
+        copier.start(Job(mark, Link.HOST_TO_DEVICE, lambda: None, 1), [mark])
+    assert streams.behind == [0, 0, 1, 4] and len(streams.events) == 5
+    copier.start(Job("last", Link.HOST_TO_DEVICE, lambda: None, 1), [copier.mark()])
+    assert streams.behind[4:] == [5], "nothing has been recorded since"
+    copier.close()
+
+
+def test_events_of_a_step_are_those_of_its_copies_and_waits_and_none_of_a_use(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A gradient took four of them, and a use of a weight one, each some microseconds of the thread that launches."""
+    recorded: list[Event] = []
+    record = Event.record
+    monkeypatch.setattr(Event, "record", lambda event, *stream: (recorded.append(event), record(event, *stream))[1])
+    limits = hetmem.Budget(device="384KiB", device_chunks="96KiB", host="64MiB")  # all copies, no states
+    managed = manage(mlp(), limits, tmp_path, device=CpuCuda(), sanitize=False)
+    optimizer = hetmem.AdamW(managed.parameters())
+    events = registry.of_module(managed).runtime.events
+    for _ in range(4):
+        for log in (recorded, events.transfers, events.host_waits):
+            log.clear()
+        managed(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    copies = [transfer.link for transfer in events.transfers]
+    gradients, weights = copies.count(Link.DEVICE_TO_HOST), copies.count(Link.HOST_TO_DEVICE)
+    assert gradients == len(list(managed.parameters())) and weights > 0
+    assert len(recorded) <= 2 * gradients + 3 * weights + len(events.host_waits) + SEGMENTS
 
 
 def test_slots_are_of_the_default_stream_s_memory_whatever_stream_is_current(
@@ -384,7 +453,7 @@ def test_a_device_that_fails_ends_every_job_with_its_error(cuda: FakeCuda) -> No
         copier.start(Job(tag, link, lambda: None, 1), [])
     streams.failed = True
     copier.abandon()
-    assert copier.wait() and finished == []
+    assert copier.wait() and len(finished) == 1
     copier.poll()
     assert [str(ended.error) for ended in finished] == ["CUDA error: device-side assert triggered"] * 3
     assert {ended.tag for ended in finished} == {0, 1, 2}

@@ -31,6 +31,8 @@ class StreamsBehindCompute:
         self.waits = 0
         self.over: set[int] = set()
 
+    def see_compute(self) -> None: ...
+
     def mark(self) -> int:
         return 0
 
@@ -40,8 +42,8 @@ class StreamsBehindCompute:
     def timed_mark(self) -> int:
         return 0
 
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> tuple[int, int]:
-        return 0, 1
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> int:
+        return 1
 
     def order_compute(self, event: int) -> None: ...
 

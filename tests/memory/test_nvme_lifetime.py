@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import stat
 import threading
 from pathlib import Path
 
@@ -23,9 +24,12 @@ def test_close_finishes_what_was_started_and_leaves_neither_threads_nor_files(
 ) -> None:
     store = NvmeStore([tmp_path, tmp_path], 64 * MIB, request_bytes=BLOCK_BYTES)
     extents = store.reserve_many([2 * MIB, 2 * MIB])
+    files = [file for file in Path("/proc/self/fd").iterdir() if file.exists() and str(tmp_path) in os.readlink(file)]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     futures = [store.write(extent, random_memory(2 * MIB, seed)) for seed, extent in enumerate(extents)]
     store.close()
     assert [future.done() and future.result() for future in futures] == [2 * MIB, 2 * MIB]
+    assert not list(tmp_path.iterdir()), "they have no name"
     store.close()
     for operation in (
         lambda: store.reserve(1),

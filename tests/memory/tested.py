@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hetmem import torch_private
 from hetmem.base.config import cache_directory, kernel_cache_directory
 from hetmem.base.hardware import DiskSample
 from hetmem.base.units import GIB, MIB
@@ -80,4 +81,5 @@ __all__ = [
     "save_ways",
     "settings_for",
     "stream_for",
+    "torch_private",
 ]

@@ -210,7 +210,7 @@ class Marking(EarlyStreams):
         event.number = self.marks
         return event
 
-    def enqueue(self, link: Any, after: Sequence[Any], work: Callable[[], None]) -> tuple[Mark, Mark]:
+    def enqueue(self, link: Any, after: Sequence[Any], work: Callable[[], None]) -> Mark:
         if isinstance(work, testing.place_of("states to the device")[0]):
             self.brought_after.append(max((event.number for event in after), default=0))
         return super().enqueue(link, after, work)

@@ -1,0 +1,255 @@
+"""A fault for each promise of docs/guarantees.md: which line of hetmem it breaks, and which test sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`before` becomes `after` in `file`; `test` must notice. `costly`: `make test` leaves it out."""
+
+    file: str
+    before: str
+    after: str
+    test: str
+    costly: bool = False
+
+
+UNSEEN = "tests/engine/test_unseen_writes.py::"
+WITHIN = "tests/engine/test_writes_within_steps.py::"
+OTHERS = "tests/intercept/test_strangers.py::"
+THREADS = "tests/intercept/test_threads.py::"
+EDITS = "tests/optim/test_edits.py::"
+
+PROMISES: dict[str, Mutation | str] = {
+    # ---- Bits
+    "equal plain torch's with `torch.optim.AdamW(fused=True)`": "skip a write-back to NVMe",
+    "The same with `mixed_precision`": "update no 16-bit copy at home",
+    "The same in every overlap mode": "fetch from a home that is being written",
+    "how long copies take change no bit": "compute before a copy has arrived",
+    "The same after a checkpoint": Mutation(
+        "checkpoint/save_load.py",
+        "file.read(targets if begin is None else targets + begin())",
+        "begin and begin()\n            file.read(targets)",
+        "tests/checkpoint/test_resume.py::test_training_goes_on_with_the_same_bits[groups]",
+    ),
+    "The same under `torch.autocast`": Mutation(
+        "intercept/autocast_casts.py",
+        "torch.is_grad_enabled() and not compiled\n",
+        "False\n",
+        "tests/intercept/test_autocast.py::test_gradients_of_a_weight_are_added_at_one_cast[around-kept-tied]",
+    ),
+    "The same compiled": Mutation(
+        "intercept/leases.py",
+        "                    show_gradient(parameter, gradient)\n",
+        "                    pass\n",
+        "tests/intercept/test_compiled.py::test_code_is_made_anew_while_gradients_are_added_up",
+        costly=True,
+    ),
+    # ---- What a program writes to weights
+    "between a step and the next forward": "keep the copies of weights that the user may have written to after a step",
+    "an average swapped in and out": Mutation(
+        "engine/write_check.py",
+        "stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(",
+        "stepped or bool(",
+        UNSEEN + "test_an_average_that_is_swapped_in_for_an_evaluation_is_swapped_out_again[fp32-all copies]",
+    ),
+    "a step by hand": Mutation(
+        "engine/write_check.py",
+        " or bool(self.edited_gradients())",
+        "",
+        UNSEEN + "test_a_step_by_hand_of_a_few_rows_reaches_the_next_forward[all copies]",
+    ),
+    "before the first forward": Mutation(
+        "engine/sampling.py",
+        "        if begun is not None and begun():\n            return []\n",
+        "        return []\n",
+        "tests/engine/test_user_writes.py::"
+        "test_writes_before_the_first_forward_and_without_an_optimizer_count[bf16-host]",
+    ),
+    "between other forwards": "forget to look again at what a disk was reading",
+    "that count none (`p.data.mul_()`, NumPy, also through memory that was kept)": Mutation(
+        "engine/write_check.py",
+        "        due.update(managed.chunk for managed in self.touched)\n",
+        "",
+        UNSEEN + "test_single_elements_of_frozen_weights_that_are_written_reach_the_next_forward[bf16-all copies]",
+    ),
+    "between a forward and its backward": Mutation(
+        "intercept/saved_tensors.py",
+        "if version != packed.version:",
+        "if False:",
+        WITHIN + "test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch[bf16-nvme]",
+    ),
+    "the backward, the step and the next forward have it": Mutation(
+        "engine/write_check.py",
+        "        touched = [*self.touched]\n        self.touched.clear()\n        self.kept",
+        "        touched = []\n        self.kept",
+        "tests/engine/test_never_silent.py::"
+        "test_a_program_gives_the_bits_of_torch_or_one_error_in_each_run[before_the_backward-off-all copies-None]",
+        costly=True,
+    ),
+    "although torch may go on with the cast of the old weight": Mutation(
+        "intercept/saved_tensors.py",
+        "if version != packed.version:",
+        "if version != packed.version and not packed.is_cast:",
+        WITHIN + "test_under_autocast_that_is_an_error_too[host]",
+    ),
+    "between a backward and its step": Mutation(
+        "optim/update_pass.py",
+        "if writes.changed(managed):",
+        "if False:",
+        "tests/engine/test_user_writes.py::test_writes_between_backward_and_step_are_stepped_from[shared-host]",
+    ),
+    "with another mode, from the second step on": Mutation(
+        "optim/step.py",
+        "            self.runtime.uses.rest_again(m for m, _ in members)",
+        "            (m for m, _ in members)",
+        EDITS + "test_a_hook_of_a_module_reads_the_weights_of_the_forward_or_is_refused[backward-host]",
+    ),
+    "also to views of a weight": "skip the write-back of what an operator wrote",
+    "as a measured forward (the first one) sees it": Mutation(
+        "engine/write_check.py",
+        "            self._ties[managed] = source\n",
+        "            pass\n",
+        WITHIN + "test_a_weight_that_a_forward_leaves_the_memory_of_another_is_an_error[weight-host]",
+    ),
+    "`p.data = other_weight.data`, left so": Mutation(
+        "engine/write_check.py",
+        "if source not in (None, managed) and not _is_replaced(source):",
+        "if False:",
+        WITHIN + "test_a_weight_that_is_left_the_memory_of_another_outside_of_forwards_is_an_error[host]",
+    ),
+    # ---- What else programs do with weights
+    "`while_loop`": Mutation(
+        "intercept/diagnostics.py",
+        'if type(error).__name__ == "UncapturedHigherOrderOpError" and',
+        "if False and",
+        "tests/intercept/test_control_flow.py::test_managed_modules_as_branches_are_an_error_that_says_what_works[host]",
+        costly=True,
+    ),
+    "`torch.save(model)`": Mutation(
+        "intercept/hooks.py",
+        'return getattr, (nullcontext(), "__exit__")  #',
+        "return object.__reduce__(self)  #",
+        "tests/intercept/test_identity.py::test_pickled_models_come_back_equal[torch.save-resident]",
+    ),
+    "`save_on_cpu` around a model": Mutation(
+        "intercept/saved_tensors.py",
+        "given.data = managed.home.as_strided(place.size, place.stride, place.offset)",
+        "pass",
+        "tests/intercept/test_saved_by_others.py::"
+        "test_weights_that_hooks_of_the_user_keep_take_nothing_of_the_device[host-save_on_cpu-fp32]",
+    ),
+    "`ctx.w = w`": Mutation(
+        "engine/param_views.py",
+        "            parameter.__class__ = managed.unbound_kind\n\n    def end_rest",
+        "            pass\n\n    def end_rest",
+        "tests/intercept/test_saved_by_others.py::test_a_function_that_keeps_weights_on_its_context_finds_them[fp32-host]",
+    ),
+    "`module.to(dtype)` in forward": Mutation(
+        "intercept/diagnostics.py",
+        "if asked != dtype and computes and mixed:",
+        "if False:",
+        "tests/intercept/test_conversions.py::"
+        "test_a_module_that_casts_its_weights_in_forward_computes_or_is_told_what_to_write[host]",
+    ),
+    "`jacrev`": Mutation(
+        "intercept/interceptor.py",
+        "transformed = torch_private.transform_level() is not None",
+        "transformed = False",
+        OTHERS + "test_derivatives_by_transforms_have_the_bits_of_torch[kernel-host]",
+    ),
+    "`functional_call` with other tensors": Mutation(
+        "intercept/diagnostics.py",
+        'if any(name.partition(" ")[0] in names for name in strangers):',
+        "if False:",
+        OTHERS + "test_functional_code_over_detached_weights_has_the_bits_of_torch_or_is_told_what_to_write[bf16-host]",
+    ),
+    "parameters made after `manage`": Mutation(
+        "optim/states.py",
+        "if found is None and (added := registry.added_as(parameter)) is not None:",
+        "if False:",
+        OTHERS + "test_an_optimizer_over_parameters_that_were_added_names_them",
+    ),
+    # ---- Gradients
+    "`p.grad` after `backward()` is the true gradient": "read gradients before they have arrived",
+    "Without `zero_grad()`": "add to no gradient that a step has used up, and say nothing",
+    "A program that overlap cannot serve": Mutation(
+        "optim/step.py",
+        "                raise edits_gradients(managed, optimizer)\n",
+        "                pass\n",
+        EDITS + "test_a_program_that_clips_gradients_itself_is_refused_before_an_update",
+    ),
+    # ---- Threads and views
+    "on another thread waits for its turn": Mutation(
+        "engine/turns.py",
+        "            self._wait(section, lambda: self._queue[0] is section and self._is_free())",
+        "            pass",
+        THREADS
+        + "test_what_comes_within_a_forward_or_a_backward_of_another_thread_is_as_after_it[evaluated-fp32-resident]",
+    ),
+    "half updated": Mutation(
+        "engine/turns.py",
+        "if ready is None or ready():",
+        "if True:",
+        THREADS
+        + "test_between_a_backward_that_updates_and_its_step_nothing_computes_with_these_weights[host-backward]",
+    ),
+    "Threads that wait for each other": Mutation(
+        "engine/turns.py",
+        "if following.thread == section.thread:",
+        "if False:",
+        THREADS + "test_threads_that_wait_for_each_other_get_an_error_that_names_both",
+        costly=True,
+    ),
+    "A view of a weight from before `manage`": "manage a model that keeps a view of a weight",
+    "A view that is kept within a forward": Mutation(
+        "engine/runtime.py",
+        "            if key != STEP:\n                self.uses.renew_what_is_held()\n",
+        "",
+        "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[turned-off-host]",
+    ),
+    "A raw pointer to a weight": "bind a module's weights for one function instead of its call",
+    "made by `fork()`": Mutation(
+        "intercept/registry.py",
+        "managed.parameter.__class__ = InForkedChild",
+        "pass",
+        "tests/memory/test_host_memory.py::test_a_worker_that_reads_the_model_is_told_why_it_cannot",
+    ),
+    # ---- Memory, errors, interrupts
+    "No tier holds more than its budget": "keep homes on the device when an operator needs their memory",
+    "Building a class that `@managed` decorates": Mutation(
+        "placing/module_building.py",
+        "            if parameter is not None and _is_placed(parameter):\n",
+        "            if False:\n",
+        "tests/engine/test_building.py::test_what_no_tier_has_room_for_is_refused_while_it_is_built",
+    ),
+    "An error of a disk": "update twice when a failed step is repeated",
+    "Loading a checkpoint changes everything or nothing": Mutation(
+        "checkpoint/save_load.py",
+        "        file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))\n",
+        "",
+        "tests/checkpoint/test_all_or_nothing.py::test_a_flipped_bit_of_any_tensor_is_seen[host]",
+    ),
+    "Ctrl-C comes between pieces": Mutation(
+        "memory/interrupts.py",
+        "        if not self._depth:\n            self._deliver()\n            return\n",
+        "        self._deliver()\n        return\n",
+        "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
+    ),
+    "The NVMe file has mode 0600": Mutation(
+        "memory/nvme_file.py",
+        "tempfile.TemporaryFile(buffering=0, dir=directory)",
+        "tempfile.NamedTemporaryFile(buffering=0, dir=directory, delete=False)",
+        "tests/memory/test_nvme_lifetime.py::test_close_finishes_what_was_started_and_leaves_neither_threads_nor_files",
+    ),
+    "the identity of every parameter stay": Mutation(
+        "engine/param_views.py",
+        "            parameter = managed.parameter\n            parameter.__class__ = managed.kind\n"
+        "            parameter.data = managed.rest if",
+        "            parameter = managed.parameter\n            parameter.data = managed.rest if",
+        "tests/intercept/test_identity.py::test_parameters_keep_shape_and_dtype_inside_forward[host]",
+    ),
+}
+"""By words that stand in its row and no other: a fault of its own, or the name of one in `test_mutations`."""
