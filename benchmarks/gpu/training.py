@@ -240,7 +240,7 @@ def _streamed(
     import hetmem
 
     count = sum(parameter.numel() for parameter in model.parameters())
-    host = min((16 if "gradients" in adamw else 20) * count + (64 << 20), int(0.9 * _free_host_bytes()))
+    host = min((18 if "gradients" in adamw else 20) * count + (64 << 20), int(0.9 * _free_host_bytes()))
     device = torch.cuda.mem_get_info()[1] * 9 // 10
     budget = hetmem.Budget(device=device, device_chunks=chunks, host=host, home_copies=True)
     plan = notes.attempt(

@@ -177,10 +177,12 @@ class Executor:
     @HELD_BACK
     def wait_for_one(self) -> None:
         """Wait until one transfer, or job, has ended. Its error is raised here, with the residency told."""
-        before = self._events.here()
-        finished = self._engine.take(wait=True)
-        self._events.waited(before)
-        assert finished is not None
+        finished = self._engine.take(wait=False)
+        if finished is None:
+            before = self._events.here()
+            finished = self._engine.take(wait=True)
+            self._events.waited(before)
+            assert finished is not None
         self._note(finished)
 
     def wait_while(self, under_way: Callable[[], bool]) -> None:

@@ -311,6 +311,7 @@ class CudaStreams:
     def __init__(self, device: torch.device, compute: ComputeStreams) -> None:
         self._device = device
         self._compute = compute
+        self.see_compute = compute.current
         self._joined: torch.cuda.Stream | None = None
         # Casts are short, and go before the blocks of a matrix product that are not running yet.
         both = Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST
@@ -319,9 +320,6 @@ class CudaStreams:
         self._base.record(torch.cuda.current_stream(device))
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
-
-    def see_compute(self) -> None:
-        self._compute.current()
 
     def timed_mark(self) -> torch.cuda.Event | None:
         """See `mark`; None while a CUDA graph is captured."""
@@ -368,9 +366,7 @@ class CudaStreams:
     def order_compute(self, event: torch.cuda.Event) -> None:
         self._compute.current().wait_event(event)
 
-    def now(self) -> float:
-        """The host's clock."""
-        return time.perf_counter()
+    now = staticmethod(time.perf_counter)
 
     def passed(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())
@@ -382,8 +378,9 @@ class CudaStreams:
         """From the time that lies between an earlier event and this one on the GPU, whose clock need not go as the
         host's: no event passes before it is asked for, nor later than now."""
         milliseconds: float = self._base.elapsed_time(event)
-        seconds = self._base_seconds + milliseconds / 1e3
-        known = min(max(seconds, getattr(event, "hetmem_asked", seconds)), time.perf_counter())
-        if known != seconds or milliseconds > _REBASE_MILLISECONDS:
-            self._base, self._base_seconds = event, known
-        return known
+        seconds: float = self._base_seconds + milliseconds / 1e3
+        asked, now = getattr(event, "hetmem_asked", seconds), time.perf_counter()
+        if asked <= seconds <= now and milliseconds <= _REBASE_MILLISECONDS:
+            return seconds
+        self._base, self._base_seconds = event, min(max(seconds, asked), now)
+        return self._base_seconds

@@ -250,14 +250,14 @@ class TransferEngine:
         return not self._finished.empty()
 
     def take(self, *, wait: bool) -> Finished | None:
-        """One finished job; None if there is none yet, or with `wait` as soon as there is one.
+        """One finished job: None if none was seen to be over yet (see `anything_over`), or with `wait` as soon as there
+        is one.
 
         Raises `StoreError` instead of waiting for a disk that hangs; see `NvmeStore.patience_seconds`. The job is not
         over then: its memory stays its own, and its end is reported when the disk answers. An interrupt that was held
         back is raised instead of waiting, and nothing is taken.
         """
         if not wait:
-            self._copier.poll()
             return self._one()
         HELD_BACK.raise_here()
         while (finished := self._one()) is None:

@@ -130,17 +130,17 @@ class MutationCheck:
                 raise changed([part], optimizer, begun)
         self._passes.look_at(part for update in begun for part in update.parts if part.look is None)
         groups = optimizer.groups_by_parameter() if begun else {}
+        streamed = optimizer.gradients is Gradients.STREAMED
         for update in begun:
+            as_used, seen = not update.disturbed, []
             for part in update.parts:
-                if update.kept:
-                    kept = part.version == part.gradient._version  # also of one that was written to and is used up
+                if update.kept:  # also of one that was written to and is used up
+                    as_used = as_used and part.version == part.gradient._version
                 elif part.managed.parameter.grad is part.gradient:
-                    kept = self._passes.unscaled([part])
+                    seen.append(part)
                 else:
-                    kept = optimizer.gradients is Gradients.STREAMED  # it is used up
-                if not kept or update.disturbed:
-                    raise changed(update.parts, optimizer, begun)
-            if self._have_changed(update, groups):
+                    as_used = as_used and streamed  # it is used up
+            if not (as_used and self._passes.unscaled(seen)) or self._have_changed(update, groups):
                 raise changed(update.parts, optimizer, begun)
         self._checked = True
 

@@ -66,7 +66,7 @@ class Passes:
         """What a pass over `members` of `chunk` would be made with now: their gradients and what their groups say."""
         rule, found = self._optimizer.rule, []
         said: dict[int, tuple[dict[str, Any], tuple[Role, ...]]] = {}  # most are in one group
-        for managed, group in members:
+        for managed, group in sorted(members, key=_place):
             gradient = managed.parameter.grad
             assert gradient is not None
             refuse_sparse(managed, type(self._optimizer).__name__)
@@ -173,9 +173,10 @@ class Passes:
     def notice_written(self, chunk: Chunk) -> None:
         """The same, but of gradients."""
         writes = self._runtime.writes
-        for managed in chunk.parameters:
-            if writes.changed(managed):
-                writes.by_user(managed)
+        if writes.any_changed(chunk, chunk.parameters):
+            for managed in chunk.parameters:
+                if writes.changed(managed):
+                    writes.by_user(managed)
         self.notice_states(chunk)
 
     def notice_before(self, update: ChunkUpdate) -> None:
@@ -359,3 +360,7 @@ class Passes:
         if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
             self._notice_disturbance(update, {})
         self._interception.gradients.retire(chunk, {part.managed for part in update.parts})
+
+
+def _place(member: tuple[ManagedParameter, dict[str, Any]]) -> int:
+    return member[0].offset

@@ -37,8 +37,7 @@ ON_NVME = {
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
     "executor.wait_for_one < executor.wait < gradients._send",
-    "sampling.sample_of",
-    "sampling.bits_at",
+    "sampling._on_host",
     "workers.as_array",
 )
 WRITES = "write_check.compare < write_check.by_view"

@@ -245,3 +245,47 @@ def test_what_the_thread_prepares_for_an_update_is_no_time_of_the_workers(monkey
     spans = registry.of_module(model).runtime.events.updates
     assert len(spans) == len(made) > 0
     assert all(span.start >= at for span, at in zip(spans, made, strict=True))
+
+
+def _alike(step: int, weights: list[nn.Parameter]) -> None:
+    """Nothing tells the neighbours apart."""
+
+
+def _younger(step: int, weights: list[nn.Parameter]) -> None:
+    if step == 0:
+        weights[1].grad = None
+
+
+def _own_gradient(step: int, weights: list[nn.Parameter]) -> None:
+    gradient = weights[1].grad
+    assert gradient is not None
+    weights[1].grad = gradient.clone().mul_(2)
+
+
+@pytest.mark.parametrize("own", [{}, {"lr": 3e-2}])
+@pytest.mark.parametrize("does", [_alike, _younger, _own_gradient])
+def test_neighbours_in_a_chunk_are_updated_each_with_its_own_numbers(
+    does: Any, own: dict[str, float], tmp_path: Path
+) -> None:
+    """Some are updated as one."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)), nn.Linear(32, 7))
+
+    plain, managed = pair(build, "host", tmp_path, chunk_bytes="64KiB")
+    optimizers = []
+    for module, kind in ((plain, torch.optim.AdamW), (managed, hetmem.AdamW)):
+        weights = list(module.parameters())
+        groups = [{"params": [weights[0], *weights[2:]]}, {"params": weights[1:2], **own}]
+        optimizers.append(
+            kind(groups if own else weights, lr=1e-2, **({"fused": True} if kind is torch.optim.AdamW else {}))
+        )
+    for step, batch in enumerate(vector_batches(3, 4, 32)):
+        for module, optimizer in zip((plain, managed), optimizers, strict=True):
+            loss_of(module, batch).backward()
+            does(step, list(module.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed, f"step {step}")
+    assert_same_states(*optimizers, "at the end")
+    hetmem.release(managed)
