@@ -96,7 +96,7 @@ def train(model: nn.Module, plan: planner.Plan, steps: int = 3, **options: Any) 
     return report
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "model", [{}, {"saves": True}, {"backwards": True}], ids=["plain", "checkpointed", "backwards"]
@@ -163,7 +163,7 @@ def test_what_is_arranged_is_what_is_reserved(
     hetmem.release(model)
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("model", [{}, {"backwards": True}], ids=["plain", "backwards"])
 @pytest.mark.parametrize(("host", "nvme"), [(16 * MIB, 0), (2 * MIB, 16 * MIB)])

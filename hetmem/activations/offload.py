@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -101,7 +102,7 @@ class Activations:
         """Let those that are due leave if only graphs hold them, among those saved last."""
         looked_at = self._staying if self.choice.looks_at_all else self._due
         look_at_all = len(looked_at) > self._look_at_all
-        last = list(looked_at) if look_at_all else list(islice(reversed(looked_at), _LOOKED_AT))
+        last = list(looked_at) if look_at_all else _last_of(looked_at)
         for number in last:
             if (storage := self._free(number)) is not None:
                 self.choice.freed(number)
@@ -371,3 +372,10 @@ class Activations:
         found: Any = self._by_address.get(storage.address)
         if found is not None and found() in (storage, None):
             self._by_address.pop(storage.address, None)
+
+
+def _last_of(numbers: dict[int, Any]) -> list[int]:
+    """The last few of `numbers`, the last one first."""
+    while True:
+        with suppress(RuntimeError):  # the garbage collector has found one of them that nothing holds, and taken it out
+            return list(islice(reversed(numbers), _LOOKED_AT))

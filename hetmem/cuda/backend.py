@@ -10,6 +10,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -83,6 +84,7 @@ class CupyBackend:
         self._cupy: Any = cupy
         self._cache_directory = cache_directory
         self._kernels: dict[tuple[int, str, str], Any] = {}
+        self._streams: dict[tuple[int, int], Any] = {}
 
     def address(self, tensor: torch.Tensor, what: str) -> np.uint64:
         if tensor.device.type != "cuda" and not tensor.is_pinned():
@@ -94,8 +96,10 @@ class CupyBackend:
         self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: torch.cuda.Stream | None
     ) -> None:
         stream = torch.cuda.current_stream() if stream is None else stream
-        with torch.cuda.device(stream.device), self._external(stream):
-            self._kernel(stream.device.index, source, kernel)((blocks,), (THREADS,), tuple(arguments))
+        device = stream.device.index
+        there = nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device)
+        with there, self._external(stream, device):
+            self._kernel(device, source, kernel)((blocks,), (THREADS,), tuple(arguments))
 
     def works(self, device: str = "cuda") -> bool:
         """Whether a kernel gets through compiler, driver and device, and gives the right bits. Waits for it."""
@@ -106,12 +110,18 @@ class CupyBackend:
         self.launch("cast.cu", "cast_f32_bf16", 1, arguments, None)
         return torch.equal(rounded, numbers.bfloat16())
 
-    def _external(self, stream: torch.cuda.Stream) -> Any:
-        """The torch stream as CuPy knows it, made anew each time: it holds no reference that could outlive torch's."""
-        kind = self._cupy.cuda.Stream
-        if hasattr(kind, "from_external") and hasattr(stream, "__cuda_stream__"):  # CuPy 14, torch with the protocol
-            return kind.from_external(stream)
-        return self._cupy.cuda.ExternalStream(stream.cuda_stream, stream.device.index)
+    def _external(self, stream: torch.cuda.Stream, device: int) -> Any:
+        """The torch stream as CuPy knows it: one for each handle, which is all that it goes by."""
+        key = stream.cuda_stream, device
+        found = self._streams.get(key)
+        if found is None:
+            kind = self._cupy.cuda.Stream
+            if hasattr(kind, "from_external") and hasattr(stream, "__cuda_stream__"):  # CuPy 14, torch 2.11
+                found = kind.from_external(stream)
+            else:
+                found = self._cupy.cuda.ExternalStream(*key)
+            self._streams[key] = found
+        return found
 
     def _kernel(self, device: int, source: str, kernel: str) -> Any:
         key = device, source, kernel

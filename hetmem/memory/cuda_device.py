@@ -311,6 +311,7 @@ class CudaStreams:
     def __init__(self, device: torch.device, compute: ComputeStreams) -> None:
         self._device = device
         self._compute = compute
+        self.see_compute = compute.current
         self._joined: torch.cuda.Stream | None = None
         # Casts are short, and go before the blocks of a matrix product that are not running yet.
         both = Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST
@@ -319,9 +320,6 @@ class CudaStreams:
         self._base.record(torch.cuda.current_stream(device))
         self._base.synchronize()
         self._base_seconds = time.perf_counter()
-
-    def see_compute(self) -> None:
-        self._compute.current()
 
     def timed_mark(self) -> torch.cuda.Event | None:
         """See `mark`; None while a CUDA graph is captured."""

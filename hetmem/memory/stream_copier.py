@@ -24,7 +24,7 @@ class Streams(ComputeClock, Protocol):
     """One stream for each direction, beside the caller's stream of compute. Events are opaque, and tell when they
     passed."""
 
-    def see_compute(self) -> None:
+    def see_compute(self) -> object:
         """Take note of the stream that computes now."""
 
     def mark(self) -> Any:

@@ -419,7 +419,7 @@ def test_a_graph_on_the_host_and_on_the_device_has_one_order(loss_of: Any, place
     managed = Small()
     plain = copy.deepcopy(managed).to("cuda")
     hetmem.manage(managed, budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
-    for batch in batches(20):
+    for batch in batches(6):
         found = []
         for module in (plain, managed):
             loss_of(module, batch).backward()

@@ -254,11 +254,11 @@ def test_nothing_meets_home_memory_where_operators_are_watched(compiled: Any, tm
     assert "compiled Block" in testing.of(managed).operators()
 
 
-@pytest.mark.parametrize("way", [*KINDS, "foreach", "held view"])
-def test_what_a_region_writes_to_weights_is_kept(way: str, tmp_path: Path) -> None:
+def test_what_a_region_writes_to_weights_is_kept(tmp_path: Path) -> None:
     """Also where no version counts it: nobody sees what compiled code calls."""
+    ways = [*KINDS, "foreach", "held view"]
     plain, managed, call, call_managed, backend = managed_and_plain(
-        lambda: Chain(*(WritesInForward(way) for _ in range(3))), each_block, tmp_path, sanitize=False
+        lambda: Chain(*(WritesInForward(way) for way in ways)), each_block, tmp_path, sanitize=False
     )
     train(plain, managed, call, call_managed)
     assert backend.calls

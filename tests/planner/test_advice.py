@@ -245,6 +245,7 @@ def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys
     assert plan.constructor in pasted(out)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM"])
 @pytest.mark.parametrize("host", ["1MiB", "3MiB"])
 def test_of_a_large_drive_no_more_is_told_than_is_needed(

@@ -84,7 +84,7 @@ def assert_peaks(plan: planner.Plan, tiers: dict[str, Any], spare: int) -> None:
         assert abs(figures["peak_bytes"] - plan.peak_bytes[tier]) <= 0.03 * figures["peak_bytes"] * (tier == "device")
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("options", OPTIONS, ids=named)
 @pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("where", ["host", "tight", "nvme", "nvme, three set aside", "share", "share of nvme"])
