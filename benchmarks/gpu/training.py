@@ -293,7 +293,7 @@ def _streamed(
 def largest(notes: Notes) -> None:
     """4, 8 and 11 billion parameters where host and disk hold their states, built as `@managed` builds; 8192 tokens."""
     device, disk = torch.cuda.mem_get_info()[1], shutil.disk_usage(notes.folder).free
-    for billions in (4.0, 8.0, 11.0):
+    for billions in (11.0, 4.0, 8.0):  # the one that says most first
         host = int(0.8 * _free_host_bytes())
         width, depth, vocabulary = 4096, max(1, round(billions * 5)), 50304
         if notes.small:

@@ -242,11 +242,9 @@ class Bindings:
 
 
 def _is_as_made(view: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Return whether `view`, the device view of `managed`, is hetmem's alone, and no program that was given it has
-    changed anything but values."""
-    if references(managed.device_storage) > managed.device_references or sys.getrefcount(view) > _OF_A_VIEW:
-        return False
-    return not view.requires_grad and view.data_ptr() == managed.device_address and view.stride() == managed.stride
+    """Return whether no other tensor has the memory of `view`, the device view of `managed`, which is still there."""
+    held = references(managed.device_storage) > managed.device_references
+    return not held and view.data_ptr() == managed.device_address
 
 
 references: Any = torch_private.storage_references
@@ -383,8 +381,6 @@ def show_widened(managed: ManagedParameter) -> None:
 
 
 _alone = SimpleNamespace(grad_home=object())
-_OF_A_VIEW = 3
-"""Of what a variable of the caller, and an argument, refer to, as they are counted there."""
 _REFERENCES = sys.getrefcount(_alone.grad_home)
 """Of what one attribute alone refers to, as they are counted here."""
 

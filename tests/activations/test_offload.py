@@ -405,3 +405,28 @@ def test_what_says_nothing_of_activations_is_refused() -> None:
             hetmem.manage(nn.Linear(4, 4), activations=asked)
     with pytest.raises(ManageError, match="activations must be"):
         hetmem.managed(hetmem.Budget(), activations="foo")(type("Line", (nn.Linear,), {}))(4, 4)
+
+
+class Saving(nn.Module):
+    """Twelve layers, of which each saves two tensors of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = (x * weight).exp().sqrt()
+        return x.sum()
+
+
+def test_a_slow_link_holds_the_forward_back_before_activations_pile_up_on_the_device() -> None:
+    model = Saving()
+    device = hetmem.SimDevice(host_to_device="200MB", device_to_host="200MB")
+    limits = hetmem.Budget(device="32MiB", device_chunks="1MiB", host="64MiB")
+    hetmem.manage(model, limits, device=device, activations="offload", chunk_bytes=16 * KIB)
+    for _ in range(2):
+        model(torch.zeros(1 << 18)).backward()
+    saved = hetmem.report(model).to_dict()["activations"]
+    assert saved["bytes"]["device_to_host"] >= 20 << 20, "all leave"
+    assert saved["peak_bytes"]["device"] <= 8 << 20, "two cross the link, one is computed, one is fetched ahead of it"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from tests.cpu.tested import (
@@ -51,17 +51,17 @@ def test_a_parameter_of_any_length_has_the_bits_of_torch_on_the_host(
         assert all(map(same_bits, here, there))
 
 
-class Across(TorchDispatchMode):
-    """Notes operators that read from host memory and write to the device, or the reverse: the host waits for them."""
+class Across(TorchFunctionMode):
+    """Notes functions that meet tensors both in host memory and on the device: the host waits for them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
-        if len({tensor.device for tensor in tensors}) > 1 or func._schema.name == "aten::_local_scalar_dense":
+        if len({tensor.device for tensor in tensors}) > 1:
             self.found.append(str(func))
         return result
 
