@@ -45,7 +45,7 @@ class Sizes:
     weights: str = "1MiB"  # what their copies may take of the device
 
 
-ON_A_GPU = Sizes(sequence=32768, device_memory="160MiB", host_memory="2GiB")
+ON_A_GPU = Sizes(sequence=131072, device_memory="672MiB", host_memory="6GiB")
 """cuBLAS alone takes 32 MiB there for each thread that multiplies."""
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import page, processes
-from benchmarks.gpu.notes import COMPLETE, append, lines_of, path_of
+from benchmarks.gpu.notes import COMPLETE, append, lines_of, path_of, without_paths
 from benchmarks.gpu.stages import TOTAL_SECONDS, Stage, chosen, described
 
 LEAST_SECONDS = 5.0  # a stage that has less is not begun
@@ -104,6 +104,8 @@ def run(stages: Sequence[Stage], until: float, folder: Path, scratch: Path, comm
         else:
             code = processes.run(command_of(stage, limit - 2 * processes.GRACE_SECONDS), limit, log, scratch)
             _end(folder, stage, code, limit, log)
+            for said in folder.glob("*.log"):
+                said.write_text(without_paths(said.read_text(errors="replace")))
         try:
             page.write(folder)
         except Exception:  # the numbers are there; the page can be made of them later

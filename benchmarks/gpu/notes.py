@@ -20,9 +20,9 @@ from typing import Any
 COMPLETE = "complete"
 PROFILE = "profile.json"
 """The file of a run's folder in which the hardware profile is that the stage `probe` has measured."""
-_OUR_FOLDER = re.compile(re.escape(f"{Path(__file__).parents[2]}/"))
-_LIBRARIES = re.compile(r"/[^\s\"]*?/(?:site|dist)-packages/|/[^\s\"]*?/(?=python3\.\d+/)")
-_COLOURS = re.compile(r"\\u001b\[[\d;]*m")
+_OUR_FOLDER = re.compile(re.escape(str(Path(__file__).parents[2])) + "/?")
+_LIBRARIES = re.compile(r"/[^\s\"]*?/(?:site|dist)-packages/|/[^\s\"]*?/(?=python3\.\d+/|bin/python)")
+_COLOURS = re.compile(r"(?:\x1b|\\u001b)\[[\d;]*m")
 
 
 class Notes:
@@ -109,13 +109,17 @@ class Notes:
 
 def append(folder: Path, line: dict[str, Any], before: str = "") -> None:
     """Add `line` to the file of its stage; it is on the disk when this returns. `before`: what ends a broken line."""
-    text = json.dumps(line, default=str)
-    for pattern in (_OUR_FOLDER, _LIBRARIES, _COLOURS):  # results are published: no paths of a machine
-        text = pattern.sub("", text)
     with path_of(folder, line["stage"]).open("a") as file:
-        file.write(f"{before}{text}\n")
+        file.write(f"{before}{without_paths(json.dumps(line, default=str))}\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def without_paths(text: str) -> str:
+    """Return `text` as it is published: paths of this machine, and colours, are left out."""
+    for pattern in (_OUR_FOLDER, _LIBRARIES, _COLOURS):
+        text = pattern.sub("", text)
+    return text
 
 
 def path_of(folder: Path, stage: str) -> Path:

@@ -28,18 +28,18 @@ def _stage(name: str, seconds: float, place: str, about: str, *, stretches: bool
 
 STAGES = (
     _stage(
-        "facts", 20, "machine:facts", "The machine: GPU, link, memory, cores, disk, versions, how long imports take."
+        "facts", 18, "machine:facts", "The machine: GPU, link, memory, cores, disk, versions, how long imports take."
     ),
     _stage("calls", 10, "machine:calls", "What calls cost the thread that makes them, in microseconds."),
-    _stage("links", 30, "links:links", "Host memory populated and registered; copies by size; the host's AdamW."),
+    _stage("links", 25, "links:links", "Host memory populated and registered; copies by size; the host's AdamW."),
     _stage("ways", 20, "links:ways", "Copy engine or kernel, alone and beside matrix products; the choice is kept."),
-    _stage("probe", 30, "machine:probe", "`hetmem probe`, whose profile the plans of later stages take."),
+    _stage("probe", 42, "machine:probe", "`hetmem probe`, whose profile the plans of later stages take."),
     _stage("smoke", 25, "smoke:smoke", "Three steps of small models, each way that hetmem trains: plain torch's bits?"),
     _stage("resident", 50, "training:resident", "Models that fit: managed against plain, eager and compiled."),
     _stage(
         "streamed", 95, "training:streamed", "Layers of Llama 8B with less and less device memory, against the plan."
     ),
-    _stage("peers", 85, "training:peers", "The same GPT by plain torch, hetmem, FSDP2, DeepSpeed and torchao."),
+    _stage("peers", 80, "training:peers", "The same GPT by plain torch, hetmem, FSDP2, DeepSpeed and torchao."),
     _stage("activations", 35, "saved:activations", "Activations of 16384 tokens: kept, moved, or computed again."),
     _stage("largest", 90, "training:largest", "Models of 4, 8 and 11 billion parameters.", stretches=True),
     _stage("tests", 40, "suites:suites", "The tests that need a GPU, a process for each file.", stretches=True),
