@@ -18,6 +18,7 @@ from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
 from hetmem.engine.shortage import Refusals, Shortage
 from hetmem.engine.traffic import Traffic
+from hetmem.memory.device import lies_in_a_slot
 from hetmem.memory.live_bytes import DeviceMonitor
 from hetmem.schedule.trace import Moment, Tier
 from hetmem.schedule.tracer import StepTracer
@@ -34,7 +35,10 @@ class DeviceRoom:
     ) -> None:
         self._memory, self._traffic, self._tracer, self.statistics = memory, traffic, tracer, statistics
         self.monitor = DeviceMonitor(
-            memory.is_home_address, memory.is_device_address, weakly(self.non_model_grew), strict=sanitize
+            memory.is_home_address,
+            lambda address: memory.is_device_address(address) or lies_in_a_slot(address),
+            weakly(self.non_model_grew),
+            strict=sanitize,
         )
         self.shortage = Shortage(memory, traffic.residency, tracer)
         self.refusals = Refusals(memory, self.shortage)

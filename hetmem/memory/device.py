@@ -6,6 +6,7 @@ It holds memory and knows link speeds; it does not know chunks, traces or which 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,14 @@ from hetmem.schedule.blocks import Link
 
 POISON = 0xFF
 """The byte a freed slot is filled with under `sanitize`: NaN in every floating-point format, -1 in integers."""
+
+
+_POOLS: weakref.WeakSet[DevicePool] = weakref.WeakSet()
+
+
+def lies_in_a_slot(address: int) -> bool:
+    """Return whether `address` lies in a slot of any model of this process, whose budget counts it."""
+    return any(pool.holds(address) for pool in _POOLS)
 
 
 class DevicePool:
@@ -51,6 +60,7 @@ class DevicePool:
         """By place, what others keep of views of its memory until that is given back."""
         self.held_slots = 0
         """The slots that hold memory."""
+        _POOLS.add(self)
 
     def held_bytes(self) -> int:
         """What these have taken of the device's memory."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import hetmem
+from hetmem.base.hardware import ThreadCosts
 from hetmem.cli import main
 from hetmem.planner import Plan, TracedCall, hugging_face_call, with_adapters
 from hetmem.planner.plan import KEPT
@@ -185,10 +187,15 @@ def test_nothing_is_advised_that_the_machine_has_not_and_smaller_states_are_choi
     )
 
 
+FREE_THREAD = [
+    word for cost in fields(ThreadCosts) for word in ("--set", f"thread.{cost.name}=0")
+]  # or the thread that launches binds, as models are tiny
+
+
 def test_the_life_of_a_drive_is_said_in_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = config_file("LlamaForCausalLM", tmp_path)
     room = ["--device-memory", "1MiB", "--host-memory", "2MiB", "--nvme", "64MiB", "--chunk-bytes", "32KiB"]
-    assert typed("--hf-config", file, "--sequence", 16, "--precision", "float32", *room) == 0
+    assert typed("--hf-config", file, "--sequence", 16, "--precision", "float32", *room, *FREE_THREAD) == 0
     out = " ".join(capsys.readouterr().out.split())
     said = re.search(r"(\S+) (\S+) written a step, .* rated for 600 full writes lasts (\S+) days", out)
     took = re.search(r" step: (\S+) ms, ", out)
@@ -236,7 +243,7 @@ def test_what_the_device_is_missing_is_no_more_than_it_needs(
 def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, saved = config_file("LlamaForCausalLM", tmp_path), tmp_path / "plan.json"
     room = ["--device-memory", "3MiB", "--host-memory", "16MiB", "--precision", "float32", "--sequence", 32]
-    typed("--hf-config", file, *room, "--set", "host.update_bytes_per_second=2e8", "-o", saved)
+    typed("--hf-config", file, *room, "--set", "host.update_bytes_per_second=2e8", *FREE_THREAD, "-o", saved)
     out = capsys.readouterr().out
     plan = Plan.load(saved)
     assert plan.combined is None
