@@ -116,7 +116,11 @@ def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.C
 
 
 def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
-    main([*SMALL, "-o", str(tmp_path / "slow.json"), "--set", "host.update_bytes_per_second=1MB/s"])
+    figures = [
+        "host.update_bytes_per_second=1MB/s",
+        *(f"thread.{what}_seconds=0" for what in ("update", "chunk", "queue")),
+    ]
+    main([*SMALL, "-o", str(tmp_path / "slow.json"), *(word for figure in figures for word in ("--set", figure))])
     plan = planner.Plan.load(tmp_path / "slow.json")
     assert plan.binding == "update"
     assert plan.checkpointing  # which leaves room on the device to homes
