@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import planner, testing
-from hetmem.base.hardware import HardwareProfile, ProfileError
+from hetmem.base.hardware import HardwareProfile, ProfileError, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.intercept import registry
 from hetmem.planner.model import checkpointed, divided, trace
@@ -118,7 +119,10 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
         ),
         "adds up": hetmem.Budget(device="8MiB", host="4608KiB", device_chunks="3MiB"),
     }[where]
-    plan = plan_alone(lambda: GPT(**model), (BATCH,), budget, chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
+    hardware = replace(planner.load_profile("h100"), thread=ThreadCosts())  # times of models as tiny as here
+    plan = plan_alone(
+        lambda: GPT(**model), (BATCH,), budget, hardware, chunk_bytes=128 * KIB, mixed_precision=mixed_precision
+    )
     assert plan.fits
     report = train(GPT(**model), plan, mixed_precision=mixed_precision)
     seen = {tier: figures["peak_bytes"] for tier, figures in report["tiers"].items()}
