@@ -21,7 +21,7 @@ READ = (
     "A ceiling is the best that the number could be on this machine: of a rate the link's own, of a time what the "
     "longest of compute, links and host alone would take. Of the ceiling: 1.00 is the best, for rates and times alike. "
     "Planned is what hetmem.plan foretold from rates measured in the same run, or, where these are not there, from the "
-    "shipped profile. A dash: there is none, or nobody knows it."
+    "shipped profile. A dash: there is none, or it is not known."
 )
 Row = tuple[str, ...]
 
@@ -118,7 +118,8 @@ def _table(rows: list[Row]) -> list[str]:
 
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1200px;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;width:100%;margin:.5rem 0}td,th{border-bottom:1px solid #ddd;padding:.25rem .6rem;
-text-align:left;vertical-align:top}td:nth-child(n+2):nth-child(-n+6){white-space:nowrap;font-variant-numeric:tabular-nums}
+text-align:left;vertical-align:top}td:nth-child(2){overflow-wrap:anywhere}td:first-child{min-width:14rem}
+td:nth-child(n+3):nth-child(-n+6){white-space:nowrap;font-variant-numeric:tabular-nums}
 td:last-child{color:#666;font-size:13px}.bad{color:#b00020}.remark{background:#fff3cd;padding:.5rem 1rem}
 pre{background:#f6f6f6;padding:.7rem;overflow:auto;font-size:12px}"""
 
