@@ -71,7 +71,7 @@ POINTS = {
     "backward over": "hetmem.optim.step:Stepper.backward_over",
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
-    "take a role": "hetmem.engine.traffic:Traffic.asked_role",
+    "run an update": "hetmem.optim.update_queue:Updates._run",
     "is a gradient kept": "hetmem.engine.param_views:is_kept",
     "place of a gradient": "hetmem.optim.device_updates:UpdatePlaces.place_on_device",
     "update in the step": "hetmem.optim.step:Stepper.update",
