@@ -144,7 +144,7 @@ class Moves:
         self.kernels, self.ways = kernels, ways
         self._device, self._is_mapped = device, is_mapped
         self._staging = {"in": Staging(device), "out": Staging(device)}
-        self._casting = torch.cuda.Stream(device, priority=-1)
+        self._casting = torch.cuda.Stream(device)
         self._segments: dict[int, Segments] = {}
         self._turn = threading.Lock()  # buffers are shared by all models on this device
 

@@ -313,9 +313,7 @@ class CudaStreams:
         self._compute = compute
         self.see_compute = compute.current
         self._joined: torch.cuda.Stream | None = None
-        # Casts are short, and go before the blocks of a matrix product that are not running yet.
-        both = Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST
-        self._streams = {link: torch.cuda.Stream(device, priority=-1) for link in both}
+        self._streams = {link: torch.cuda.Stream(device) for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(torch.cuda.current_stream(device))
         self._base.synchronize()

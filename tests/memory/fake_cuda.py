@@ -81,7 +81,7 @@ class Event:
 class Stream:
     """Work in the order in which it was asked for. Only of the default one (`late=False`) it runs at once."""
 
-    def __init__(self, device: Any = None, priority: int = 0, *, late: bool = True) -> None:
+    def __init__(self, device: Any = None, *, late: bool = True) -> None:
         self.late = late
         self.device = device
         self.asked: deque[Callable[[], None]] = deque()
