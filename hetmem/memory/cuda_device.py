@@ -6,7 +6,6 @@ Needs torch with CUDA and nothing else. Importing it starts nothing; making a `C
 from __future__ import annotations
 
 import contextlib
-import importlib
 import resource
 import time
 import warnings
@@ -70,8 +69,7 @@ class CudaDevice(Device):
     @cached_property
     def node(self) -> int | None:
         """The NUMA node it hangs on; None where there is one node only, or it is unknown."""
-        address = pci_address(self.torch_device)
-        return None if address is None else node_of(address)
+        return node_of(pci_address(self.torch_device))
 
     @cached_property
     def cores(self) -> tuple[int, ...]:
@@ -91,8 +89,7 @@ class CudaDevice(Device):
         """Nine tenths of what is free or torch's allocator already has: the budget is this process's, which may be
         allowed a part of the GPU only."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-        allowed = int(total * fraction(self.torch_device))
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
         return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
@@ -232,18 +229,10 @@ def _locked_memory_advice(nbytes: int) -> str:
     return "No limit of this process forbids it: look for the driver's own message (dmesg)"
 
 
-def pci_address(device: torch.device) -> str | None:
-    """Of a GPU, as sysfs names it; None where neither torch nor NVML says it."""
+def pci_address(device: torch.device) -> str:
+    """Of a GPU, as sysfs names it."""
     properties: Any = torch.cuda.get_device_properties(device)
-    if hasattr(properties, "pci_bus_id"):
-        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    with contextlib.suppress(Exception):  # no NVML, or an error of its own kind
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")).busId
-        text: str = found.decode() if isinstance(found, bytes) else found
-        return text[-12:].lower()  # NVML has eight digits of domain, sysfs four
-    return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def driver_version() -> str:

@@ -52,13 +52,7 @@ def examine(nvme_directory: str | None = None) -> list[Finding]:
 
 def _versions() -> Finding:
     python = ".".join(map(str, sys.version_info[:3]))
-    well = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
-    return Finding(
-        "versions",
-        f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}",
-        well,
-        "" if well else "torch >= 2.11 is needed",
-    )
+    return Finding("versions", f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}")
 
 
 def _gpu() -> Finding:
@@ -89,7 +83,7 @@ def _host_kernel() -> Finding:
 
 def _host_memory() -> Finding:
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     free = free_host_bytes()
     least = ", within the limit of a control group" if free < memory.available else ""
     return Finding("host", f"{format_size(free)} of {format_size(memory.total)} free{least}, {cores} cores")
