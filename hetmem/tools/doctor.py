@@ -19,8 +19,6 @@ from hetmem.base.units import MIB, format_size
 from hetmem.cpu import kernel_name
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
-from hetmem.memory.cuda_copies import load_ways
-from hetmem.memory.cuda_device import driver_version
 from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
@@ -68,9 +66,7 @@ def _gpu() -> Finding:
 def _kernels() -> Finding:
     here = backend()
     if here.native:
-        ways = load_ways(torch.cuda.get_device_name(), driver_version())
-        crossing = f"weights by {ways.weights.value}, gradients by {ways.gradients.value} ({ways.source})"
-        return Finding("GPU kernels", f"{here.reason}; {crossing}")
+        return Finding("GPU kernels", here.reason)
     advice = "" if not torch.cuda.is_available() else "pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'"
     return Finding("GPU kernels", f"torch in their stead: {here.reason}", None, advice)
 
