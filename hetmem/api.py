@@ -28,8 +28,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import BuildingMemory, move_home
 from hetmem.placing.module_building import Building, build_within
-from hetmem.schedule.blocks import Prefetch
-from hetmem.schedule.cache import EvictionPolicy
+from hetmem.schedule.blocks import EvictionPolicy, Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 

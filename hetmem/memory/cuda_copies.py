@@ -19,7 +19,6 @@ import torch
 from hetmem.base.units import MIB
 from hetmem.cuda.backend import Backend
 from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.segments import Segments
 
 PIECE_BYTES = 64 * MIB  # some 1.2 ms of a link of 53 GB/s, twenty times what asking for a piece costs the host
 _BUFFERS = 2
@@ -80,7 +79,6 @@ class Moves:
         self._device = device
         self._staging = {"in": Staging(device), "out": Staging(device)}
         self._casting = torch.cuda.Stream(device)
-        self._segments: dict[int, Segments] = {}
         self._turn = threading.Lock()  # buffers are shared by all models on this device
 
     @property
@@ -110,7 +108,7 @@ class Moves:
                 buffer.full.record(copying)
                 self._casting.wait_event(buffer.full)
                 if has_cast:
-                    cast(self.kernels, self._whole(landed.numel()), landed, target[part], stream=self._casting)
+                    cast(self.kernels, landed, target[part], stream=self._casting)
                 else:
                     with torch.cuda.stream(self._casting):
                         target[part].copy_(landed)
@@ -119,13 +117,6 @@ class Moves:
         finally:
             if last is not None:
                 copying.wait_event(last.free)  # casts are in order: what follows on this stream finds all of them done
-
-    def _whole(self, numel: int) -> Segments:
-        """The table of one run of `numel` elements. Making one waits for the device: it is kept."""
-        found = self._segments.get(numel)
-        if found is None:
-            found = self._segments[numel] = Segments([(0, 0, numel)], self._device)
-        return found
 
     # ---- gradients out -----------------------------------------------------------------------------------------
 

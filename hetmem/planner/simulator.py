@@ -27,6 +27,7 @@ from hetmem.schedule.blocks import (
     Block,
     Command,
     Drop,
+    EvictionPolicy,
     Fetch,
     Link,
     LinkUse,
@@ -34,7 +35,6 @@ from hetmem.schedule.blocks import (
     Write,
     in_flight_bytes,
 )
-from hetmem.schedule.cache import EvictionPolicy
 from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier

@@ -14,7 +14,7 @@ from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.engine.harness import Recipe, Tower, pair, token_batches, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
-from tests.memory.tested import Mapping, Segments, cuda_copies
+from tests.memory.tested import Mapping, cuda_copies
 
 __all__ = ["cuda"]  # a fixture
 
@@ -139,15 +139,7 @@ def test_a_nan_stays_one_and_infinities_keep_their_signs(cuda: FakeCuda, kernels
         machine._used = 0
 
 
-def test_a_warm_move_takes_no_memory_and_makes_no_table(
-    cuda: FakeCuda, kernels: LateKernels | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Counted(Segments):
-        def __init__(self, *args: Any) -> None:
-            cuda.made.append("a table")
-            super().__init__(*args)
-
-    monkeypatch.setattr(cuda_copies, "Segments", Counted)
+def test_a_warm_move_takes_no_memory(cuda: FakeCuda, kernels: LateKernels | None) -> None:
     machine = Machine(kernels)
     source, target = machine.host(ordinary(5000)), torch.zeros(5000, dtype=torch.bfloat16)
     home, arrived = machine.host(ordinary(5000)), ordinary(5000).bfloat16()

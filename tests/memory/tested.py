@@ -6,9 +6,7 @@ from hetmem import torch_private
 from hetmem.base.config import cache_directory, kernel_cache_directory
 from hetmem.base.hardware import DiskSample
 from hetmem.base.units import GIB, MIB
-from hetmem.cuda.backend import Backend, TorchBackend
-from hetmem.cuda.checks import stream_for
-from hetmem.cuda.segments import Segments
+from hetmem.cuda.backend import Backend, TorchBackend, stream_for
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_copies, cuda_device, host_pool, live_bytes, mapping, nvme_file, nvme_requests
@@ -50,7 +48,6 @@ __all__ = [
     "NvmeStore",
     "Requests",
     "Seen",
-    "Segments",
     "SimDevice",
     "StreamCopier",
     "ThreadCopier",
