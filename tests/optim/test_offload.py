@@ -80,6 +80,15 @@ def test_a_third_state_that_host_memory_has_no_room_for_goes_to_nvme(tmp_path: P
     assert nvme_bytes(managed) > 0
 
 
+def test_a_third_state_does_not_go_to_nvme_where_there_is_no_staging(tmp_path: Path) -> None:
+    """Activations that move opened the drive. An update of what lay there would wait for staging without end."""
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
+    room = budget("nvme", tmp_path, host=4 * 9 * CHUNK + 2 * CHUNK, device_chunks="64KiB")
+    managed = hetmem.manage(module, room, chunk_bytes=CHUNK, activations="auto")
+    with pytest.raises(hetmem.BudgetError, match="missing"):
+        hetmem.optim.offload(torch.optim.AdamW, managed.parameters(), amsgrad=True)
+
+
 @pytest.mark.each
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
