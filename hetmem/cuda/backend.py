@@ -115,12 +115,7 @@ class CupyBackend:
         key = stream.cuda_stream, device
         found = self._streams.get(key)
         if found is None:
-            kind = self._cupy.cuda.Stream
-            if hasattr(kind, "from_external") and hasattr(stream, "__cuda_stream__"):  # CuPy 14, torch 2.11
-                found = kind.from_external(stream)
-            else:
-                found = self._cupy.cuda.ExternalStream(*key)
-            self._streams[key] = found
+            found = self._streams[key] = self._cupy.cuda.Stream.from_external(stream)
         return found
 
     def _kernel(self, device: int, source: str, kernel: str) -> Any:

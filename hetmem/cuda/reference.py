@@ -27,21 +27,6 @@ def cast(segments: Segments, source: torch.Tensor, destination: torch.Tensor) ->
         destination[place : place + count].copy_(source[start : start + count])
 
 
-def gradient_out(
-    segments: Segments,
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    scale: float,
-    add: bool,
-) -> None:
-    """`hetmem.cuda.gradient.gradient_out`."""
-    factor = float(np.float32(scale))
-    for start, place, count in segments.runs:
-        old = destination[place : place + count]
-        new = source[start : start + count].float() * factor
-        old.copy_(old.to(new) + new if add else new)
-
-
 def adamw(
     scalars: Sequence[np.float32],
     param: torch.Tensor,

@@ -49,8 +49,7 @@ def cores_of(node: int, sysfs: Path | None = None) -> tuple[int, ...]:
         text = ((sysfs or SYSFS) / "devices/system/node" / f"node{node}" / "cpulist").read_text()
     except OSError:
         return ()
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    return tuple(sorted(cpu for cpu in _numbers(text) if cpu in allowed))
+    return tuple(sorted(os.sched_getaffinity(0).intersection(_numbers(text))))
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
@@ -59,7 +58,7 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
     False, with nothing changed, where the system refuses (a container may) or has no such call.
     """
     number = _MBIND.get(platform.machine())
-    if number is None or os.name != "posix" or not 0 <= node < _NODE_BITS:
+    if number is None or not 0 <= node < _NODE_BITS:
         return False
     words = (ctypes.c_ulong * (_NODE_BITS // 64))()
     words[node // 64] = 1 << node % 64

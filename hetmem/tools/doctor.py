@@ -19,8 +19,6 @@ from hetmem.base.units import MIB, format_size
 from hetmem.cpu import kernel_name
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
-from hetmem.memory.cuda_copies import load_ways
-from hetmem.memory.cuda_device import driver_version
 from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
@@ -52,13 +50,7 @@ def examine(nvme_directory: str | None = None) -> list[Finding]:
 
 def _versions() -> Finding:
     python = ".".join(map(str, sys.version_info[:3]))
-    well = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
-    return Finding(
-        "versions",
-        f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}",
-        well,
-        "" if well else "torch >= 2.11 is needed",
-    )
+    return Finding("versions", f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}")
 
 
 def _gpu() -> Finding:
@@ -74,9 +66,7 @@ def _gpu() -> Finding:
 def _kernels() -> Finding:
     here = backend()
     if here.native:
-        ways = load_ways(torch.cuda.get_device_name(), driver_version())
-        crossing = f"weights by {ways.weights.value}, gradients by {ways.gradients.value} ({ways.source})"
-        return Finding("GPU kernels", f"{here.reason}; {crossing}")
+        return Finding("GPU kernels", here.reason)
     advice = "" if not torch.cuda.is_available() else "pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'"
     return Finding("GPU kernels", f"torch in their stead: {here.reason}", None, advice)
 
@@ -89,7 +79,7 @@ def _host_kernel() -> Finding:
 
 def _host_memory() -> Finding:
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     free = free_host_bytes()
     least = ", within the limit of a control group" if free < memory.available else ""
     return Finding("host", f"{format_size(free)} of {format_size(memory.total)} free{least}, {cores} cores")

@@ -14,7 +14,6 @@ from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles
 from hetmem.cuda import reference
 from hetmem.cuda.adam import ADAMS, adamw
 from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.gradient import GRADIENTS, GradientWrite, gradient_out
 from hetmem.cuda.segments import Segments
 from hetmem.cuda.squares import square_sums
 from tests.cuda.vectors import HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
@@ -44,49 +43,6 @@ def check_cast_layouts(place: Place) -> None:
                 cast(place.backend, segments, source.view, destination.view, blocks=3)
                 place.synchronize()
                 assert_same(destination.result(), expected, f"{name}, {source_dtype} to {dtype}")
-
-
-# ---- Gradient out. ----
-
-
-def run_gradient(
-    place: Place,
-    runs: list[tuple[int, int, int]],
-    data: torch.Tensor,
-    old: torch.Tensor,
-    scale: float,
-    write: GradientWrite,
-) -> None:
-    """The launcher gives the reference's bits."""
-    segments = Segments(runs, place.device)
-    source, destination = place.buffer(data), place.buffer(old, pinned=True)
-    gradient_out(place.backend, segments, source.view, destination.view, scale=scale, write=write, blocks=2)
-    place.synchronize()
-    expected = old.clone()
-    reference.gradient_out(segments, data, expected, scale, write is GradientWrite.ADD)
-    assert_same(destination.result(), expected, f"{data.dtype} to {old.dtype}, {write}, scale {scale}")
-
-
-def check_gradient_numbers(place: Place) -> None:
-    for source_dtype, dtype in sorted(GRADIENTS, key=str):
-        data = numbers(source_dtype, thorough=False)
-        old = torch.cat([numbers(dtype, thorough=False)] * 2)[: data.numel()].flip(0)
-        old = torch.nn.functional.pad(old, (0, data.numel() - old.numel()))
-        for write in GradientWrite:
-            for scale in (1.0, 1 / 3):
-                run_gradient(place, [(0, 0, data.numel())], data, old, scale, write)
-
-
-def check_gradient_layouts(place: Place) -> None:
-    for source_dtype, dtype in sorted(GRADIENTS, key=str):
-        for index, layout in enumerate(RUNS.values()):
-            write = (
-                GradientWrite.ADD if (index + (dtype == WIDE) + (source_dtype == WIDE)) % 2 else GradientWrite.OVERWRITE
-            )
-            runs = layout if place.thorough else layout[::3]
-            shape = Segments(runs, "cpu")
-            data, old = ordinary(shape.source_numel, source_dtype), ordinary(shape.destination_numel, dtype, seed=1)
-            run_gradient(place, runs, data, old, 1 / 128, write)
 
 
 # ---- Sums of squares. ----

@@ -48,8 +48,6 @@ WRONG_RESULTS = {
     "a tail written whole": _in_floats("if (i < count) __stcs", "__stcs", "cast_layouts"),
     "a tail taken for a group": _in_floats("int n = min(GROUP, count - start);", "int n = GROUP;", "cast_layouts"),
     "tiles left out": _in("cast.cu", "i += gridDim.x", "i += 2 * gridDim.x", "cast_layouts"),
-    "the loss scale forgotten": _in("gradient.cu", "x[i] * scale", "x[i]", "gradient_layouts"),
-    "added instead of overwritten": _in("gradient.cu", "old[i] + x[i]", "x[i]", "gradient_layouts"),
     "lerp rounded twice": _in(
         "adam.cu",
         "__fmaf_rn(s.lerp, g - m, s.lerp > 0 ? m : g)",

@@ -19,7 +19,6 @@ from hetmem.cuda import nvrtc
 from hetmem.cuda.adam import SCALARS, adamw
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
 from hetmem.cuda.cast import cast
-from hetmem.cuda.gradient import gradient_out
 from hetmem.cuda.segments import TILE_ELEMENTS, Segments
 from hetmem.cuda.squares import square_sums
 from tests.cuda.kernel_checks import CHECKS
@@ -58,10 +57,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "cast, blocks": (
         lambda: cast(TORCH, EIGHT, zeros(8), zeros(8, HALF), blocks=0),
         "blocks: expected at least 1, got 0",
-    ),
-    "gradient, dtypes": (
-        lambda: gradient_out(TORCH, EIGHT, zeros(8, HALF), zeros(8, torch.bfloat16)),
-        r"gradient_out: expected .*, got torch\.float16 to torch\.bfloat16",
     ),
     "adamw, scalars": (
         lambda: adamw(TORCH, SCALARS_8[:7], *(zeros(8) for _ in range(4))),

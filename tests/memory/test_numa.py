@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -104,20 +103,3 @@ def test_with_one_node_nothing_is_told(cuda: FakeCuda, tmp_path: Path, monkeypat
     device = CpuCuda()
     device.pin(Mapping(4096))
     assert device.cores == SimDevice().cores == ()
-
-
-@pytest.mark.parametrize("bus_id", ["00000000:1B:00.0", b"00000000:1B:00.0"])
-def test_an_older_torch_has_nvml_say_where_the_gpu_is(
-    cuda: FakeCuda, bus_id: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, {0: "0-1", 1: "2-3"}, "1"))
-    cuda.properties = SimpleNamespace(uuid="12-34")
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert CpuCuda().node is None
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID={"GPU-12-34": "handle"}.__getitem__,
-        nvmlDeviceGetPciInfo={"handle": SimpleNamespace(busId=bus_id)}.__getitem__,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert CpuCuda().node == 1
