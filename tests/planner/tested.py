@@ -10,6 +10,15 @@ from hetmem.planner.decide import Decision, Variant, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT, SENT_STATES
+from hetmem.planner.rehearsal.simulator import LinkQueue, SimulatedTraffic
+from hetmem.planner.rehearsal.step_program import Rehearsal, rehearse
+from hetmem.planner.rehearsal.updates import (
+    Notes,
+    SimulatedDeviceUpdates,
+    SimulatedUpdates,
+    Staged,
+    Update,
+)
 from hetmem.planner.reservation import ROLES, arrange, fits, state_bytes
 from hetmem.planner.search import (
     Judged,
@@ -21,15 +30,6 @@ from hetmem.planner.search import (
     judged,
     search,
 )
-from hetmem.planner.simulated_updates import (
-    Notes,
-    SimulatedDeviceUpdates,
-    SimulatedUpdates,
-    Staged,
-    Update,
-)
-from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
-from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows
 from hetmem.schedule.blocks import FIFO, LRU, Block, CopyState, NextUse
 from hetmem.schedule.gradients import Complete

@@ -2,7 +2,7 @@
 
 Gradients go home, or to a place on the device where their update reads them. An update on the device has its states
 brought to a slot on one link, is made behind that, and its states go home on the other; a copy for operators is made
-from the slot. When an update begins is decided in `planner.step_program`. Pure.
+from the slot. When an update begins is decided in `step_program`. Pure.
 
 `Notes` does with moments what `engine.runtime` and `engine.device_limit` do in a run.
 """
@@ -16,8 +16,8 @@ from functools import partial
 
 from hetmem.base.units import format_size
 from hetmem.errors import CapacityError
+from hetmem.planner.rehearsal.simulator import SimulatedTraffic
 from hetmem.planner.reservation import Arrangement, with_own_gradients
-from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.gradients import Lending, wait_until
 from hetmem.schedule.placement import Capacities, Ground, NoRoom
