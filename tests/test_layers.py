@@ -43,8 +43,7 @@ DECIDES = {"schedule"}
 DECIDE_TOO = {
     f"hetmem.planner.{name}"
     for name in (
-        "decide reservation search workload rehearsal.gradients rehearsal.room rehearsal.simulator "
-        "rehearsal.step_program rehearsal.updates"
+        "decide reservation search workload rehearsal.room rehearsal.simulator rehearsal.step_program rehearsal.updates"
     ).split()
 }
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
