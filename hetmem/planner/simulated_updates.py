@@ -19,7 +19,7 @@ from hetmem.errors import CapacityError
 from hetmem.planner.reservation import Arrangement, with_own_gradients
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import PLACED, CopyState
-from hetmem.schedule.gradients import Lending
+from hetmem.schedule.gradients import Lending, wait_until
 from hetmem.schedule.placement import Capacities, Ground, NoRoom
 from hetmem.schedule.trace import DEVICE, STEP, Tier
 from hetmem.schedule.tracer import StepTracer
@@ -261,8 +261,8 @@ class SimulatedDeviceUpdates(DeviceUpdates[int, Update, None, None]):
         update.crossing, update.device_seconds = None, 0.0
         self.updates.add_here(update)
 
-    def _wait(self) -> bool:
-        return self._traffic.go_on()
+    def _wait_until(self, reached: Callable[[], bool]) -> bool:
+        return wait_until(self._traffic, reached)
 
     def _begin(self, update: Update, slot: None) -> None:
         """The host tells the link what to bring, which is updated there."""

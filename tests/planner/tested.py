@@ -31,8 +31,7 @@ from hetmem.planner.simulated_updates import (
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows
-from hetmem.schedule.blocks import Block, CopyState
-from hetmem.schedule.cache import FIFO, LRU, NextUse
+from hetmem.schedule.blocks import FIFO, LRU, Block, CopyState, NextUse
 from hetmem.schedule.gradients import Complete
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hetmem.base.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, PlaceMap, SlotMap, Write
-from hetmem.schedule.cache import FIFO, LRU, NOTHING, Cache, NextUse, Order
-from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
+from hetmem.schedule.blocks import FIFO, LRU, Block, Command, CopyState, Drop, Fetch, NextUse, PlaceMap, SlotMap, Write
+from hetmem.schedule.cache import NOTHING, Cache, Order
+from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside, wait_until
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
@@ -116,4 +116,5 @@ __all__ = [
     "streamed_part",
     "to_leave",
     "update_costs",
+    "wait_until",
 ]
