@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from hetmem.memory.device import DevicePool, SimDevice
-from hetmem.memory.stream_copier import StreamCopier
-from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.schedule.blocks import Link
-from tests.engine.lazy_device import host_slots
+from tests.engine.lazy_device import LazyDevice, LazyStreams
 
 
 class Event:
@@ -22,63 +19,56 @@ class Event:
         self.at = at
 
 
-class VirtualStreams:
+class VirtualStreams(LazyStreams):
     """`Streams` of one thread that computes, and of a link each way that moves `bytes_per_second`. Copies are made when
     they are asked for, and are over when the clock says so."""
 
     def __init__(self, bytes_per_second: float, moved: threading.local) -> None:
+        super().__init__()
         self.time, self._rate, self._moved = 0.0, bytes_per_second, moved
-        self._free = dict.fromkeys(Link, 0.0)
+        self._free: dict[Any, float] = defaultdict(float)
 
     def now(self) -> float:
         return self.time
 
-    def see_compute(self) -> None: ...
-
-    def mark(self) -> Event:
+    def mark(self) -> Any:
         return Event(self.time)
 
     timed_mark = mark
 
-    def enqueue(self, link: Link, after: Sequence[Event], work: Callable[[], None]) -> Event:
+    def enqueue(self, link: Any, after: Sequence[Any], work: Callable[[], None]) -> Any:
         self._moved.nbytes = 0
         work()
         begins = max([self.time, self._free[link], *(event.at for event in after)])
         self._free[link] = begins + self._moved.nbytes / self._rate
         return Event(self._free[link])
 
-    def order_compute(self, event: Event) -> None:
+    def order_compute(self, event: Any) -> None:
         self.time = max(self.time, event.at)
 
     wait = order_compute
 
-    def passed(self, event: Event) -> bool:
-        return event.at <= self.time
-
-    def when(self, event: Event) -> float:
-        return event.at
+    def passed(self, event: Any) -> bool:
+        return bool(event.at <= self.time)
 
 
-class VirtualDevice(SimDevice):
+class VirtualDevice(LazyDevice):
     """Has links of `bytes_per_second` on a clock of its own, which `spend` moves on."""
 
     def __init__(self, bytes_per_second: float) -> None:
         super().__init__()
         self._moved = threading.local()
-        self._streams = VirtualStreams(bytes_per_second, self._moved)
+        self.streams = VirtualStreams(bytes_per_second, self._moved)
+
+    def made_streams(self) -> LazyStreams:
+        return self.streams
 
     def now(self) -> float:
-        return self._streams.now()
+        return self.streams.now()
 
     def spend(self, seconds: float) -> None:
         """Let so much time pass."""
-        self._streams.time += seconds
-
-    def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return DevicePool(slot_bytes, slots, self.torch_device, host_slots)
-
-    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        return StreamCopier(self._streams, seen, finished)
+        self.streams.time += seconds
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._count(source)
