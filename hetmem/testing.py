@@ -27,8 +27,7 @@ from hetmem.engine.param_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.trace import Tier
-from hetmem.schedule.tracer import segment_name
+from hetmem.schedule.trace import Tier, segment_name
 
 POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",
