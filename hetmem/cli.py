@@ -79,8 +79,6 @@ def _probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    import torch
-
     from hetmem.tools.probe import probe
 
     def say(what: str) -> None:
@@ -95,10 +93,6 @@ def _probe(options: argparse.Namespace) -> int:
             raise
     else:
         print(text, end="")
-    if torch.cuda.is_available():
-        from hetmem.tools.link_ways import keep_ways
-
-        print(keep_ways(quick=options.quick), file=sys.stderr)
     return 0
 
 

@@ -1,10 +1,5 @@
 """Knows one cached tier: its slots, the copies in them, what its schedule misses, and what to evict. Pure.
 
-Policies rank idle copies, `Order` keeps blocks by rank.
-
-`NextUse` is Belady's MIN (L. A. Belady, "A study of replacement algorithms", IBM Systems Journal 5(2), 1966) over
-the schedule of the trace; `LRU` and `FIFO` are there to compare with, and LRU is what NextUse does without a trace.
-
 Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between
 two questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to
 put one of a few thousand in, or to take it out, moves a few KiB, and to read from the end on costs what is read.
@@ -20,55 +15,20 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
-from typing import NamedTuple, Protocol
 
-from hetmem.schedule.blocks import LOADING, STALE, VALID, Block, Copy, PlaceMap, SlotMap
+from hetmem.schedule.blocks import (
+    LOADING,
+    STALE,
+    VALID,
+    Block,
+    Copy,
+    CopyFacts,
+    EvictionPolicy,
+    NextUse,
+    PlaceMap,
+    SlotMap,
+)
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier, UseSequence
-
-
-class CopyFacts(NamedTuple):
-    """What a policy may know of an idle copy.
-
-    `next_use` counts uses (`trace.NEVER` if none is known); `last_use` and `fetched` are ticks of the residency's
-    own counter; a `dirty` copy costs a write-back, a clean one costs nothing to drop.
-    """
-
-    next_use: int
-    last_use: int
-    fetched: int
-    dirty: bool
-
-
-class EvictionPolicy(Protocol):
-    """Ranks copies: the one with the greatest rank is given up first. Must be deterministic."""
-
-    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
-        """A rank of fixed length; compared as tuples."""
-
-
-class NextUse:
-    """Give up the copy used furthest in the future; among equals a clean one, then the least recently used."""
-
-    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
-        """Next use, then clean before dirty, then the longer ago the last use was."""
-        return (facts.next_use, 0 if facts.dirty else 1, -facts.last_use)
-
-
-class LRU:
-    """Give up the copy that was used longest ago."""
-
-    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
-        """A tuple of one: the longer ago the last use was, the greater."""
-        return (-facts.last_use,)
-
-
-class FIFO:
-    """Give up the copy that was fetched first."""
-
-    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
-        """A tuple of one: the longer ago the fetch was, the greater."""
-        return (-facts.fetched,)
-
 
 NOTHING = -2 * NEVER
 """Less than any rank begins with."""

@@ -81,10 +81,6 @@ class SegmentTrace:
     overwritten: frozenset[int] = frozenset()
     opening: Moment = Moment("begin", ())
 
-    def peak_non_model_bytes(self) -> int:
-        """The most non-model bytes at any moment, 0 without moments."""
-        return self.worst()[0]
-
     def worst(self) -> tuple[int, tuple[int]]:
         """The most non-model bytes at any moment, and the most of their own, as a `Moment` has them."""
         most, own = self.opening.non_model_bytes, self.opening.own_bytes
