@@ -217,10 +217,15 @@ class Speed:
 
 
 def go_through(
-    traffic: SimulatedTraffic, segment: Sequence[tuple[int, ...]], coming: UseSequence, seconds: float
+    traffic: SimulatedTraffic,
+    segment: Sequence[tuple[int, ...]],
+    coming: UseSequence,
+    seconds: float,
+    *,
+    scan: bool = False,
 ) -> None:
     """The uses of `segment`, with which `coming` begins, on the device, each for `seconds`; staging has no others."""
-    schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment)), Tier.HOST: Schedule()}
+    schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment), scan=scan), Tier.HOST: Schedule()}
     traffic.execute(traffic.residency.expect_all(schedules))
     for blocks in segment:
         traffic.poll()
