@@ -47,7 +47,8 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     assert profile.thread == COSTS
 
 
-@pytest.mark.parametrize("default", ["float64", *(case(each, nightly=True) for each in ("meta", "no_grad"))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("default", ["float64", "meta", "no_grad"])
 def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it lost."""
     monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: measure(1, device))
