@@ -156,8 +156,19 @@ class DeviceMonitor(TorchDispatchMode):
         """Watch every node of the autograd graph behind `outputs` while it runs."""
         for node in nodes_behind(outputs):
             if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
-                node.register_prehook(_Enter(self))
-                node.register_hook(_Leave(self))
+                node.register_prehook(self._enter_node)
+                node.register_hook(self._leave_node)
+
+    def _enter_node(self, grad_outputs: Sequence[Any]) -> None:
+        self.__enter__()
+        if not self.paused:
+            self.count("gradients of a node", grad_outputs)
+
+    def _leave_node(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
+        self.__exit__(None, None, None)
+        self.left = False
+        if not self.paused:
+            self.count("gradients of a node", grad_inputs)
 
 
 def is_unseen() -> bool:
@@ -273,28 +284,3 @@ _METADATA = {
     torch.ops.aten.is_non_overlapping_and_dense.default,
     torch.ops.aten._has_compatible_shallow_copy_type.default,
 }
-
-
-class _Enter:
-    """A hook that switches a monitor on before a node runs."""
-
-    def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
-
-    def __call__(self, grad_outputs: Sequence[Any]) -> None:
-        self._monitor.__enter__()
-        if not self._monitor.paused:
-            self._monitor.count("gradients of a node", grad_outputs)
-
-
-class _Leave:
-    """A hook that switches the monitor off again after the node."""
-
-    def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
-
-    def __call__(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
-        self._monitor.__exit__(None, None, None)
-        self._monitor.left = False
-        if not self._monitor.paused:
-            self._monitor.count("gradients of a node", grad_inputs)
