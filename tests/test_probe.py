@@ -16,7 +16,6 @@ from hetmem.memory.nvme_requests import settings_for
 from hetmem.tools import measuring
 from hetmem.tools.measuring import measure
 from hetmem.tools.probe import probe, transfers
-from tests.pairs import case
 
 COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
 
