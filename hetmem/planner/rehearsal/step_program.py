@@ -14,17 +14,10 @@ from operator import sub
 from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.errors import CapacityError
 from hetmem.planner.activations import SimulatedActivations
+from hetmem.planner.rehearsal.room import BACKWARD, FORWARD, Notes
+from hetmem.planner.rehearsal.simulator import SimulatedTraffic
+from hetmem.planner.rehearsal.updates import SimulatedGradients, SimulatedUpdates, Staged, Update
 from hetmem.planner.reservation import ROLES, Arrangement, crossing, facts_of, fits, moved, to_the_device
-from hetmem.planner.simulated_updates import (
-    BACKWARD,
-    FORWARD,
-    Notes,
-    SimulatedGradients,
-    SimulatedUpdates,
-    Staged,
-    Update,
-)
-from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block, Link, in_flight_bytes
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
