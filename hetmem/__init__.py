@@ -16,7 +16,7 @@ from hetmem.memory.device import SimDevice
 from hetmem.optim.adamw import AdamW
 from hetmem.report.live import progress
 from hetmem.report.report import MemoryReport, report
-from hetmem.schedule.cache import FIFO, LRU, NextUse
+from hetmem.schedule.blocks import FIFO, LRU, NextUse
 
 if TYPE_CHECKING:
     from hetmem.checkpoint import load, load_weights, save

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,49 +28,15 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import BuildingMemory, move_home
 from hetmem.placing.module_building import Building, build_within
-from hetmem.schedule.blocks import Prefetch
-from hetmem.schedule.cache import EvictionPolicy
+from hetmem.schedule.blocks import EvictionPolicy, Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
+if TYPE_CHECKING:
+    from hetmem.planner.plan import Plan  # planning costs more to import than training does
+
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ClassT = TypeVar("ClassT", bound=type[torch.nn.Module])
-
-
-class RunnablePlan(Protocol):
-    """What `manage` takes of a plan."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether the run stays within the budget."""
-
-    @property
-    def budget(self) -> Budget:
-        """The budget to run within."""
-
-    @property
-    def chunk_bytes(self) -> int | None:
-        """Bytes of a chunk at home; None = searched, as the plan did."""
-
-    @property
-    def mixed_precision(self) -> str | None:
-        """The name of the dtype that operators compute in, if it is another one than that of the parameters."""
-
-    @property
-    def activations(self) -> str:
-        """What becomes of activations, as `manage` has it."""
-
-    @property
-    def optimizer(self) -> dict[str, str]:
-        """The options that `hetmem.AdamW` is to be made with, beside torch's and the default ones."""
-
-    @property
-    def prediction(self) -> dict[str, Any]:
-        """What the report of the run is to show beside what it measures."""
-
-    @property
-    def profile(self) -> dict[str, Any] | None:
-        """The fields of the `HardwareProfile` that the run is to know; None = it needs none."""
 
 
 def manage(
@@ -82,7 +48,7 @@ def manage(
     chunk_bytes: int | str | None = None,
     policy: EvictionPolicy | None = None,
     sanitize: bool = False,
-    plan: RunnablePlan | str | os.PathLike[str] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     activations: ActivationsName = "keep",
 ) -> ModuleT:
@@ -144,7 +110,7 @@ def _manage(
     chunk_bytes: int | str | None = None,
     policy: EvictionPolicy | None = None,
     sanitize: bool = False,
-    plan: RunnablePlan | str | os.PathLike[str] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     activations: ActivationsName = "keep",
 ) -> ModuleT:
@@ -217,10 +183,10 @@ def _warn_of_others() -> None:
         )
 
 
-def _plan(plan: RunnablePlan | str | os.PathLike[str] | None) -> RunnablePlan | None:
+def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     """`plan`, read if it is a path. Raises `ManageError` for one that cannot be run."""
     if isinstance(plan, (str, os.PathLike)):
-        from hetmem.planner.plan import Plan  # planning costs more to import than training does
+        from hetmem.planner.plan import Plan
 
         plan = Plan.load(plan)
     if plan is not None and not hasattr(plan, "fits"):
@@ -230,7 +196,7 @@ def _plan(plan: RunnablePlan | str | os.PathLike[str] | None) -> RunnablePlan | 
     return plan
 
 
-def _planned_precision(plan: RunnablePlan, asked: torch.dtype | None) -> torch.dtype | None:
+def _planned_precision(plan: Plan, asked: torch.dtype | None) -> torch.dtype | None:
     """What operators compute in. Raises `ManageError` for a plan that is not as it is asked for."""
     planned: torch.dtype | None = getattr(torch, plan.mixed_precision) if plan.mixed_precision else None
     if asked not in (None, planned):
@@ -238,9 +204,7 @@ def _planned_precision(plan: RunnablePlan, asked: torch.dtype | None) -> torch.d
     return planned
 
 
-def _profile(
-    asked: HardwareProfile | str | os.PathLike[str] | None, plan: RunnablePlan | None
-) -> HardwareProfile | None:
+def _profile(asked: HardwareProfile | str | os.PathLike[str] | None, plan: Plan | None) -> HardwareProfile | None:
     """What the run knows of the machine: what it was told, else what its plan was made for, where that needs it."""
     if asked is None:
         return HardwareProfile.from_dict(plan.profile) if plan is not None and plan.profile is not None else None

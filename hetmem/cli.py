@@ -79,8 +79,6 @@ def _probe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    import torch
-
     from hetmem.tools.probe import probe
 
     def say(what: str) -> None:
@@ -95,10 +93,6 @@ def _probe(options: argparse.Namespace) -> int:
             raise
     else:
         print(text, end="")
-    if torch.cuda.is_available():
-        from hetmem.tools.link_ways import keep_ways
-
-        print(keep_ways(quick=options.quick), file=sys.stderr)
     return 0
 
 
@@ -151,14 +145,14 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from hetmem.report import saved
+    from hetmem.report import files
 
     if options.other and options.output:
         raise HetmemError("a comparison is printed: leave --output out, or name one report")
     if options.output:
-        saved.render(options.report, options.output)
+        files.render(options.report, options.output)
     else:
-        print(saved.compare(options.report, options.other) if options.other else saved.show(options.report))
+        print(files.compare(options.report, options.other) if options.other else files.show(options.report))
     return 0
 
 

@@ -26,9 +26,7 @@ from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.schedule.blocks import CopyState
-from hetmem.schedule.trace import Tier
-from hetmem.schedule.tracer import segment_name
+from hetmem.schedule.trace import Tier, segment_name
 
 POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",
@@ -66,22 +64,16 @@ POINTS = {
     "states to the device": "hetmem.optim.device_updates:_Bring.__call__",
     "states home": "hetmem.optim.device_updates:_SendHome.__call__",
     "keep a gradient": "hetmem.optim.device_updates:KeptGradients.keep",
-    "update tasks": "hetmem.optim.adamw:AdamWRule.tasks",
     "begin tasks": "hetmem.cpu.workers:WorkerPool.begin",
     "backward over": "hetmem.optim.step:Stepper.backward_over",
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
-    "run an update": "hetmem.optim.update_queue:Updates._run",
     "is a gradient kept": "hetmem.engine.param_views:is_kept",
     "place of a gradient": "hetmem.optim.device_updates:UpdatePlaces.place_on_device",
-    "update in the step": "hetmem.optim.step:Stepper.update",
     "update there": "hetmem.optim.adamw:AdamWRule.there",
-    "queue a streamed update": "hetmem.schedule.updates:DeviceUpdates.add",
     "next streamed update": "hetmem.schedule.updates:DeviceUpdates._next",
     "tasks that sum": "hetmem.optim.update_pass:Passes._sum_tasks",
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
-    "run a task": "hetmem.cpu.workers:Batch.run_one",
-    "forget copies": "hetmem.engine.runtime:Runtime.forget_copies",
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
 }
 """Where `around` and `failing` step in: a name that tests use, and the function that it means today."""
@@ -156,12 +148,6 @@ class Inside:
     def home(self, parameter: torch.Tensor | str, role: str = "param") -> torch.Tensor:
         """Return what the home of `role` ("param", "compute", "grad") of `parameter` says, as a copy."""
         return self._parameter(parameter).view(_role(role)).detach().clone()
-
-    def device_copies(self) -> list[int]:
-        """Return the chunks that have a valid copy on the device."""
-        valid, residency = CopyState.VALID, self._traffic.residency
-        blocks = [(chunk.spec.index, chunk.operand_block) for chunk in self._runtime.chunks]
-        return [index for index, block in blocks if block is not None and residency.state(block, Tier.DEVICE) is valid]
 
     def leased(self) -> list[str]:
         """Return the labels of the copies that are in use on any tier."""
@@ -262,15 +248,10 @@ class Inside:
         """Return the profile that updates on the device are chosen by, if there is one."""
         return self._runtime.hardware
 
-    def prefetch_distance(self) -> tuple[int, int]:
-        """Return how many uses prefetching looks ahead, and how many fetches it has in flight."""
-        supply = self._traffic.residency._supply
-        return supply._lookahead, supply._at_once[Tier.DEVICE]
-
     def expected_peaks(self, segment: str) -> list[int]:
         """Return the most bytes beside chunks that each trace of `segment` ("forward", …) expects."""
         traces = [trace for trace in self._runtime.tracer.book.traces() if segment_name(trace.key) == segment]
-        return [trace.peak_non_model_bytes() if trace.moments else 0 for trace in traces]
+        return [trace.worst()[0] if trace.moments else 0 for trace in traces]
 
     def checks(self) -> bool:
         """Whether operators that meet homes are refused now, given `sanitize=True`."""
@@ -412,42 +393,6 @@ def updates_held() -> Iterator[None]:
     """Have queued updates of all models wait until the end, also those that are waited for."""
     with around("may open an update", lambda *_: False):
         yield
-
-
-@contextmanager
-def updates_as_waited_for() -> Iterator[None]:
-    """Have queued updates of all models wait until the end, but for those of chunks that are waited for."""
-
-    def is_free(original: Callable[..., bool], updates: Any, job: Any) -> bool:
-        return updates._queue._first == job.chunk.spec.index and original(updates, job)
-
-    with around("is an update free", is_free):
-        yield
-
-
-@contextmanager
-def updates_end_in_backward() -> Iterator[None]:
-    """Have each backward wait until the updates are over that it has begun."""
-
-    def wait(original: Callable[..., None], stepper: Any) -> None:
-        stepper.synchronize()
-        original(stepper)
-
-    with around("backward over", wait):
-        yield
-
-
-@contextmanager
-def opened_updates() -> Iterator[list[int]]:
-    """Note the chunks whose updates are opened until the end, in that order."""
-    opened: list[int] = []
-
-    def note(original: Callable[..., None], updates: Any, job: Any) -> None:
-        opened.append(job.chunk.spec.index)
-        original(updates, job)
-
-    with around("open an update", note):
-        yield opened
 
 
 def fill_idle_memory(module: torch.nn.Module) -> None:

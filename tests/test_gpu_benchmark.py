@@ -41,8 +41,8 @@ if name == "calls":
 if name == "links":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     time.sleep(60)
-if name == "ways":
-    tell('{"stage": "ways", "value')
+if name == "probe":
+    tell('{"stage": "probe", "value')
     raise ValueError("the first of " + "many " * 100 + "words")
 if name == "smoke":
     time.sleep(60)
@@ -80,13 +80,13 @@ def test_every_stage_leaves_its_numbers_whatever_becomes_of_those_before(
     found = lines_of(folder, [stage.name for stage in stages.STAGES])
     assert list(found) == [stage.name for stage in stages.STAGES]
     numbers = {name: [line["name"] for line in lines if "value" in line] for name, lines in found.items()}
-    cut = {"calls", "links", "ways", "smoke"}
+    cut = {"calls", "links", "probe", "smoke"}
     assert numbers == {name: ["before"] if name in cut else ["before", "after"] for name in found}
     ended = {name: lines[-1]["ended"] for name, lines in found.items()}
-    assert ended["calls"] == "ended with status -9" and ended["ways"] == "ended with status 1"
+    assert ended["calls"] == "ended with status -9" and ended["probe"] == "ended with status 1"
     assert ended["links"] == ended["smoke"] == "cut off: it took longer than 6 s"
     assert all(ended[name] == COMPLETE for name in found.keys() - cut)
-    assert found["ways"][-1]["traceback"].endswith("the first of " + "many " * 100 + "words\n")
+    assert found["probe"][-1]["traceback"].endswith("the first of " + "many " * 100 + "words\n")
     assert "KeyboardInterrupt" in found["smoke"][-1]["traceback"], "what is interrupted says where it was"
     assert "Fatal Python error: Aborted" in found["links"][-1]["traceback"], "so does what ignores interrupts"
     for ending in (".md", ".html"):

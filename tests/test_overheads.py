@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import astuple, replace
 
 import pytest
@@ -59,12 +58,6 @@ def test_the_models_are_trained_as_the_equations_say(monkeypatch: pytest.MonkeyP
     assert many.forward_fetches > 4 * few.forward_fetches > 0
     for model in (many, few, called):
         assert 0 < model.queued < model.update
-
-
-def test_what_takes_long_is_measured_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "_LONG_SECONDS", 0.01)
-    assert len(measuring.timed(lambda: time.sleep(0.005), 21, on_device=False)) == measuring.LEAST_ROUNDS
-    assert len(measuring.timed(lambda: None, 21, on_device=False)) == 21
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or the device that stands for one")

@@ -7,6 +7,7 @@ from pkgutil import resolve_name
 
 import pytest
 
+import hetmem
 from hetmem import testing
 from tests.engine.harness import BATCHES, manage, mlp, streamed
 
@@ -43,6 +44,6 @@ def test_facts_are_of_the_model(placement: str, tmp_path: Path) -> None:
     assert {inside.place_of(parameter) for parameter in managed.parameters()} == {"home"}
     managed(*BATCHES[0])
     inside.wait_idle()
-    assert inside.device_copies()
+    assert hetmem.report(managed).to_dict()["tiers"]["device"]["used_bytes"]
     inside.forget_copies()
-    assert inside.device_copies() == []
+    assert hetmem.report(managed).to_dict()["tiers"]["device"]["used_bytes"] == 0

@@ -160,39 +160,3 @@ def _register(notes: Notes, gib: int, nbytes: int) -> None:
     notes.number(f"register {gib} GiB", nbytes / (done - populated) / 1e9, "GB/s")
     unpin()
     notes.number(f"unregister {gib} GiB", nbytes / (time.perf_counter() - done) / 1e9, "GB/s")
-
-
-def ways(notes: Notes) -> None:
-    """Every way across the link, alone and beside products; the better one is kept with device and driver."""
-    from hetmem.cuda.backend import backend
-    from hetmem.memory.cuda_copies import CopyPath, save_ways
-    from hetmem.memory.cuda_device import CudaDevice, driver_version
-    from hetmem.tools.link_ways import BLOCKS, LinkCrossing, fastest
-
-    elements, side = (4096, 32) if notes.small else (32 << 20, 8192)
-    kernels = backend()
-    if not kernels.native:
-        notes.text("kernels", f"there is but one way: {kernels.reason}")
-    with LinkCrossing(CudaDevice(), kernels, elements, side) as crossing:
-        products = crossing.products_seconds(5)
-        notes.number(f"{crossing.products} products of {side} x {side} alone", 1e3 * products, "ms")
-        found: dict[bool, dict[tuple[CopyPath, int], float]] = {True: {}, False: {}}
-        tried = [(CopyPath.COPY_ENGINE, 0), *((CopyPath.KERNEL, blocks) for blocks in BLOCKS if kernels.native)]
-        for inwards, what in ((False, "gradients out"), (True, "weights in")):
-            for way, blocks in tried:
-                alone, beside = (
-                    crossing.seconds(way, blocks or 1, 7, inwards=inwards, beside=beside) for beside in (False, True)
-                )
-                found[inwards][way, blocks] = beside
-                name = f"{what}, {way.value}{f' of {blocks} blocks' if blocks else ''}, beside products"
-                crossed = 4 * elements  # float32 at home; the engine's cast is a pass of the device
-                rate = {"alone ms": 1e3 * alone, "alone, GB/s at home": crossed / alone / 1e9}
-                notes.number(name, 1e3 * beside, "ms", ceiling=1e3 * max(alone, products), **rate)
-    if kernels.native:
-        engine = [found[inwards][CopyPath.COPY_ENGINE, 0] for inwards in (True, False)]
-        grids = [{blocks: found[inwards][CopyPath.KERNEL, blocks] for blocks in BLOCKS} for inwards in (True, False)]
-        best = fastest(engine[0], grids[0], engine[1], grids[1])
-        save_ways(best, torch.cuda.get_device_name(), driver_version())  # for the stages that follow
-        notes.text(
-            "chosen", f"weights by {best.weights.value}, gradients by {best.gradients.value}, {best.blocks} blocks"
-        )

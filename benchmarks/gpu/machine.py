@@ -138,7 +138,6 @@ def calls(notes: Notes) -> None:
     """Microseconds of the thread for each call that a step makes many of."""
     from hetmem.cuda.backend import backend
     from hetmem.cuda.cast import cast
-    from hetmem.cuda.segments import Segments
 
     count = 20 if notes.small else 2000
     stream, other = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -148,7 +147,7 @@ def calls(notes: Notes) -> None:
     torch.cuda.synchronize()
     few = torch.zeros(16, device="cuda")
     copied, pinned = torch.zeros(1024, device="cuda"), torch.zeros(1024).pin_memory()
-    whole, half, kernels = Segments([(0, 0, 16)], "cuda"), few.bfloat16(), backend()
+    half, kernels = few.bfloat16(), backend()
 
     def enter() -> None:
         with torch.cuda.stream(other):
@@ -165,7 +164,7 @@ def calls(notes: Notes) -> None:
         "torch.cuda.stream, a context": enter,
         "an operator of torch (add_)": lambda: few.add_(1.0),
         "a copy of 4 KiB from pinned memory": lambda: copied.copy_(pinned, non_blocking=True),
-        "a kernel of hetmem (cast, 16 elements)": lambda: cast(kernels, whole, few, half),
+        "a kernel of hetmem (cast, 16 elements)": lambda: cast(kernels, few, half),
         "torch.empty on the device, 1 MiB": lambda: torch.empty(1 << 20, dtype=torch.uint8, device="cuda"),
         "torch.cuda.memory_stats": torch.cuda.memory_stats,
         "torch.cuda.synchronize, idle": torch.cuda.synchronize,

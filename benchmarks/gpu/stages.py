@@ -1,4 +1,4 @@
-"""The stages of `make gpu`, in order of value. They depend on none before them; `ways` and `rates` are used if there.
+"""The stages of `make gpu`, in order of value. They depend on none before them; `rates` are used if there.
 
 It imports nothing that needs torch: the program that starts stages needs none.
 """
@@ -32,7 +32,6 @@ STAGES = (
     ),
     _stage("calls", 10, "machine:calls", "What calls cost the thread that makes them, in microseconds."),
     _stage("links", 25, "links:links", "Host memory populated and registered; copies by size; the host's AdamW."),
-    _stage("ways", 20, "links:ways", "Copy engine or kernel, alone and beside matrix products; the choice is kept."),
     _stage("probe", 42, "machine:probe", "`hetmem probe`, whose profile the plans of later stages take."),
     _stage("smoke", 25, "smoke:smoke", "Three steps of small models, each way that hetmem trains: plain torch's bits?"),
     _stage("resident", 50, "training:resident", "Models that fit: managed against plain, eager and compiled."),

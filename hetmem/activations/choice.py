@@ -3,6 +3,9 @@
 Note "auto": the first step of a kind moves nothing until the device has no room; then those saved first leave. From
 what that step has shown `schedule.saved` says which must leave, and the next one, which is traced anew, has these leave
 as soon as they may. Whatever else still had to leave in it joins them, until nothing has to.
+
+Note "homes": homes of weights and states fill what is idle of the device, so what leaves makes room for them. Once
+steps have run that were not measured, their times say whether more is to leave for that: see `schedule.saved`.
 """
 
 from __future__ import annotations
@@ -10,11 +13,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
+from hetmem.activations.pace import last_step
 from hetmem.engine.runtime import Runtime
-from hetmem.schedule.saved import SavedRound
+from hetmem.schedule.saved import AT_ONCE, SavedRound
 
 ALL_BYTES = 1 << 62
 """More than any device has."""
+_STEADY = 3
+"""After so many rounds that were not measured the times of the last step count."""
+_BALANCED = 2
+"""So many times at most more leaves for homes: each time steps are measured once more."""
 
 
 class Choice(Protocol):
@@ -84,9 +92,9 @@ class Everything:
 class WhatMust:
     """Has those leave without which the step does not fit; see note "auto"."""
 
-    def __init__(self, runtime: Runtime, window_bytes: int) -> None:
-        """`window_bytes`: what crosses each link at once, which takes memory of the device."""
-        self._runtime, self._window = runtime, window_bytes
+    def __init__(self, runtime: Runtime, *, beside: bool) -> None:
+        """`beside`: copies are made beside compute, so that what crosses a link takes memory meanwhile."""
+        self._runtime, self._lag = runtime, AT_ONCE if beside else 0
         runtime.tracer.grows = 1  # a larger batch is measured, as other storages may have to leave
         self._round = SavedRound()
         self._chosen: dict[Hashable, set[int]] = {}
@@ -98,23 +106,43 @@ class WhatMust:
         """The bytes of those that have left and were not used yet."""
         self._forced: set[int] = set()
         self._measured = False
+        self._known = SavedRound()
+        """The last one that was measured."""
+        self._steady = self._balanced = 0
         self.looks_at_all = False
 
     def forward_begins(self) -> None:
         """Begin a round, if the last one is over, and choose by what it has shown."""
         if self._round.used or not self._round.intervals:
-            self._choose()
+            if self._measured and self._round.intervals:
+                self._known, self._steady = self._round, 0
+                self._choose()
+            elif self._round.used:
+                self._steady += 1
+                if self._steady == _STEADY and self._balanced < _BALANCED:
+                    self._balance()
             self._round, self._away, self._forced, self._measured = SavedRound(), {}, set(), True
         self._key = None
 
+    def _balance(self) -> None:
+        """Let more leave if the step is shorter with what they make room for; see note "homes"."""
+        room, known = self._runtime.room, self._known
+        elsewhere, pace = room.movable_bytes(), last_step(self._runtime)
+        if not elsewhere or pace is None:
+            return
+        leaving = {(key, at) for key, places in self._chosen.items() for at in places}
+        places = known.to_leave_for_homes(pace, elsewhere, room.saved_bytes, leaving)
+        if places:
+            self._chosen = {key: {at for of, at in places if of == key} for key, _ in places}
+            self._balanced += 1
+            room.needs_less()
+
     def _choose(self) -> None:
         recorded, room = self._round, self._runtime.room
-        if not self._measured or not recorded.intervals:
-            return
         places: set[tuple[Hashable, int]] = set()
         is_new = self._chosen.keys().isdisjoint(key for key, _ in recorded.places.values())
-        if is_new and recorded.to_leave(room.saved_bytes()):
-            places = recorded.to_leave(room.saved_bytes() - 2 * self._window)
+        if is_new:
+            places = recorded.to_leave(room.saved_bytes(), self._lag)
         places = places or recorded.places_of(self._forced)
         for key, at in places:
             self._chosen.setdefault(key, set()).add(at)

@@ -52,8 +52,8 @@ class Activations:
         self._memory, self._engine, self._executor = memory, runtime.traffic.engine, runtime.traffic.executor
         self.least_bytes = max(1, min(LEAST_BYTES, memory.device_bytes // _LEAST_PART))
         self._window = in_flight_bytes(memory.device_bytes)
-        crossing = 0 if self._engine.unlimited(Link.HOST_TO_DEVICE) else self._window
-        self.choice: Choice = Everything() if all_leave else WhatMust(runtime, crossing)
+        beside = not self._engine.unlimited(Link.HOST_TO_DEVICE)
+        self.choice: Choice = Everything() if all_leave else WhatMust(runtime, beside=beside)
         self._due: dict[int, None] = {}
         """The numbers of those of `_staying` that leave as soon as only graphs hold them."""
         self._count = 0
@@ -66,6 +66,7 @@ class Activations:
         self._leaving, self._ahead = runtime.room.leaving, runtime.room.ahead
         self._between: dict[int, weakref.ref[SavedStorage]] = {}
         """Those of which nodes have asked for some views, and not for all."""
+        self._any_left = False
         self._unreserved: tuple[int, int] = (-1, 0)
         self._spill = Spill(runtime, weakly(self._unreserved_bytes))  # type: ignore[arg-type]
         self.closed = False
@@ -127,6 +128,7 @@ class Activations:
             loan = self._spill.lend(storage.nbytes)
         if loan is None or not self._may_leave(storage):
             return False
+        self._any_left = True
         del self._staying[storage.number]
         self._due.pop(storage.number, None)
         self._leaving[storage.number] = storage.nbytes
@@ -224,8 +226,11 @@ class Activations:
             return flat
 
     def met(self, storage: SavedStorage) -> None:
-        """Note that a node asks for `storage`, which has not left."""
+        """Note that a node asks for `storage`, which has not left; what was saved before it may have."""
         self.choice.used(storage.number)
+        if self._any_left:
+            with self._runtime.unwatched(), torch.no_grad():
+                self._fetch_before(storage.number)
 
     def _fetch(self, storage: SavedStorage) -> None:
         """Begin to bring `storage` to the device, in memory that it has alone."""

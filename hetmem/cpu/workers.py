@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any
@@ -100,14 +100,14 @@ def usable_cores(cores: Collection[int] = ()) -> int:
     """Physical cores of this machine, at most the ones that this process may run on (and `cores`); at least 1."""
     import psutil  # here: it costs a quarter of what `import hetmem` may take
 
-    allowed = len(_allowed(cores)) or os.cpu_count() or 1
+    allowed = len(_allowed(cores))
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
 
 def _allowed(cores: Collection[int]) -> set[int]:
-    """The CPUs that this process may run on, of `cores` if it may use any; empty where that is unknown."""
-    all_allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(cores)
-    return all_allowed & set(cores) or all_allowed
+    """The CPUs that this process may run on, of `cores` if it may use any."""
+    all_allowed = os.sched_getaffinity(0)
+    return all_allowed.intersection(cores) or all_allowed
 
 
 class Batch:
@@ -209,15 +209,8 @@ def _serve(batches: _Queue, cores: Collection[int]) -> None:
 
 def _bind_this_thread(cores: Collection[int]) -> None:
     """Keep this thread on `cores`, as far as the process may use them. Unbound it works as well, only slower."""
-    import psutil
-
-    try:
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, _allowed(cores))
-        else:
-            psutil.Process(threading.get_native_id()).cpu_affinity(list(cores))
-    except (OSError, ValueError, AttributeError, psutil.Error):
-        pass
+    with suppress(OSError, ValueError):
+        os.sched_setaffinity(0, _allowed(cores))
 
 
 def _stop(batches: _Queue, threads: list[threading.Thread]) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from hetmem.cuda import reference
-from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, Backend
-from hetmem.cuda.checks import NAMES, check_blocks, check_flat, stream_for
+from hetmem.cuda.backend import GROUP_ELEMENTS, NAMES, Backend, blocks_for, check_flat, stream_for
 
 SCALARS = ("sign", "decay", "lerp", "beta2", "square", "bias", "eps", "negative_step")
 """The scalars of an update, in order, each rounded once to float32: as `hetmem.cpu` prepares them."""
@@ -35,8 +34,6 @@ def adamw(
     compute_copy: torch.Tensor | None = None,
     *,
     tail: int = 0,
-    stream: torch.cuda.Stream | None = None,
-    blocks: int | None = None,
 ) -> None:
     """Update `param`, `exp_avg` and `exp_avg_sq` in place; write `param`, rounded, to `compute_copy` if given.
 
@@ -45,19 +42,18 @@ def adamw(
     the moments are float32, with `grad` in float32, bfloat16 or float16 and `compute_copy` in bfloat16 or float16, or,
     without a copy, are with `grad` of one of these: flat, of one length, on the GPU or in pinned memory; 16 bytes an
     access where all start at multiples of 16. `scalars`: see SCALARS.
-    Starts the work on `stream` (None: torch's current one); all tensors must stay until it has passed. Raises
+    Starts the work on the current stream of their GPU; all tensors must stay until it has passed. Raises
     ValueError, with nothing started.
     """
     tensors = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "compute_copy": compute_copy}
     names, numel = _check(scalars, tensors, tail), param.numel()
-    grid = check_blocks(blocks, -(-numel // (THREADS * GROUP_ELEMENTS)))
+    grid = blocks_for(-(-numel // GROUP_ELEMENTS))
     addresses = [np.uint64(0) if flat is None else backend.address(flat, what) for what, flat in tensors.items()]
     if not backend.native:
-        with torch.cuda.stream(stream):
-            reference.adamw(scalars, param, grad, exp_avg, exp_avg_sq, compute_copy, tail)
+        reference.adamw(scalars, param, grad, exp_avg, exp_avg_sq, compute_copy, tail)
     elif numel > 0:
         arguments = (np.int64(numel), np.int64(numel - tail), *addresses, *(np.float32(scalar) for scalar in scalars))
-        backend.launch("adam.cu", f"adamw_{'_'.join(names)}", grid, arguments, stream_for(stream, param, grad))
+        backend.launch("adam.cu", f"adamw_{'_'.join(names)}", grid, arguments, stream_for(None, param, grad))
 
 
 def _check(scalars: Sequence[np.float32], tensors: Mapping[str, torch.Tensor | None], tail: int) -> list[str]:

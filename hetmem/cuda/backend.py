@@ -1,6 +1,7 @@
 """Where the kernels run: CuPy on a GPU, or torch in their stead, and which of the two is here and why.
 
-It compiles, keeps and launches kernels by name; it does not know what any of them computes.
+It compiles, keeps and launches kernels by name, and has what their launchers share; it does not know what any of them
+computes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import atexit
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import metadata
@@ -29,6 +30,12 @@ THREADS = 256
 GROUP_ELEMENTS = 8
 """Elements a thread handles at a time; floats.cuh says the same."""
 
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""The dtypes of the kernels, by the name that floats.cuh gives them."""
+
+MOST_BLOCKS = 2048
+"""Eight blocks of 256 threads are what a multiprocessor holds: enough for 256 of them."""
+
 HEADERS = ("floats.cuh",)
 _SOURCES = Path(__file__).parent
 
@@ -47,6 +54,28 @@ class Backend(Protocol):
         self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: torch.cuda.Stream | None
     ) -> None:
         """Start `kernel` of `source` on `stream` (None: torch's current one). Returns at once."""
+
+
+def blocks_for(threads: int) -> int:
+    """Return the grid for work of so many `threads`, at most what any device can hold at once."""
+    return min(-(-threads // THREADS), MOST_BLOCKS)
+
+
+def stream_for(stream: torch.cuda.Stream | None, *tensors: torch.Tensor) -> torch.cuda.Stream | None:
+    """`stream`, or else the one that is current on the GPU of the first of `tensors` that lies on any: it need not be
+    the current GPU, where a kernel would find nothing at these addresses. None if all are in host memory."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+    return stream if stream is not None or device is None else torch.cuda.current_stream(device)
+
+
+def check_flat(tensor: torch.Tensor, what: str, dtypes: Collection[torch.dtype], numel: int) -> None:
+    """Refuse anything but contiguous memory of one of `dtypes` with at least `numel` elements, by a ValueError."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{what}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what}: expected contiguous memory, got {tuple(tensor.shape)}, strides {tensor.stride()}")
+    if tensor.numel() < numel:
+        raise ValueError(f"{what}: expected at least {numel} elements, got {tensor.numel()}")
 
 
 class TorchBackend:
@@ -77,10 +106,10 @@ class CupyBackend:
     name = "cupy"
     native = True
 
-    def __init__(self, cache_directory: Path, reason: str = "") -> None:
+    def __init__(self, cache_directory: Path) -> None:
         import cupy
 
-        self.reason = reason or f"CuPy {cupy.__version__}"
+        self.reason = f"CuPy {cupy.__version__}"
         self._cupy: Any = cupy
         self._cache_directory = cache_directory
         self._kernels: dict[tuple[int, str, str], Any] = {}
@@ -105,8 +134,7 @@ class CupyBackend:
         """Whether a kernel gets through compiler, driver and device, and gives the right bits. Waits for it."""
         numbers = torch.linspace(-4, 4, 2 * THREADS + 1, dtype=torch.float32, device=device)
         rounded = torch.zeros_like(numbers, dtype=torch.bfloat16)
-        table = torch.tensor([[0, 0, numbers.numel()]], dtype=torch.int64, device=device)
-        arguments = (np.uint64(table.data_ptr()), np.int64(1), *(np.uint64(x.data_ptr()) for x in (numbers, rounded)))
+        arguments = (np.int64(numbers.numel()), *(np.uint64(x.data_ptr()) for x in (numbers, rounded)))
         self.launch("cast.cu", "cast_f32_bf16", 1, arguments, None)
         return torch.equal(rounded, numbers.bfloat16())
 
@@ -115,12 +143,7 @@ class CupyBackend:
         key = stream.cuda_stream, device
         found = self._streams.get(key)
         if found is None:
-            kind = self._cupy.cuda.Stream
-            if hasattr(kind, "from_external") and hasattr(stream, "__cuda_stream__"):  # CuPy 14, torch 2.11
-                found = kind.from_external(stream)
-            else:
-                found = self._cupy.cuda.ExternalStream(*key)
-            self._streams[key] = found
+            found = self._streams[key] = self._cupy.cuda.Stream.from_external(stream)
         return found
 
     def _kernel(self, device: int, source: str, kernel: str) -> Any:
@@ -182,16 +205,13 @@ def _cache_directory() -> Path:
 
 
 @cache
-def backend(cache_directory: Path | None = None) -> Backend:
+def backend() -> Backend:
     """The kernels' home in this process: CuPy where a GPU, CuPy and an NVRTC that compiles for it are at hand and
-    work, else torch; `.reason` says why.
-
-    `cache_directory`: where compiled kernels are kept, by default what `hetmem.base.config` says.
-    """
+    work, else torch; `.reason` says why."""
     if not torch.cuda.is_available():
         return TorchBackend("torch sees no GPU")
     try:
-        home = CupyBackend(cache_directory or _cache_directory())
+        home = CupyBackend(_cache_directory())
         nvrtc.library()
     except Exception as error:  # also of a CuPy that another package has broken: torch gives the same results
         return TorchBackend(f"{type(error).__name__}: {error}")

@@ -111,19 +111,3 @@ __device__ inline void write_group(typename To::Bits* to, int count, const float
             if (i < count) __stcs(to + i, (typename To::Bits)bits[i]);
     }
 }
-
-// `count` elements from one place to another in another format, by all threads of a block.
-template <class From, class To>
-__device__ inline void cast_run(const typename From::Bits* from, typename To::Bits* to, int count) {
-    for (int start = threadIdx.x * GROUP; start < count; start += THREADS * GROUP) {
-        int n = min(GROUP, count - start);
-        float x[GROUP];
-        read_group<From>(from + start, n, x);
-        write_group<To>(to + start, n, x);
-    }
-}
-
-// One block's share of a plan: `count` elements, `from` and `to` elements after the two base addresses.
-struct Tile {
-    i64 from, to, count;
-};

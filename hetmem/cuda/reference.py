@@ -1,4 +1,4 @@
-"""Each kernel once more in torch: the same results on any device, bit for bit (a NaN is a NaN of any payload).
+"""AdamW and sums of squares once more in torch: on any device the same bits (a NaN is a NaN of any payload).
 
 The tests compare the kernels with these; without a GPU or CuPy the launchers run them. Tensors may lie on different
 devices; the work is done where the source is, and may wait for the host. They do not check their arguments.
@@ -12,34 +12,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from hetmem.cuda.segments import Segments
-
 RUN_ELEMENTS, LANES = 4096, 64
 """Elements whose squares are summed up together, in so many lanes; squares.cu says the same."""
 
 PART_ELEMENTS = 1 << 20
 """What AdamW computes at a time: its temporaries take some 80 bytes an element."""
-
-
-def cast(segments: Segments, source: torch.Tensor, destination: torch.Tensor) -> None:
-    """`hetmem.cuda.cast.cast`."""
-    for start, place, count in segments.runs:
-        destination[place : place + count].copy_(source[start : start + count])
-
-
-def gradient_out(
-    segments: Segments,
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    scale: float,
-    add: bool,
-) -> None:
-    """`hetmem.cuda.gradient.gradient_out`."""
-    factor = float(np.float32(scale))
-    for start, place, count in segments.runs:
-        old = destination[place : place + count]
-        new = source[start : start + count].float() * factor
-        old.copy_(old.to(new) + new if add else new)
 
 
 def adamw(

@@ -198,14 +198,6 @@ class Executor:
         """Return whether anything is under way that `wait_for_one` can wait for."""
         return bool(self._residency.in_flight() or self._jobs)
 
-    def go_on(self) -> bool:
-        """Wait for something that is under way, or have a worker give memory up; return False if there is neither."""
-        self.pump()
-        if self.busy():
-            self.wait_for_one()
-            return True
-        return self.make_way()
-
     def drain(self) -> None:
         """Wait until no command is in flight; an error of a transfer is raised at once."""
         while self._residency.in_flight():

@@ -159,7 +159,7 @@ class Memory:
 
     def room(self) -> Room:
         """Return what is left for homes in host memory and on NVMe."""
-        nvme = self.nvme_bytes - self.store.reserved_bytes if self.store else 0
+        nvme = self.nvme_bytes - self.store.reserved_bytes if self.store and self.staging_slots else 0
         return Room(self.host_pool.free_bytes, nvme)
 
     def _place(self, role: Role, placed: list[tuple[Chunk, int, Tier]]) -> None:

@@ -20,8 +20,8 @@ from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.host_pool import later
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import STEP
-from hetmem.schedule.tracer import StepTracer, segment_name
+from hetmem.schedule.trace import STEP, segment_name
+from hetmem.schedule.tracer import StepTracer
 
 
 class TrainingPhase(Enum):

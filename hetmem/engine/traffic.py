@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from hetmem.errors import CapacityError, StateError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, without_graph
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
+from hetmem.schedule.gradients import wait_until
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
 from hetmem.schedule.tracer import StepTracer
@@ -155,15 +157,17 @@ class Traffic:
         try:
             if hastens and chunk in self.updating:
                 self.executor.hasten(chunk)
-            while self.residency.state(block, tier) is not CopyState.VALID:
-                if tier is Tier.DEVICE and self.executor.order_compute_after(block):
-                    break
-                if not self.executor.go_on():
-                    return self._withdraw(block, tier)
+            if not wait_until(self.executor, partial(self._is_there, block, tier)):
+                return self._withdraw(block, tier)
         except BaseException:
             self.abandon(block, tier)
             raise
         return None
+
+    def _is_there(self, block: int, tier: Tier) -> bool:
+        if self.residency.state(block, tier) is CopyState.VALID:
+            return True
+        return tier is Tier.DEVICE and self.executor.order_compute_after(block)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False, uses: int = 1) -> None:
         """End a lease, or as many as `uses`, behind what compute was asked to do with the copy."""
@@ -508,9 +512,8 @@ class Traffic:
         """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""
         if chunk in self.updating:
             self.executor.hasten(chunk)
-        while chunk in self.updating:
-            if not self.executor.go_on():
-                raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
+        if not wait_until(self.executor, lambda: chunk not in self.updating):
+            raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 
     def trails(self, chunk: Chunk) -> bool:
         """Return whether the home of the parameters of `chunk` is not yet what the last step makes of it."""

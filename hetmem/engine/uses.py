@@ -72,8 +72,7 @@ class Uses:
         memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
         if not memory.device.watched:  # whose allocator tells what it was in the end
             expected = int(expected / self._tracer.growth)
-        on_device, staged = residency.taken
-        chunk_bytes = on_device.used * memory.device_pool.slot_bytes + memory.device_home_bytes
+        chunk_bytes = residency.taken[DEVICE].used * memory.device_pool.slot_bytes + memory.device_home_bytes
         peaks = self._room.statistics
         if (
             chunk_bytes > peaks.chunk_peak_bytes
@@ -81,8 +80,7 @@ class Uses:
             or chunk_bytes + expected > peaks.device_peak_bytes
         ):
             peaks.device_in_use(chunk_bytes, expected)
-        staging = staged.used * memory.host_pool.slot_bytes
-        seen = self._events.now(), operator, blocks, chunk_bytes, expected, staging
+        seen = self._events.now(), operator, blocks, chunk_bytes, expected
         self._events.moments.append(_tuple(MomentSeen, seen))
 
     # ---- parameters on the device ------------------------------------------------------------------------------

@@ -1,10 +1,7 @@
-"""Copies across the link of a GPU: by its copy engine or by kernels, as settings of this GPU say.
+"""Copies across the link of a GPU by its copy engine; bytes are cast and added on the device.
 
-Bytes are cast and added on the way. The settings are what `hetmem probe` measured, a small file per user; where nothing
-was measured they are what was best elsewhere.
-
-This module knows tensors, streams and kernels; not chunks, nor what waits for a copy. Both ways give the bits of
-torch's operators, but for NaN: one stays a NaN, and a kernel's is the quiet one without a payload.
+This module knows tensors, streams and kernels; not chunks, nor what waits for a copy. It gives the bits of torch's
+operators, but for NaN: one stays a NaN, and a kernel's is the quiet one without a payload.
 
 Note "staging": what is cast goes through two small buffers on the device, a piece at a time, so that nothing is
 allocated once they are there, however large the chunk. A piece is copied on the caller's stream and cast on another
@@ -15,74 +12,15 @@ device waits for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from enum import Enum
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from hetmem.base.units import MIB
-from hetmem.base.whole_files import keep, kept
 from hetmem.cuda.backend import Backend
 from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.gradient import GRADIENTS, GradientWrite, gradient_out
-from hetmem.cuda.segments import Segments
-
-UNMEASURED = "not measured on this GPU: run `hetmem probe`"
-
-
-class CopyPath(str, Enum):
-    """Who moves the bytes."""
-
-    COPY_ENGINE = "copy engine"
-    """The copy engine; a cast is a pass of its own on the device."""
-    KERNEL = "kernel"
-    """A kernel that reads or writes page-locked host memory itself while it casts and adds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ways:
-    """How weights come in and gradients leave. `blocks`: the grid of kernels that reach into host memory; few fill a
-    link, and the others of the device stay free for compute. `source`: where this comes from.
-
-    The defaults are for GPUs that were not measured: the copy engine leaves the multiprocessors to compute. Reports of
-    an H100 have a kernel read host memory at two thirds of its rate and write it at the same.
-    """
-
-    weights: CopyPath = CopyPath.COPY_ENGINE
-    gradients: CopyPath = CopyPath.COPY_ENGINE
-    blocks: int = 8
-    source: str = UNMEASURED
-
-
-WAYS_FILE = "ways.json"
-
-
-def load_ways(device_name: str, driver: str) -> Ways:
-    """Return what was measured for a GPU called `device_name` under `driver`, else the defaults. Never raises: the file
-    is a cache."""
-    try:
-        known: Mapping[str, Any] = dict(kept(WAYS_FILE).get(_key(device_name, driver)) or {})
-        return Ways(
-            CopyPath(known["weights"]), CopyPath(known["gradients"]), max(1, int(known["blocks"])), str(known["source"])
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return Ways()
-
-
-def save_ways(ways: Ways, device_name: str, driver: str) -> Path:
-    """Keep `ways` for that GPU and driver, in the file that is returned. Raises OSError."""
-    return keep(WAYS_FILE, _key(device_name, driver), asdict(ways))
-
-
-def _key(device_name: str, driver: str) -> str:
-    return f"{device_name}, driver {driver}"
-
 
 PIECE_BYTES = 64 * MIB  # some 1.2 ms of a link of 53 GB/s, twenty times what asking for a piece costs the host
-KERNEL_ELEMENTS = 16 << 20  # of one launch: bounds the tables, which are made once for each length
 _BUFFERS = 2
 
 
@@ -134,25 +72,14 @@ class Staging:
 
 class Moves:
     """The moves of one GPU. Work is asked for on the stream that is current; tensors must stay until it has passed.
+    Several threads may use it."""
 
-    `is_mapped(tensor)`: whether the GPU can reach the host memory of `tensor`. Several threads may use it.
-    """
-
-    def __init__(
-        self, device: torch.device, kernels: Backend, ways: Ways, is_mapped: Callable[[torch.Tensor], bool]
-    ) -> None:
-        self.kernels, self.ways = kernels, ways
-        self._device, self._is_mapped = device, is_mapped
+    def __init__(self, device: torch.device, kernels: Backend) -> None:
+        self.kernels = kernels
+        self._device = device
         self._staging = {"in": Staging(device), "out": Staging(device)}
         self._casting = torch.cuda.Stream(device)
-        self._segments: dict[int, Segments] = {}
         self._turn = threading.Lock()  # buffers are shared by all models on this device
-
-    def __str__(self) -> str:
-        """For people: which way is taken, and why."""
-        if not self.kernels.native:
-            return f"copy engine and torch's operators both ways: {self.kernels.reason}"
-        return f"weights by {self.ways.weights.value}, gradients by {self.ways.gradients.value} ({self.ways.source})"
 
     @property
     def staging_bytes(self) -> int:
@@ -165,15 +92,13 @@ class Moves:
         """Host memory `source` to device memory `target`, both 1-D, contiguous and as long; cast if dtypes differ."""
         if source.dtype is target.dtype:
             target.copy_(source, non_blocking=True)
-        elif self.ways.weights is CopyPath.KERNEL and self._has_cast(source, target) and self._is_mapped(source):
-            for part in _pieces(source.numel(), KERNEL_ELEMENTS):
-                self._cast(target[part], source[part], self.ways.blocks)
         else:
             with self._turn:
                 self._through_staging(target, source)
 
     def _through_staging(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        copying, has_cast = torch.cuda.current_stream(self._device), self._has_cast(source, target)
+        copying = torch.cuda.current_stream(self._device)
+        has_cast = self.kernels.native and (source.dtype, target.dtype) in CASTS
         last: _Buffer | None = None
         try:
             for part in _pieces(source.numel(), PIECE_BYTES // source.itemsize):
@@ -183,7 +108,7 @@ class Moves:
                 buffer.full.record(copying)
                 self._casting.wait_event(buffer.full)
                 if has_cast:
-                    self._cast(target[part], landed, stream=self._casting)
+                    cast(self.kernels, landed, target[part], stream=self._casting)
                 else:
                     with torch.cuda.stream(self._casting):
                         target[part].copy_(landed)
@@ -193,25 +118,6 @@ class Moves:
             if last is not None:
                 copying.wait_event(last.free)  # casts are in order: what follows on this stream finds all of them done
 
-    def _has_cast(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        return self.kernels.native and (source.dtype, target.dtype) in CASTS
-
-    def _cast(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        blocks: int | None = None,
-        stream: torch.cuda.Stream | None = None,
-    ) -> None:
-        cast(self.kernels, self._whole(source.numel()), source, target, stream=stream, blocks=blocks)
-
-    def _whole(self, numel: int) -> Segments:
-        """The table of one run of `numel` elements. Making one waits for the device: it is kept."""
-        found = self._segments.get(numel)
-        if found is None:
-            found = self._segments[numel] = Segments([(0, 0, numel)], self._device)
-        return found
-
     # ---- gradients out -----------------------------------------------------------------------------------------
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
@@ -219,25 +125,13 @@ class Moves:
         if not _lie_alike(target, arrived):
             self._in_another_order(target, arrived, add=add)
             return
-        if self._has_kernel(target, arrived):
-            self._by_kernel(_flat(target), _flat(arrived), add=add)
-        elif not add and target.dtype is arrived.dtype:
+        if not add and target.dtype is arrived.dtype:
             target.copy_(arrived, non_blocking=True)  # they lie alike: one copy, whatever their strides
         else:
             with self._turn:
-                self._by_torch(_flat(target), _flat(arrived), add=add)
+                self._from_staging(_flat(target), _flat(arrived), add=add)
 
-    def _has_kernel(self, home: torch.Tensor, gradient: torch.Tensor) -> bool:
-        wanted = self.ways.gradients is CopyPath.KERNEL and self.kernels.native
-        return wanted and (gradient.dtype, home.dtype) in GRADIENTS and self._is_mapped(home)
-
-    def _by_kernel(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
-        write = GradientWrite.ADD if add else GradientWrite.OVERWRITE
-        for part in _pieces(home.numel(), KERNEL_ELEMENTS):
-            whole = self._whole(part.stop - part.start)
-            gradient_out(self.kernels, whole, gradient[part], home[part], write=write, blocks=self.ways.blocks)
-
-    def _by_torch(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+    def _from_staging(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
         """Cast and add on the device, so that only copies without a cast cross, which need no host."""
         stream = torch.cuda.current_stream(self._device)
         for part in _pieces(home.numel(), PIECE_BYTES // home.itemsize):

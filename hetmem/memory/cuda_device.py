@@ -6,14 +6,12 @@ Needs torch with CUDA and nothing else. Importing it starts nothing; making a `C
 from __future__ import annotations
 
 import contextlib
-import importlib
 import resource
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Memory
-from hetmem.memory.cuda_copies import Moves, Ways, load_ways
+from hetmem.memory.cuda_copies import Moves
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping, cores_of, node_of
@@ -32,13 +30,11 @@ from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import PIECE_BYTES
 
-_DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
 
 
 class CudaDevice(Device):
-    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's. `ways`: how bytes
-    cross to and from it; None = as `hetmem probe` measured it here, else as is best on most GPUs.
+    """One GPU. `memory`: how much of it may be used, in bytes or as a string; None = the budget's.
 
     Raises `ManageError` if torch sees no GPU, or not this one.
     """
@@ -46,7 +42,7 @@ class CudaDevice(Device):
     watched = False
     SHARE = 0.9
 
-    def __init__(self, index: int | None = None, memory: int | str | None = None, ways: Ways | None = None) -> None:
+    def __init__(self, index: int | None = None, memory: int | str | None = None) -> None:
         if not torch.cuda.is_available():
             raise ManageError(
                 "torch sees no CUDA GPU: install a CUDA build of torch and a driver (nvidia-smi must list the GPU), or "
@@ -57,7 +53,6 @@ class CudaDevice(Device):
             raise ManageError(f"there is no cuda:{index}: torch sees {torch.cuda.device_count()} GPU(s)")
         self.torch_device = torch.device("cuda", index)
         super().__init__(None if memory is None else parse_size(memory, "CudaDevice(memory)"))
-        self._ways = ways
         self._page_locks: list[PageLocks] = []
         self._refused = ""
         self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
@@ -70,8 +65,7 @@ class CudaDevice(Device):
     @cached_property
     def node(self) -> int | None:
         """The NUMA node it hangs on; None where there is one node only, or it is unknown."""
-        address = pci_address(self.torch_device)
-        return None if address is None else node_of(address)
+        return node_of(pci_address(self.torch_device))
 
     @cached_property
     def cores(self) -> tuple[int, ...]:
@@ -91,8 +85,7 @@ class CudaDevice(Device):
         """Nine tenths of what is free or torch's allocator already has: the budget is this process's, which may be
         allowed a part of the GPU only."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        fraction: Any = getattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-        allowed = int(total * fraction(self.torch_device))
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
         return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
@@ -147,8 +140,7 @@ class CudaDevice(Device):
     @cached_property
     def moves(self) -> Moves:
         """How bytes cross; made with the first of them."""
-        ways = self._ways or load_ways(torch.cuda.get_device_name(self.torch_device), driver_version())
-        return Moves(self.torch_device, self._kernels(), ways, self._is_mapped)
+        return Moves(self.torch_device, self._kernels())
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if not self._crosses(source, target):
@@ -194,9 +186,6 @@ class CudaDevice(Device):
     def _kernels(self) -> Backend:
         return backend()
 
-    def _is_mapped(self, tensor: torch.Tensor) -> bool:
-        return any(tensor.data_ptr() in piece for locks in self._page_locks for piece in locks.pieces)
-
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
         return StreamCopier(CudaStreams(self.torch_device, self._compute), seen, finished)
 
@@ -232,26 +221,10 @@ def _locked_memory_advice(nbytes: int) -> str:
     return "No limit of this process forbids it: look for the driver's own message (dmesg)"
 
 
-def pci_address(device: torch.device) -> str | None:
-    """Of a GPU, as sysfs names it; None where neither torch nor NVML says it."""
+def pci_address(device: torch.device) -> str:
+    """Of a GPU, as sysfs names it."""
     properties: Any = torch.cuda.get_device_properties(device)
-    if hasattr(properties, "pci_bus_id"):
-        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    with contextlib.suppress(Exception):  # no NVML, or an error of its own kind
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        found = nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")).busId
-        text: str = found.decode() if isinstance(found, bytes) else found
-        return text[-12:].lower()  # NVML has eight digits of domain, sysfs four
-    return None
-
-
-def driver_version() -> str:
-    """Of NVIDIA's driver, as it names itself; "unknown" where it says it nowhere."""
-    try:
-        return _DRIVER_VERSION.read_text().strip()
-    except OSError:
-        return "unknown"
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 class ComputeStreams:

@@ -103,7 +103,6 @@ class Spans:
 
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
-_MAPPED = 2  # cudaHostRegisterMapped: kernels reach it, at the host's own addresses
 
 
 class PageLocks:
@@ -121,7 +120,7 @@ class PageLocks:
         _THREAD.begin()
         for start in range(host.address, host.address + host.nbytes, piece_bytes):
             piece = range(start, min(start + piece_bytes, host.address + host.nbytes))
-            error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE | _MAPPED)
+            error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE)
             self.error = int(getattr(error, "value", error))  # torch's own enumeration, which need not be a number
             if self.error:
                 break

@@ -30,27 +30,25 @@ _MPOL_PREFERRED = 1  # the node first, the others when it is full: less local is
 _NODE_BITS = 1024
 
 
-def node_of(pci_address: str, sysfs: Path | None = None) -> int | None:
+def node_of(pci_address: str) -> int | None:
     """The node of the device at "domain:bus:device.function" (hexadecimal); None where there is but one node with
     cores, or the firmware does not say."""
-    sysfs = sysfs or SYSFS
-    if len(list((sysfs / "devices/system/node").glob("node[0-9]*"))) < 2:
+    if len(list((SYSFS / "devices/system/node").glob("node[0-9]*"))) < 2:
         return None
     try:
-        node = int((sysfs / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
+        node = int((SYSFS / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None
 
 
-def cores_of(node: int, sysfs: Path | None = None) -> tuple[int, ...]:
+def cores_of(node: int) -> tuple[int, ...]:
     """The CPU numbers of `node` that this process may run on, ascending; none if the system does not say."""
     try:
-        text = ((sysfs or SYSFS) / "devices/system/node" / f"node{node}" / "cpulist").read_text()
+        text = (SYSFS / "devices/system/node" / f"node{node}" / "cpulist").read_text()
     except OSError:
         return ()
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    return tuple(sorted(cpu for cpu in _numbers(text) if cpu in allowed))
+    return tuple(sorted(os.sched_getaffinity(0).intersection(_numbers(text))))
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
@@ -59,7 +57,7 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
     False, with nothing changed, where the system refuses (a container may) or has no such call.
     """
     number = _MBIND.get(platform.machine())
-    if number is None or os.name != "posix" or not 0 <= node < _NODE_BITS:
+    if number is None or not 0 <= node < _NODE_BITS:
         return False
     words = (ctypes.c_ulong * (_NODE_BITS // 64))()
     words[node // 64] = 1 << node % 64

@@ -27,6 +27,7 @@ from hetmem.memory.device import Device
 from hetmem.optim.chunk_update import ChunkUpdate, DeviceWork, Opened, Slot
 from hetmem.optim.options import Gradients, HalfComputedError, Rule, Streamable
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.gradients import wait_until
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import SLOTS, Facts, Fitting, StreamedShare, Way
 from hetmem.schedule.updates import DeviceUpdates, GradientPlaces
@@ -149,8 +150,8 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
     def _leave_to_host(self, update: ChunkUpdate) -> None:
         self._to_host(update)
 
-    def _wait(self) -> bool:
-        return self._traffic.executor.go_on()
+    def _wait_until(self, reached: Callable[[], bool]) -> bool:
+        return wait_until(self._traffic.executor, reached)
 
     def place_for(self, chunk: Chunk) -> Memory | None:
         """Return memory here for gradients of `chunk` that are about to arrive, once an update has read others that are

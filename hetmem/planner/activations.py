@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hetmem.planner.rehearsal.simulator import SimulatedTraffic
 from hetmem.planner.reservation import arrange
-from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Move, Phase, Workload
-from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, to_leave
 from hetmem.schedule.trace import NEVER
@@ -30,11 +29,8 @@ def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_th
     least = max(1, min(LEAST_BYTES, capacities.device_bytes // _LEAST_PART))
     saved = [each for each in workload.saved if each.nbytes >= least and each.free_at < each.used_at < NEVER]
     needed = [event.peak_bytes for event in workload.events]
-    room, crossing = room_bytes(workload, capacities), 2 * in_flight_bytes(capacities.device_bytes)
-    if all_leave:
-        chosen = set(range(len(saved)))
-    elif chosen := to_leave(saved, needed, room):
-        chosen = to_leave(saved, needed, room if by_the_caller else room - crossing)
+    room, lag = room_bytes(workload, capacities), 0 if by_the_caller else AT_ONCE
+    chosen = set(range(len(saved))) if all_leave else to_leave(saved, needed, room, lag)
     return without(workload, tuple(Move(saved[at].free_at, saved[at].used_at, saved[at].nbytes) for at in chosen))
 
 

@@ -228,7 +228,7 @@ def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
         "peak_bytes": max(statistics.device_peak_bytes, runtime.room.chunk_bytes()),
         "used_bytes": runtime.room.chunk_bytes(),
         "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.room.chunk_bytes()),
-        "non_model_peak_bytes": statistics.non_model_peak_bytes,
+        "non_model_peak_bytes": max(statistics.non_model_peak_bytes, statistics.earlier_non_model_peak_bytes),
         "fragment_bytes": memory.device.fragment_bytes(),
     }
     host = {

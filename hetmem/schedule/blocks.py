@@ -1,9 +1,12 @@
-"""Names blocks, their copies and slots on the tiers, the commands about them, links, and how far ahead of uses they
-come.
+"""Names blocks, their copies and slots on the tiers, the policies that rank copies, commands, links, and how far ahead
+of uses copies come.
 
 `Residency` owns the transitions between the states of a copy. The names of links are the same where transfers are made
 and where they are simulated. Commands are named tuples: many are made, and a frozen dataclass takes three times as long
 to make.
+
+`NextUse` is Belady's MIN (L. A. Belady, "A study of replacement algorithms", IBM Systems Journal 5(2), 1966) over
+the schedule of the trace; `LRU` and `FIFO` are there to compare with, and LRU is what NextUse does without a trace.
 
 Note "slots": slots of a pool are equal, so nothing fragments for blocks of one slot. A block with a larger span needs
 its slots in a row. Where all slots are one piece of memory (`SlotMap`), it lies at a multiple of its span, so that
@@ -19,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from hetmem.schedule.trace import Tier
 
@@ -70,6 +73,50 @@ class Copy:
         return self.uses == 0 and not self.writing and (self.state is VALID or self.state is STALE)
 
 
+class CopyFacts(NamedTuple):
+    """What a policy may know of an idle copy.
+
+    `next_use` counts uses (`trace.NEVER` if none is known); `last_use` and `fetched` are ticks of the residency's
+    own counter; a `dirty` copy costs a write-back, a clean one costs nothing to drop.
+    """
+
+    next_use: int
+    last_use: int
+    fetched: int
+    dirty: bool
+
+
+class EvictionPolicy(Protocol):
+    """Ranks copies: the one with the greatest rank is given up first. Must be deterministic."""
+
+    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """A rank of fixed length; compared as tuples."""
+
+
+class NextUse:
+    """Give up the copy used furthest in the future; among equals a clean one, then the least recently used."""
+
+    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """Next use, then clean before dirty, then the longer ago the last use was."""
+        return (facts.next_use, 0 if facts.dirty else 1, -facts.last_use)
+
+
+class LRU:
+    """Give up the copy that was used longest ago."""
+
+    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """A tuple of one: the longer ago the last use was, the greater."""
+        return (-facts.last_use,)
+
+
+class FIFO:
+    """Give up the copy that was fetched first."""
+
+    def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """A tuple of one: the longer ago the fetch was, the greater."""
+        return (-facts.fetched,)
+
+
 class Fetch(NamedTuple):
     """Copy `block` from its `source` tier into `slot` of `target`."""
 
@@ -101,7 +148,6 @@ Command = Fetch | Write | Drop
 class Counts:
     """What the residency did so far, in blocks. A fault is a use that found no valid copy of what it needs."""
 
-    acquires: int = 0
     faults: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
     fetches: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})
     evictions: dict[Tier, int] = field(default_factory=lambda: {Tier.DEVICE: 0, Tier.HOST: 0})

@@ -48,6 +48,25 @@ class Waiting(Protocol):
         """Have updates let go of memory that they hold and do not use yet; False if there is none."""
 
 
+def wait_until(waiting: Waiting, reached: Callable[[], bool]) -> bool:
+    """Wait until `reached()`; False if nothing is under way and no memory that updates let go of brings it about.
+
+    Updates run as far as they can before they are asked for memory, and are asked once: what they let go of and nothing
+    else takes would be theirs again, without end.
+    """
+    made_way = False
+    while not reached():
+        waiting.pump()
+        if waiting.busy():
+            waiting.wait_for_one()
+            made_way = False
+        elif made_way or not waiting.make_way():
+            return False
+        else:
+            made_way = True
+    return True
+
+
 class Places(Protocol[OfChunkT]):
     """Memory for the gradients of a chunk."""
 
@@ -132,19 +151,15 @@ class GradientSends(Generic[ChunkT]):
     def lend(self, chunk: ChunkT, places: Places[ChunkT]) -> bool:
         """Memory that was set aside, and that gradients of another chunk do not need any more: wait for that as long as
         anything is under way. False where no update will end (gradients of many chunks wait for their last one)."""
-        waiting, made_way = self._waiting, False
-        while not places.lend(chunk):
-            if not places.may_lend(chunk):
-                return False
-            waiting.pump()  # an update that has all it needs must run, and not give that up again and again
-            if waiting.busy():
-                waiting.wait_for_one()
-                made_way = False
-            elif made_way or not waiting.make_way():
-                return False
-            else:
-                made_way = True
-        return True
+        lent = False
+
+        def settled() -> bool:
+            nonlocal lent
+            lent = places.lend(chunk)
+            return lent or not places.may_lend(chunk)
+
+        wait_until(self._waiting, settled)
+        return lent
 
 
 def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:

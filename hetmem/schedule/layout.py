@@ -97,11 +97,6 @@ class Layout:
     placements: tuple[Placement, ...]
 
     @property
-    def total_elements(self) -> int:
-        """Elements of all chunks, used or not."""
-        return self.chunk_elements * sum(chunk.span for chunk in self.chunks)
-
-    @property
     def total_bytes(self) -> int:
         """Bytes of all chunks' home copies, used or not."""
         return self.chunk_elements * sum(chunk.span * chunk.itemsize for chunk in self.chunks)
@@ -134,28 +129,23 @@ class _OpenChunk:
         return ChunkSpec(self.index, self.group, self.itemsize, self.span, parameters, self.used_elements)
 
 
-def build_layout(
-    parameters: Sequence[ParameterSpec], chunk_elements: int, *, alignment_elements: int = ALIGNMENT_ELEMENTS
-) -> Layout:
-    """Pack `parameters`, which are in order of use, into chunks of `chunk_elements`; see Note [Who shares a chunk].
+def build_layout(parameters: Sequence[ParameterSpec], chunk_elements: int) -> Layout:
+    """Pack `parameters`, which are in order of use, into chunks of `chunk_elements`, a multiple of `PAGE_ELEMENTS`; see
+    Note [Who shares a chunk].
 
-    Guarantees: each parameter lies in one chunk of its group, whole, at a multiple of `alignment_elements`; order is
+    Guarantees: each parameter lies in one chunk of its group, whole, at a multiple of `ALIGNMENT_ELEMENTS`; order is
     kept among the parameters of a group that do not span; a spanning chunk holds one of at least one element. A
     parameter of zero elements gets a place in a chunk that its group has anyway (nothing of it is ever to fetch), and
     a chunk of its own only where the group has none. The same input gives the same layout.
-
-    Raises ValueError if `chunk_elements` is not a positive multiple of `PAGE_ELEMENTS`, `alignment_elements` does not
-    divide `PAGE_ELEMENTS`, or a parameter has a negative size or another itemsize than its group.
     """
-    _check_sizes(chunk_elements, alignment_elements)
-    _check_parameters(parameters)
+    assert chunk_elements > 0 and chunk_elements % PAGE_ELEMENTS == 0, f"{chunk_elements} elements are no whole pages"
     chunks: list[_OpenChunk] = []
     open_chunks: dict[str, _OpenChunk] = {}
     placements: dict[int, Placement] = {}
     # Empty parameters come last, when every chunk they could be put into exists.
     for index in sorted(range(len(parameters)), key=lambda i: parameters[i].numel == 0):
         spec = parameters[index]
-        padded = round_up(spec.numel, alignment_elements)
+        padded = round_up(spec.numel, ALIGNMENT_ELEMENTS)
         chunk = open_chunks.get(spec.group)
         if chunk is None or padded > chunk.free_elements:
             span = max(1, -(-spec.numel // chunk_elements))
@@ -186,43 +176,12 @@ def search_chunk_elements(
     to `target_elements` (default `TARGET_ELEMENTS`, which says why; clamped to the bounds). Without that preference a
     hundredth of a percent would decide between a model in one chunk and a matrix cut into a hundred. The result is
     the optimum over all sizes, and the same for the same input; see Note [Finding the chunk size].
-
-    Raises ValueError if no multiple of `PAGE_ELEMENTS` lies within the bounds, or for parameters as `build_layout`.
     """
     low, high = round_up(max(minimum_elements, 1), PAGE_ELEMENTS), round_down(maximum_elements, PAGE_ELEMENTS)
-    if low > high:
-        raise ValueError(
-            f"expected a multiple of {PAGE_ELEMENTS} elements between minimum_elements and maximum_elements, "
-            f"got {minimum_elements} and {maximum_elements}"
-        )
-    _check_parameters(parameters)
+    assert low <= high, f"no multiple of {PAGE_ELEMENTS} lies from {minimum_elements} to {maximum_elements}"
     wanted = TARGET_ELEMENTS if target_elements is None else target_elements
     target = min(max(round_down(wanted, PAGE_ELEMENTS), low), high)
     return _branch_and_bound(_Demand(parameters), low, target, high)
-
-
-def _check_sizes(chunk_elements: int, alignment_elements: int) -> None:
-    """Raise ValueError for sizes that break page or offset alignment."""
-    if chunk_elements <= 0 or chunk_elements % PAGE_ELEMENTS:
-        raise ValueError(f"chunk_elements must be a positive multiple of {PAGE_ELEMENTS}, got {chunk_elements}")
-    if alignment_elements <= 0 or PAGE_ELEMENTS % alignment_elements:
-        raise ValueError(f"alignment_elements must be a divisor of {PAGE_ELEMENTS}, got {alignment_elements}")
-
-
-def _check_parameters(parameters: Sequence[ParameterSpec]) -> None:
-    """Raise ValueError for a negative size or a group of mixed itemsizes."""
-    first: dict[str, ParameterSpec] = {}
-    for spec in parameters:
-        if spec.numel < 0 or spec.itemsize <= 0:
-            raise ValueError(
-                f"parameter {spec.name!r}: expected numel >= 0 and itemsize > 0, got {spec.numel} and {spec.itemsize}"
-            )
-        other = first.setdefault(spec.group, spec)
-        if other.itemsize != spec.itemsize:
-            raise ValueError(
-                f"parameters of group {spec.group!r} must have one itemsize: expected {other.itemsize} as in "
-                f"{other.name!r}, got {spec.itemsize} in {spec.name!r}"
-            )
 
 
 class _Demand:

@@ -8,8 +8,20 @@ from __future__ import annotations
 from collections import deque
 
 from hetmem.errors import StateError
-from hetmem.schedule.blocks import LOADING, STALE, VALID, Block, Command, Copy, Counts, Drop, Fetch, Write
-from hetmem.schedule.cache import Cache, EvictionPolicy
+from hetmem.schedule.blocks import (
+    LOADING,
+    STALE,
+    VALID,
+    Block,
+    Command,
+    Copy,
+    Counts,
+    Drop,
+    EvictionPolicy,
+    Fetch,
+    Write,
+)
+from hetmem.schedule.cache import Cache
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
 

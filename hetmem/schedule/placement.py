@@ -320,10 +320,10 @@ def _staying(
     `missing` ones find a place elsewhere, where each takes `roles`; and what is missing then. Large ones come last: no
     more than is missing is to lie there."""
     chosen = set[int]()
-    for chunk in sorted(layout.chunks, key=lambda chunk: chunk.span):
-        size = sizes.get(chunk.index, room + 1)
+    for index in sorted(sizes, key=lambda index: (layout.chunks[index].span, index)):
+        size = sizes[index]
         if missing > 0 and STAGED_ROLES * size <= room:
-            chosen.add(chunk.index)
+            chosen.add(index)
             missing, room = missing - int(roles * size), room - STAGED_ROLES * size
     return frozenset(chosen), max(0, missing)
 

@@ -19,8 +19,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hetmem.errors import CapacityError
-from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Block, Command, Copy, CopyState, Fetch, Write
-from hetmem.schedule.cache import EvictionPolicy, NextUse
+from hetmem.schedule.blocks import (
+    LOADING,
+    STALE,
+    VALID,
+    WAITING,
+    Block,
+    Command,
+    Copy,
+    CopyState,
+    EvictionPolicy,
+    Fetch,
+    NextUse,
+    Write,
+)
 from hetmem.schedule.ledger import Ledger
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
@@ -145,7 +157,6 @@ class Residency:
         commands: list[Command] = []
         ledger, cache = self._ledger, self._caches[tier]
         ledger.tick += 1
-        self.counts.acquires += 1
         cache.meet(block)
         copy = cache.copies.get(block)
         if copy is not None and copy.state is VALID:
@@ -175,7 +186,6 @@ class Residency:
         moves: their first slots."""
         cache, ledger = self._device, self._ledger
         ledger.tick += 1
-        self.counts.acquires += len(blocks)
         found = [cache.copies[block] for block in blocks]
         for copy, more in zip(found, uses, strict=True):
             copy.uses += more
@@ -187,7 +197,7 @@ class Residency:
         """Do as so many times `acquire` of each block where the copies are VALID, or may be `coming`, as most are: what
         is to be carried out. None, and no use counts, where one is not."""
         cache = self._caches[tier]
-        copies, ledger, counts = cache.copies, self._ledger, self.counts
+        copies, ledger = cache.copies, self._ledger
         for block in uses:
             if block not in copies:
                 return None
@@ -198,7 +208,6 @@ class Residency:
             cache.meet(block)
             copy, more = copies[block], uses[block]
             ledger.tick = copy.last_use = ledger.tick + 1
-            counts.acquires += more
             copy.uses += more
         commands: list[Command] = []
         if not self._supply.waiting:

@@ -49,26 +49,23 @@ def update_costs(
     *,
     copy_bytes: float,
     gradient_bytes: float,
-    fetched_bytes: float = 0.0,
     home_copy_bytes: float = 0.0,
     gradients_stay: bool = False,
 ) -> dict[Way, dict[str, float]]:
     """The costs of one step of AdamW over `parameters` float32 parameters, in seconds.
 
     Bytes for each parameter: `copy_bytes` of the copy that operators see, as it crosses the link, `gradient_bytes` of
-    the gradient that does; `fetched_bytes` of copies that a step brings to the device beside those that an update
-    renews (micro-batches times two, where they do not fit), which a parameter whose home is on the device never needs.
-    With streamed states the gradient comes back to the device, or `gradients_stay` there, the copy is made there, and
-    `home_copy_bytes` of it go home with the states.
+    the gradient that does. With streamed states the gradient comes back to the device, or `gradients_stay` there, the
+    copy is made there, and `home_copy_bytes` of it go home with the states.
     """
     up, down = hardware.host_to_device.bytes_per_second, hardware.device_to_host.bytes_per_second
     both, host = hardware.both_ways_bytes_per_second, hardware.host
     returned = 0 if gradients_stay else _GRADIENT_BYTES
     memory = max(2 * host.copy_bytes_per_second, host.update_bytes_per_second)
     moved = {  # to the device, to the host, through the cores of the host, of device memory
-        Way.HOST: (fetched_bytes + copy_bytes, gradient_bytes, UPDATE_BYTES, 2 * copy_bytes),
+        Way.HOST: (copy_bytes, gradient_bytes, UPDATE_BYTES, 2 * copy_bytes),
         Way.STREAMED: (
-            fetched_bytes + _STATE_BYTES + returned,
+            _STATE_BYTES + returned,
             (0.0 if gradients_stay else gradient_bytes) + _STATE_BYTES + home_copy_bytes,
             0,
             UPDATE_BYTES + 2 * _STATE_BYTES + returned + copy_bytes,
@@ -195,7 +192,7 @@ class StreamedShare:
 
     def _have_slots(self, fitting: Sequence[Fitting]) -> bool:
         """Slots for the largest of `fitting`, in memory of the device that is idle."""
-        nbytes = round_up(_slot_bytes(fitting), _ALIGNMENT)
+        nbytes = _slot_bytes(fitting)
         held = self._slots.slot_bytes
         if held >= nbytes:
             return bool(nbytes)
@@ -224,7 +221,12 @@ def _slot_bytes(fitting: Sequence[Fitting]) -> int:
     """For the states of any of `fitting`, and beside them the gradients of any other one."""
     gradients = [_GRADIENT_BYTES * chunk.numel for chunk in fitting]
     states = [chunk.nbytes - nbytes for chunk, nbytes in zip(fitting, gradients, strict=True)]
-    return max(states, default=0) + max(gradients, default=0)
+    return round_up(max(states, default=0) + max(gradients, default=0), _ALIGNMENT)
+
+
+def slots_bytes(fitting: Sequence[Fitting]) -> int:
+    """What the slots take of the device that states of `fitting` are sent to."""
+    return SLOTS * _slot_bytes(_but_large(fitting))
 
 
 def _but_large(fitting: Sequence[Fitting]) -> list[Fitting]:
@@ -274,6 +276,13 @@ def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, ch
     """
     margin = int(MARGIN_SHARE * usable_bytes)
     return room_bytes(usable_bytes, chunk_cap_bytes, non_model_bytes + margin, chunk_bytes)
+
+
+def left_beside(usable_bytes: int, chunk_cap_bytes: int, chunk_bytes: int) -> int:
+    """Return what everything else may take where `chunk_bytes` of homes and copies are to fill the rest of the device,
+    as `idle_bytes` has it; 0 if chunks may not take so much."""
+    margin = int(MARGIN_SHARE * usable_bytes)
+    return max(0, usable_bytes - margin - chunk_bytes) if chunk_bytes <= chunk_cap_bytes else 0
 
 
 def choose(candidates: Sequence[Candidate], idle: int) -> list[int]:

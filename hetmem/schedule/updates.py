@@ -174,8 +174,8 @@ class DeviceUpdates(ABC, Generic[ChunkT, T, SlotT, PlaceT]):
         """Command: make `update` on the host."""
 
     @abstractmethod
-    def _wait(self) -> bool:
-        """Wait for something that is under way; False if nothing is."""
+    def _wait_until(self, reached: Callable[[], bool]) -> bool:
+        """See `gradients.wait_until`."""
 
     def add(self, update: T) -> None:
         """Queue `update`, of a chunk all of whose roles have homes in host memory, but for gradients that are kept."""
@@ -197,10 +197,8 @@ class DeviceUpdates(ABC, Generic[ChunkT, T, SlotT, PlaceT]):
 
     def find_place(self) -> bool:
         """Wait until a place is free; False if all are those of chunks whose gradients have not all arrived."""
-        while not self.kept.has_room:
-            if not (self._frees_a_place() and self._wait()):
-                return False
-        return True
+        self._wait_until(lambda: self.kept.has_room or not self._frees_a_place())
+        return self.kept.has_room
 
     def give_way(self) -> bool:
         """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import fill
 
 import psutil
+import pynvml
 import torch
 
 import hetmem
@@ -19,10 +20,11 @@ from hetmem.base.units import MIB, format_size
 from hetmem.cpu import kernel_name
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
-from hetmem.memory.cuda_copies import load_ways
-from hetmem.memory.cuda_device import driver_version
 from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
+
+_LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of a PCIe lane each way, by generation (PCI-SIG's rates less the line code)."""
 
 _SIGNS = {True: "ok  ", False: "FAIL", None: "--  "}
 
@@ -47,18 +49,12 @@ class Finding:
 def examine(nvme_directory: str | None = None) -> list[Finding]:
     """Everything that hetmem needs or can use, the drive of `nvme_directory` too if it is given."""
     directory = [] if nvme_directory is None else [_drive(nvme_directory)]
-    return [_versions(), _gpu(), _kernels(), _host_kernel(), _host_memory(), *_locked_memory(), *directory]
+    return [_versions(), _gpu(), *_links(), _kernels(), _host_kernel(), _host_memory(), *_locked_memory(), *directory]
 
 
 def _versions() -> Finding:
     python = ".".join(map(str, sys.version_info[:3]))
-    well = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) >= (2, 11)
-    return Finding(
-        "versions",
-        f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}",
-        well,
-        "" if well else "torch >= 2.11 is needed",
-    )
+    return Finding("versions", f"hetmem {hetmem.__version__}, Python {python}, torch {torch.__version__}")
 
 
 def _gpu() -> Finding:
@@ -71,12 +67,29 @@ def _gpu() -> Finding:
     return Finding("GPU", f"{', '.join(names)}; {format_size(free)} of {format_size(total)} free")
 
 
+def _links() -> Iterator[Finding]:
+    """The PCIe link of each GPU, as NVML tells it. An idle GPU lowers its generation, so the highest one is shown that
+    GPU and slot share, beside the lanes in use."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+            here = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu), pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)
+            able = pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(gpu), pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)
+        except pynvml.NVMLError as error:
+            yield Finding("PCIe link", f"unknown: {error}", None)
+            continue
+        rate = _LANE_GBS.get(here[0], 0) * here[1]
+        found = f"generation {here[0]}, {here[1]} lanes: at most {rate:.0f} GB/s each way"
+        slow = here[0] < able[0] or here[1] < able[1]
+        advice = f"the GPU could use generation {able[0]}, {able[1]} lanes: try another slot" if slow else ""
+        yield Finding("PCIe link", found, advice=advice)
+
+
 def _kernels() -> Finding:
     here = backend()
     if here.native:
-        ways = load_ways(torch.cuda.get_device_name(), driver_version())
-        crossing = f"weights by {ways.weights.value}, gradients by {ways.gradients.value} ({ways.source})"
-        return Finding("GPU kernels", f"{here.reason}; {crossing}")
+        return Finding("GPU kernels", here.reason)
     advice = "" if not torch.cuda.is_available() else "pip install 'hetmem[cuda12]' or 'hetmem[cuda13]'"
     return Finding("GPU kernels", f"torch in their stead: {here.reason}", None, advice)
 
@@ -89,7 +102,7 @@ def _host_kernel() -> Finding:
 
 def _host_memory() -> Finding:
     memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     free = free_host_bytes()
     least = ", within the limit of a control group" if free < memory.available else ""
     return Finding("host", f"{format_size(free)} of {format_size(memory.total)} free{least}, {cores} cores")

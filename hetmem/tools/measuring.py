@@ -2,8 +2,8 @@
 
 Models of tiny layers are trained beside plain ones. On the simulated device operators and bytes take no time; on a GPU
 the thread launches them and goes on, and each phase begins when the GPU is idle. So what is left is hetmem's. They
-differ in the size of their chunks, and in what is called between the layers. Here is also what other measurements
-share: ordinary torch around them, and the clock.
+differ in the size of their chunks, and in what is called between the layers. Here is also the ordinary torch that
+measurements need around them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from hetmem.optim.adamw import AdamW
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.trace import Tier
 
-_LONG_SECONDS, LEAST_ROUNDS = 1.0, 3  # of a way that takes longer than that altogether so many rounds are enough
-
 
 @contextmanager
 def ordinary_torch() -> Iterator[None]:
@@ -39,23 +37,6 @@ def ordinary_torch() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-
-
-def timed(run: Callable[[], Any], rounds: int, *, on_device: bool) -> list[float]:
-    """Seconds of each of `rounds` runs, fewer of what takes long, after two that warm up."""
-    seconds: list[float] = []
-    for index in range(rounds + 2):
-        if on_device:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if on_device:
-            torch.cuda.synchronize()
-        if index > 1:
-            seconds.append(time.perf_counter() - start)
-        if len(seconds) >= LEAST_ROUNDS and sum(seconds) > _LONG_SECONDS:
-            break
-    return seconds
 
 
 _LAYERS, _WIDTH, _ROWS = 64, 63, 4  # weight and bias of a layer just fit in a page of `schedule.layout`

@@ -10,7 +10,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,10 @@ from hetmem.cpu import AdamWStep, adamw
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
 from hetmem.memory import nvme_requests
+from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.mapping import Mapping
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.update_split import UPDATE_BYTES
-from hetmem.tools.link_ways import link_rates
 from hetmem.tools.measuring import measure, ordinary_torch
 
 _COPY_BYTES = 256 * MIB
@@ -88,7 +88,7 @@ def probe(
 @ordinary_torch()
 def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> list[Transferred]:
     """Measure what moves bytes here: host memory, the drive of `nvme_dir` (None: the temporary directory) by each way
-    to ask it, and, where torch sees a GPU, its link by the copy engine and by kernels. Nothing is kept."""
+    to ask it, and, where torch sees a GPU, its link, with a cast and without. Nothing is kept."""
     scale = 16 if quick else 1
     found = [Transferred("host memory", "copy", _copy_rate(scale), 1.0)]
     samples = _disk(Path(nvme_dir or tempfile.gettempdir()), _DISK_BYTES // scale)
@@ -102,8 +102,8 @@ def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = F
         _, up, down, _ = _gpu(scale)
         ceilings = {"host to device": up.bytes_per_second, "device to host": down.bytes_per_second}
         found += [Transferred(route, "copy", rate, 1.0) for route, rate in ceilings.items()]
-        for route, way, rate in link_rates(scale):
-            found.append(Transferred(route, way, rate, rate / ceilings[route]))
+        for route, rate in _cast_rates(scale):
+            found.append(Transferred(route, "copy, cast", rate, rate / ceilings[route]))
     return found
 
 
@@ -284,6 +284,29 @@ def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
         Rate(down, latency),
         both,
     )
+
+
+def _cast_rates(scale: int) -> Iterator[tuple[str, float]]:
+    """Yield route and bytes a second, as they lie at home, of float32 weights to a 16-bit slot and of 16-bit gradients
+    to a float32 home."""
+    device, host = CudaDevice(), Mapping(_COPY_BYTES // scale)
+    unpin = device.pin(host)
+    home = torch.frombuffer(host.buffer(0, host.nbytes), dtype=torch.float32)
+    slot = torch.zeros(home.numel(), dtype=torch.bfloat16, device=device.torch_device)
+
+    def come() -> None:
+        device.copy_in(slot, home)
+        torch.cuda.synchronize()
+
+    def leave() -> None:
+        device.gradient_out(home, slot, add=False)
+        torch.cuda.synchronize()
+
+    try:
+        yield "host to device", host.nbytes / seconds(come)
+        yield "device to host", host.nbytes / seconds(leave)
+    finally:
+        unpin()
 
 
 def _matrix_rate(dtype: torch.dtype, scale: int) -> float:

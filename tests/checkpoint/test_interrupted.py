@@ -184,7 +184,7 @@ def test_an_interrupt_while_a_save_waits_for_sums_of_gradients_loses_none(placem
             if run is runs[1]:
                 calls, at = 0, max(1, number)
                 if number > 1:  # the first steps learn what comes
-                    with testing.around("run an update", struck), pytest.raises(KeyboardInterrupt):
+                    with testing.around("run updates", struck), pytest.raises(KeyboardInterrupt):
                         hetmem.save(tmp_path / "c", run.module)
                 at = -1
             run.optimizer.step()

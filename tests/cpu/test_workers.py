@@ -364,17 +364,6 @@ def test_workers_never_leave_the_cores_that_the_process_may_use() -> None:
         os.sched_setaffinity(0, mine)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be bound here")
-def test_psutil_binds_where_os_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, core = os.sched_getaffinity, max(os.sched_getaffinity(0))
-    seen: list[set[int]] = []
-    monkeypatch.delattr(os, "sched_setaffinity")
-    pool = WorkerPool(1, cores=[core])
-    pool.begin([lambda: seen.append(asked(0))])
-    pool.close()
-    assert seen == [{core}]
-
-
 def test_a_refused_binding_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int, cores: set[int]) -> None:
         raise PermissionError("not here")

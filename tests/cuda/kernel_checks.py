@@ -6,18 +6,17 @@ Each runs launchers and compares with torch, and sees that nothing beside the de
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import torch
 
 from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles, update
-from hetmem.cuda import reference
+from hetmem.cuda import backend, reference
 from hetmem.cuda.adam import ADAMS, adamw
 from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.gradient import GRADIENTS, GradientWrite, gradient_out
-from hetmem.cuda.segments import Segments
 from hetmem.cuda.squares import square_sums
-from tests.cuda.vectors import HALVES, RUNS, WIDE, Place, assert_same, numbers, ordinary
+from tests.cuda.vectors import HALVES, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----
 
@@ -26,67 +25,22 @@ def check_cast_numbers(place: Place) -> None:
     for source_dtype, dtype in sorted(CASTS, key=str):
         data = numbers(source_dtype, place.thorough)
         source, destination = place.buffer(data), place.buffer(torch.zeros(data.numel(), dtype=dtype))
-        cast(place.backend, Segments([(0, 0, data.numel())], place.device), source.view, destination.view)
+        cast(place.backend, source.view, destination.view)
         place.synchronize()
         assert_same(destination.result(), data.to(dtype), f"{source_dtype} to {dtype}")
 
 
 def check_cast_layouts(place: Place) -> None:
     for source_dtype, dtype in sorted(CASTS, key=str):
-        for name, runs in RUNS.items():
-            for source_shift, shift in ((0, 0), (1, 0), (0, 3), (5, 5)):
-                segments = Segments(runs, place.device)
-                source = place.buffer(ordinary(segments.source_numel, source_dtype), source_shift)
-                destination = place.buffer(torch.full((segments.destination_numel,), 7.0, dtype=dtype), shift)
-                expected = destination.result().clone()
-                for start, there, count in runs:
-                    expected[there : there + count] = source.result()[start : start + count].to(dtype)
-                cast(place.backend, segments, source.view, destination.view, blocks=3)
+        for numel in (0, 1, 7, 8, 9, 2047, 2049, 3 * 2048 + 13):
+            for source_shift, shift in ((0, 0), (1, 0), (2, 4), (4, 2), (5, 5)):
+                data = ordinary(numel, source_dtype)
+                source = place.buffer(data, source_shift)
+                destination = place.buffer(torch.full((numel,), 7.0, dtype=dtype), shift)
+                with mock.patch.object(backend, "MOST_BLOCKS", 2):
+                    cast(place.backend, source.view, destination.view)
                 place.synchronize()
-                assert_same(destination.result(), expected, f"{name}, {source_dtype} to {dtype}")
-
-
-# ---- Gradient out. ----
-
-
-def run_gradient(
-    place: Place,
-    runs: list[tuple[int, int, int]],
-    data: torch.Tensor,
-    old: torch.Tensor,
-    scale: float,
-    write: GradientWrite,
-) -> None:
-    """The launcher gives the reference's bits."""
-    segments = Segments(runs, place.device)
-    source, destination = place.buffer(data), place.buffer(old, pinned=True)
-    gradient_out(place.backend, segments, source.view, destination.view, scale=scale, write=write, blocks=2)
-    place.synchronize()
-    expected = old.clone()
-    reference.gradient_out(segments, data, expected, scale, write is GradientWrite.ADD)
-    assert_same(destination.result(), expected, f"{data.dtype} to {old.dtype}, {write}, scale {scale}")
-
-
-def check_gradient_numbers(place: Place) -> None:
-    for source_dtype, dtype in sorted(GRADIENTS, key=str):
-        data = numbers(source_dtype, thorough=False)
-        old = torch.cat([numbers(dtype, thorough=False)] * 2)[: data.numel()].flip(0)
-        old = torch.nn.functional.pad(old, (0, data.numel() - old.numel()))
-        for write in GradientWrite:
-            for scale in (1.0, 1 / 3):
-                run_gradient(place, [(0, 0, data.numel())], data, old, scale, write)
-
-
-def check_gradient_layouts(place: Place) -> None:
-    for source_dtype, dtype in sorted(GRADIENTS, key=str):
-        for index, layout in enumerate(RUNS.values()):
-            write = (
-                GradientWrite.ADD if (index + (dtype == WIDE) + (source_dtype == WIDE)) % 2 else GradientWrite.OVERWRITE
-            )
-            runs = layout if place.thorough else layout[::3]
-            shape = Segments(runs, "cpu")
-            data, old = ordinary(shape.source_numel, source_dtype), ordinary(shape.destination_numel, dtype, seed=1)
-            run_gradient(place, runs, data, old, 1 / 128, write)
+                assert_same(destination.result(), data.to(dtype), f"{numel}, {source_dtype} to {dtype}")
 
 
 # ---- Sums of squares. ----
@@ -97,7 +51,8 @@ def check_squares(place: Place) -> None:
         for numel, shift in ((0, 0), (1, 0), (4095, 1), (4096, 0), (4097, 3), (9 * 4096 + 77, 0), (70 * 4096 - 5, 8)):
             data = ordinary(numel, dtype)
             source, sums = place.buffer(data, shift), place.buffer(torch.zeros(-(-numel // 4096), dtype=torch.float64))
-            square_sums(place.backend, source.view, sums.view, blocks=1)
+            with mock.patch.object(backend, "MOST_BLOCKS", 1):
+                square_sums(place.backend, source.view, sums.view)
             place.synchronize()
             assert_same(sums.result(), reference.square_sums(data), f"{dtype}, {numel}")
 
@@ -167,7 +122,8 @@ def run_adamw(
     if copy_dtype is not None:
         tensors.append(torch.zeros(numel, dtype=copy_dtype))
     buffers = [place.buffer(tensor, shift, pinned=True) for tensor, shift in zip(tensors, shifts, strict=False)]
-    adamw(place.backend, scalars, *(buffer.view for buffer in buffers), tail=tail, blocks=2)
+    with mock.patch.object(backend, "MOST_BLOCKS", 2):
+        adamw(place.backend, scalars, *(buffer.view for buffer in buffers), tail=tail)
     place.synchronize()
     reference.adamw(scalars, *tensors[:4], tensors[4] if copy_dtype is not None else None, tail)
     for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=False):

@@ -1,4 +1,4 @@
-"""What the launchers refuse, what they do without a GPU, and the tables they are given."""
+"""What the launchers refuse, and what they do without a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hetmem.cpu import AdamWStep, update
 from hetmem.cuda import backend as backend_module
@@ -19,8 +17,6 @@ from hetmem.cuda import nvrtc
 from hetmem.cuda.adam import SCALARS, adamw
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
 from hetmem.cuda.cast import cast
-from hetmem.cuda.gradient import gradient_out
-from hetmem.cuda.segments import TILE_ELEMENTS, Segments
 from hetmem.cuda.squares import square_sums
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.shim import GPP, SOURCES, ShimBackend, build
@@ -28,7 +24,6 @@ from tests.cuda.vectors import Place
 from tests.forked import Forks
 
 TORCH = TorchBackend("a test")
-EIGHT = Segments([(0, 0, 8)], "cpu")
 SCALARS_8 = [np.float32(1)] * 8
 
 
@@ -40,28 +35,16 @@ HALF = torch.float16
 DOUBLE = torch.float64
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "cast, dtypes": (
-        lambda: cast(TORCH, EIGHT, zeros(8), zeros(8)),
+        lambda: cast(TORCH, zeros(8), zeros(8)),
         r"cast: expected bf16 to f32, .*, got torch\.float32 to torch\.float32",
     ),
-    "cast, source": (
-        lambda: cast(TORCH, EIGHT, zeros(7), zeros(8, HALF)),
-        "source: expected at least 8 elements, got 7",
-    ),
     "cast, destination": (
-        lambda: cast(TORCH, Segments([(0, 4, 8)], "cpu"), zeros(8), zeros(11, HALF)),
-        "destination: expected at least 12 elements, got 11",
+        lambda: cast(TORCH, zeros(8), zeros(7, HALF)),
+        "destination: expected at least 8 elements, got 7",
     ),
     "cast, strides": (
-        lambda: cast(TORCH, EIGHT, zeros(16)[::2], zeros(8, HALF)),
+        lambda: cast(TORCH, zeros(16)[::2], zeros(8, HALF)),
         r"source: expected contiguous memory, got \(8,\), strides \(2,\)",
-    ),
-    "cast, blocks": (
-        lambda: cast(TORCH, EIGHT, zeros(8), zeros(8, HALF), blocks=0),
-        "blocks: expected at least 1, got 0",
-    ),
-    "gradient, dtypes": (
-        lambda: gradient_out(TORCH, EIGHT, zeros(8, HALF), zeros(8, torch.bfloat16)),
-        r"gradient_out: expected .*, got torch\.float16 to torch\.bfloat16",
     ),
     "adamw, scalars": (
         lambda: adamw(TORCH, SCALARS_8[:7], *(zeros(8) for _ in range(4))),
@@ -90,14 +73,6 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "squares, dtypes": (
         lambda: square_sums(TORCH, zeros(8, torch.float64), zeros(1, torch.float64)),
         r"values: expected torch\.float32 or .*, got torch\.float64",
-    ),
-    "segments, negative": (
-        lambda: Segments([(0, -1, 2)], "cpu") and None,
-        r"must not be negative, got \(source, destination, count\) = \(0, -1, 2\)",
-    ),
-    "segments, overlap": (
-        lambda: Segments([(0, 8, 4), (0, 0, 9)], "cpu") and None,
-        r"must not overlap: \(source, destination, count\) = \[0, 0, 9\] and \[0, 8, 4\]",
     ),
 }
 
@@ -227,29 +202,6 @@ def test_the_host_prepares_the_scalars_in_the_order_of_the_kernel() -> None:
         "eps": 0.125,
         "negative_step": -2.0,
     }
-
-
-@given(
-    source=st.integers(0, 40),
-    destination=st.integers(0, 40),
-    count=st.sampled_from([0, 1, 7, 8, 9, TILE_ELEMENTS - 1, TILE_ELEMENTS, TILE_ELEMENTS + 9, 3 * TILE_ELEMENTS]),
-)
-def test_tiles_cover_a_run_once_and_start_where_the_destination_is_aligned(
-    source: int, destination: int, count: int
-) -> None:
-    tiles = Segments([(source, destination, count)], "cpu").tiles
-    covered = [(source + k, destination + k) for k in range(count)]
-    assert [(a + k, b + k) for a, b, n in tiles for k in range(n)] == covered
-    assert all(0 < n <= TILE_ELEMENTS for _, _, n in tiles)
-    assert all(b % 8 == 0 for _, b, _ in tiles[1:])
-    assert len(tiles) <= count // TILE_ELEMENTS + 2
-
-
-def test_a_chunk_of_parameters_is_cut_in_one_pass() -> None:
-    runs = [(8 * 5000 * index, 8 * 5000 * index, 40_000) for index in range(300)]
-    segments = Segments(runs, "cpu")
-    assert (segments.numel, len(segments.tiles), segments.table.shape) == (12_000_000, 1500, (1500, 3))
-    assert repr(segments) == "Segments(300 runs, 12000000 elements, 1500 tiles)"
 
 
 def test_python_and_cuda_agree_on_their_constants() -> None:

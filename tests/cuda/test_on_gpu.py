@@ -10,7 +10,6 @@ import torch
 
 from hetmem.cuda.backend import CupyBackend, TorchBackend, backend
 from hetmem.cuda.cast import cast
-from hetmem.cuda.segments import Segments
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.vectors import Place, assert_same, ordinary
 
@@ -35,17 +34,16 @@ def test_without_cupy_torch_does_the_same_work(check: str) -> None:
 def test_kernels_run_on_the_stream_they_are_given() -> None:
     """The other stream sleeps first: a kernel on any other one would have read the zeros."""
     numel = 1 << 20
-    segments = Segments([(0, 0, numel)], "cuda")
     data = ordinary(numel).cuda()
     source, destination = torch.zeros_like(data), torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    cast(HERE, segments, source, destination, stream=stream)  # compiled and loaded before the race
+    cast(HERE, source, destination, stream=stream)  # compiled and loaded before the race
     stream.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         source.copy_(data)
-    cast(HERE, segments, source, destination, stream=stream)
+    cast(HERE, source, destination, stream=stream)
     assert not stream.query(), "the launcher waited for the stream"
     stream.synchronize()
     assert_same(destination.cpu(), data.bfloat16().cpu())
@@ -53,30 +51,28 @@ def test_kernels_run_on_the_stream_they_are_given() -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         source.neg_()
-        cast(HERE, segments, source, destination)  # torch's current stream
+        cast(HERE, source, destination)  # torch's current stream
     stream.synchronize()
     assert_same(destination.cpu(), (-data).bfloat16().cpu())
 
 
 def test_a_launch_allocates_nothing() -> None:
     numel = 1 << 16
-    segments = Segments([(0, 0, numel)], "cuda")
     source = torch.zeros(numel, device="cuda")
     destination = torch.zeros(numel, dtype=torch.float16).pin_memory()
-    cast(HERE, segments, source, destination)
+    cast(HERE, source, destination)
     torch.cuda.synchronize()
     pool = importlib.import_module("cupy").get_default_memory_pool()
     before = torch.cuda.memory_stats()["allocation.all.allocated"], pool.total_bytes()
     for _ in range(20):
-        cast(HERE, segments, source, destination)
+        cast(HERE, source, destination)
     torch.cuda.synchronize()
     assert (torch.cuda.memory_stats()["allocation.all.allocated"], pool.total_bytes()) == before
 
 
 def test_memory_that_the_gpu_cannot_reach_is_refused() -> None:
-    segments = Segments([(0, 0, 8)], "cuda")
     with pytest.raises(ValueError, match=r"destination must be on the GPU or in pinned memory, got unpinned memory"):
-        cast(HERE, segments, torch.zeros(8, device="cuda"), torch.zeros(8, dtype=torch.float16))
+        cast(HERE, torch.zeros(8, device="cuda"), torch.zeros(8, dtype=torch.float16))
 
 
 def test_compiled_kernels_are_kept(tmp_path: Path) -> None:
@@ -84,6 +80,6 @@ def test_compiled_kernels_are_kept(tmp_path: Path) -> None:
     for _ in range(2):
         fresh = CupyBackend(tmp_path)
         out = torch.zeros(100, dtype=torch.bfloat16, device="cuda")
-        cast(fresh, Segments([(0, 0, 100)], "cuda"), data, out)
+        cast(fresh, data, out)
         assert_same(out.cpu(), data.bfloat16().cpu())
     assert len(list(tmp_path.iterdir())) == 1

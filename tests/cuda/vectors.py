@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from hetmem.cuda.backend import Backend
-from hetmem.cuda.segments import TILE_ELEMENTS
 
 MARGIN = 64
 SENTINEL = 0xA5
@@ -105,18 +104,3 @@ def ordinary(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> t
     random = torch.Generator().manual_seed(seed * 7919 + numel)
     exponents = torch.randint(-12, 6, (numel,), generator=random)
     return torch.ldexp(torch.randn(numel, generator=random), exponents).to(dtype)
-
-
-# ---- Layouts. ----
-
-RUNS: dict[str, list[tuple[int, int, int]]] = {
-    "nothing": [],
-    "zero-length runs": [(0, 0, 0), (5, 3, 0), (2, 1, 4), (9, 5, 0)],
-    "one element": [(0, 0, 1)],
-    "every length": [(100 * n, 64 * n, n) for n in range(41)],
-    "alike modulo eight": [(8 * 40 * n + n % 8, 40 * n + n % 8, 24 + n % 5) for n in range(30)],
-    "every pair of starts": [(24 * i + i % 8, 32 * i + i // 8, 19) for i in range(64)],
-    "backwards": [(10 * n, 10 * (20 - n), 9) for n in range(20)],
-    "more than a tile": [(3, 3, 2 * TILE_ELEMENTS + 13), (2 * TILE_ELEMENTS + 17, 2 * TILE_ELEMENTS + 18, 4099)],
-    "whole tiles": [(0, 0, 2 * TILE_ELEMENTS)],
-}

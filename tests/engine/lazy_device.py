@@ -101,16 +101,18 @@ class LazyDevice(SimDevice):
         return DevicePool(slot_bytes, slots, self.torch_device, host_slots)
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        self.streams = LazyStreams()
+        self.streams = self.made_streams()
         return StreamCopier(self.streams, seen, finished)
+
+    def made_streams(self) -> LazyStreams:
+        return LazyStreams()
 
 
 class EarlyDevice(LazyDevice):
     """Acts like a GPU whose copies are early."""
 
-    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        self.streams = EarlyStreams()
-        return StreamCopier(self.streams, seen, finished)
+    def made_streams(self) -> LazyStreams:
+        return EarlyStreams()
 
 
 class UnwatchedDevice(LazyDevice):

@@ -3,7 +3,6 @@ not so. `make gpu` runs this first."""
 
 from __future__ import annotations
 
-import importlib
 import threading
 import warnings
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hetmem.cuda.backend import backend
 from hetmem.memory.chunk import elements
 from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.mapping import Mapping
@@ -40,16 +38,8 @@ def registered() -> Iterator[torch.Tensor]:
 
 
 def test_torch_takes_registered_memory_for_pinned(registered: torch.Tensor) -> None:
-    """Else `CupyBackend.address` refuses homes: ask `CudaDevice._is_mapped` there."""
+    """Else copies to and from homes wait for the host."""
     assert registered.is_pinned() and registered[4096:].is_pinned()
-
-
-def test_kernels_reach_registered_memory_at_the_host_s_own_addresses() -> None:
-    """Else `Ways(CopyPath.COPY_ENGINE, CopyPath.COPY_ENGINE)` is the only way: `load_ways` must give it."""
-    if not backend().native:
-        pytest.skip(backend().reason)
-    runtime = importlib.import_module("cupy").cuda.runtime
-    assert runtime.deviceGetAttribute(CAN_USE_HOST_POINTER, torch.cuda.current_device()) == 1
 
 
 def test_a_view_with_a_storage_of_its_own_is_of_the_same_memory_and_waits_for_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Both ways across the link of a real GPU: torch's bits, no memory once warm, and what its allocator refuses.
+"""Copies across the link of a real GPU: torch's bits, no memory once warm, and what its allocator refuses.
 
 `tests/memory/test_moves.py` has the same on a fake one, with every order of streams. `make gpu` runs this.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 import hetmem
 from hetmem.cuda.backend import Backend, TorchBackend, backend
-from hetmem.memory.cuda_copies import PIECE_BYTES, CopyPath, Ways
+from hetmem.memory.cuda_copies import PIECE_BYTES
 from hetmem.memory.cuda_device import CudaDevice, pci_address
 from hetmem.memory.mapping import Mapping
 from tests.cuda.vectors import assert_same, ordinary
@@ -27,15 +26,14 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
 ]
 
-WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(CopyPath, CopyPath)]
 NUMEL = 2 * PIECE_BYTES // 4 + 12345  # three pieces, the last an odd one
 
 
 class Given(CudaDevice):
     """With `kernels`, whatever else is here."""
 
-    def __init__(self, ways: Ways, kernels: Backend) -> None:
-        super().__init__(ways=ways)
+    def __init__(self, kernels: Backend) -> None:
+        super().__init__()
         self.kernels = kernels
 
     def _kernels(self) -> Backend:
@@ -57,9 +55,8 @@ def mapping() -> Iterator[Mapping]:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
-def test_torch_s_bits_and_no_memory_once_warm(ways: Ways, kernels: Backend, mapping: Mapping) -> None:
-    device = Given(ways, kernels)
+def test_torch_s_bits_and_no_memory_once_warm(kernels: Backend, mapping: Mapping) -> None:
+    device = Given(kernels)
     unpin = device.pin(mapping)
     home = torch.frombuffer(mapping.buffer(0, 4 * NUMEL), dtype=torch.float32)
     data = ordinary(NUMEL)
@@ -87,9 +84,8 @@ def test_torch_s_bits_and_no_memory_once_warm(ways: Ways, kernels: Backend, mapp
     unpin()
 
 
-@pytest.mark.parametrize("ways", [WAYS[0], WAYS[-1]], ids=["copy engine", "kernel"])
-def test_asking_for_a_move_does_not_wait_for_the_gpu(ways: Ways, kernels: Backend, mapping: Mapping) -> None:
-    device = Given(ways, kernels)
+def test_asking_for_a_move_does_not_wait_for_the_gpu(kernels: Backend, mapping: Mapping) -> None:
+    device = Given(kernels)
     unpin = device.pin(mapping)
     home = torch.frombuffer(mapping.buffer(0, 4 * NUMEL), dtype=torch.float32)
     slot, gradient = (torch.zeros(NUMEL, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -108,7 +104,7 @@ def test_asking_for_a_move_does_not_wait_for_the_gpu(ways: Ways, kernels: Backen
 def test_a_gpu_s_place_is_known_and_its_cores_are_numbers_of_this_process() -> None:
     device = CudaDevice()
     address = pci_address(device.torch_device)
-    assert address is not None and len(address.split(":")) == 3
+    assert len(address.split(":")) == 3
     assert device.node is None or device.cores
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests.cuda.shim import ShimBackend
-from tests.memory.tested import Backend, CudaDevice, TorchBackend, Ways, cuda_device, live_bytes, torch_private
+from tests.memory.tested import Backend, CudaDevice, TorchBackend, cuda_device, live_bytes, torch_private
 
 _EARLY = 0.4  # of the times that a stream may run ahead, where `FakeCuda.early` is chance
 
@@ -340,20 +340,10 @@ class LateKernels(ShimBackend):
 
 
 class CpuCuda(CudaDevice):
-    """A `CudaDevice` in all but where its memory is: what lies in registered memory is the host's.
+    """A `CudaDevice` in all but where its memory is: what lies in registered memory is the host's."""
 
-    It takes the ways it is given, or the defaults, or those that were `measured`.
-    """
-
-    def __init__(
-        self,
-        memory: int | str | None = None,
-        ways: Ways | None = None,
-        kernels: Backend | None = None,
-        *,
-        measured: bool = False,
-    ) -> None:
-        super().__init__(0, memory, None if measured else ways or Ways())
+    def __init__(self, memory: int | str | None = None, kernels: Backend | None = None) -> None:
+        super().__init__(0, memory)
         self.torch_device = torch.device("cpu")
         self.kernels = kernels or TorchBackend("a test")
 
@@ -361,4 +351,7 @@ class CpuCuda(CudaDevice):
         return self.kernels
 
     def _crosses(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        return self._is_mapped(source) != self._is_mapped(target)
+        return self.is_registered(source) != self.is_registered(target)
+
+    def is_registered(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.data_ptr() in piece for locks in self._page_locks for piece in locks.pieces)

@@ -96,7 +96,7 @@ def test_memory_is_registered_in_pieces_that_no_reservation_crosses(cuda: FakeCu
     sizes = [400 * 1024, 400 * 1024, 400 * 1024, PAGE_BYTES, MIB]
     for size in sizes[:-1]:
         memory = torch.frombuffer(pool.reserve(size), dtype=torch.uint8)
-        first, last = (device._is_mapped(memory[at:]) for at in (0, size - 1))
+        first, last = (device.is_registered(memory[at:]) for at in (0, size - 1))
         assert first and last
         piece = next(start for start in cuda.pinned if start <= memory.data_ptr() < start + MIB)
         assert memory.data_ptr() + size <= piece + MIB

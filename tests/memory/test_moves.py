@@ -1,4 +1,4 @@
-"""Both ways across the link give torch's bits, however late each stream is, and take no memory once they are warm."""
+"""Copies across the link give torch's bits, however late each stream is, and take no memory once they are warm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.engine.harness import Recipe, Tower, pair, token_batches, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
-from tests.memory.tested import CopyPath, Mapping, Segments, Ways, cuda_copies
+from tests.memory.tested import Mapping, cuda_copies
 
 __all__ = ["cuda"]  # a fixture
 
-WAYS = [Ways(weights, gradients) for weights, gradients in itertools.product(CopyPath, CopyPath)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE = 4096  # bytes of a staging buffer here
 
@@ -27,7 +26,7 @@ PIECE = 4096  # bytes of a staging buffer here
 def libraries() -> dict[str, Path]:
     if GPP is None:
         pytest.skip("g++ is not installed")
-    return build_all(["cast.cu", "gradient.cu"])
+    return build_all(["cast.cu"])
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -38,14 +37,13 @@ def kernels(request: pytest.FixtureRequest) -> LateKernels | None:
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_copies, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(cuda_copies, "KERNEL_ELEMENTS", 3000)
 
 
 class Machine:
     """A device, page-locked host memory, and a stream to ask for moves on."""
 
-    def __init__(self, ways: Ways, kernels: LateKernels | None) -> None:
-        self.device = CpuCuda(ways=ways, kernels=kernels)
+    def __init__(self, kernels: LateKernels | None) -> None:
+        self.device = CpuCuda(kernels=kernels)
         self.mapping = Mapping(1 << 20)
         self.unpin = self.device.pin(self.mapping)
         self.stream = Stream()
@@ -68,11 +66,10 @@ class Machine:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("first", ["copies", "casts"])
-@pytest.mark.parametrize("ways", [Ways(weights=way) for way in CopyPath], ids=lambda ways: ways.weights.name)
 def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
-    cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, first: str
+    cuda: FakeCuda, kernels: LateKernels | None, first: str
 ) -> None:
-    machine = Machine(ways, kernels)
+    machine = Machine(kernels)
     for source_dtype, dtype in itertools.product(DTYPES, DTYPES):
         for numel in (0, 1, 7, 1024, 5000):
             data = ordinary(numel, torch.float32).to(source_dtype)
@@ -85,10 +82,9 @@ def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("ways", [Ways(gradients=way) for way in CopyPath], ids=lambda ways: ways.gradients.name)
 @pytest.mark.parametrize("add", [False, True], ids=["overwrite", "add"])
-def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, add: bool) -> None:
-    machine = Machine(ways, kernels)
+def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels | None, add: bool) -> None:
+    machine = Machine(kernels)
     shapes = [(0,), (), (5000,), (70, 50), (1, 9)]
     for shape, dtype, home_dtype in itertools.product(shapes, DTYPES, DTYPES):
         arrived = ordinary(5000, seed=1)[: torch.Size(shape).numel()].to(dtype).reshape(shape)
@@ -109,7 +105,7 @@ def test_gradients_leave_with_torch_s_bits(cuda: FakeCuda, kernels: LateKernels 
 def test_a_gradient_s_elements_go_to_their_own_places_whatever_its_strides(
     cuda: FakeCuda, kernels: LateKernels | None, add: bool
 ) -> None:
-    machine = Machine(Ways(), kernels)
+    machine = Machine(kernels)
     values = ordinary(240).bfloat16()
     layouts = {
         "transposed like home": (values.view(12, 20).t(), values.view(12, 20).float().t()),
@@ -128,11 +124,8 @@ def test_a_gradient_s_elements_go_to_their_own_places_whatever_its_strides(
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
-def test_a_nan_stays_one_and_infinities_keep_their_signs(
-    cuda: FakeCuda, kernels: LateKernels | None, ways: Ways
-) -> None:
-    machine = Machine(ways, kernels)
+def test_a_nan_stays_one_and_infinities_keep_their_signs(cuda: FakeCuda, kernels: LateKernels | None) -> None:
+    machine = Machine(kernels)
     for dtype, other in ((torch.float32, torch.bfloat16), (torch.float32, torch.float16)):
         weights, gradients = numbers(dtype, thorough=False).contiguous(), numbers(other)
         target, home = torch.zeros(weights.numel(), dtype=other), machine.host(torch.zeros(gradients.numel()))
@@ -146,17 +139,8 @@ def test_a_nan_stays_one_and_infinities_keep_their_signs(
         machine._used = 0
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
-def test_a_warm_move_takes_no_memory_and_makes_no_table(
-    cuda: FakeCuda, kernels: LateKernels | None, ways: Ways, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Counted(Segments):
-        def __init__(self, *args: Any) -> None:
-            cuda.made.append("a table")
-            super().__init__(*args)
-
-    monkeypatch.setattr(cuda_copies, "Segments", Counted)
-    machine = Machine(ways, kernels)
+def test_a_warm_move_takes_no_memory(cuda: FakeCuda, kernels: LateKernels | None) -> None:
+    machine = Machine(kernels)
     source, target = machine.host(ordinary(5000)), torch.zeros(5000, dtype=torch.bfloat16)
     home, arrived = machine.host(ordinary(5000)), ordinary(5000).bfloat16()
 
@@ -175,7 +159,7 @@ def test_a_warm_move_takes_no_memory_and_makes_no_table(
 
 
 def test_the_copy_engine_does_not_wait_for_casts_while_a_buffer_is_free(cuda: FakeCuda) -> None:
-    machine = Machine(Ways(), None)
+    machine = Machine(None)
     source = machine.host(ordinary(2 * PIECE // 4))
     with torch.cuda.stream(machine.stream):
         machine.device.copy_in(torch.zeros(2 * PIECE // 4, dtype=torch.bfloat16), source)
@@ -188,7 +172,7 @@ def test_the_copy_engine_does_not_wait_for_casts_while_a_buffer_is_free(cuda: Fa
 @pytest.mark.parametrize("inwards", [True, False], ids=["weights", "gradients"])
 def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda, inwards: bool) -> None:
     """Each has streams of its own; the one that asked last may run first."""
-    machine = Machine(Ways(weights=CopyPath.COPY_ENGINE, gradients=CopyPath.COPY_ENGINE), None)
+    machine = Machine(None)
     streams = [Stream(), Stream()]
     here = [ordinary(2000, seed=seed) for seed in range(2)]
     sources = [machine.host(data) if inwards else data.bfloat16() for data in here]
@@ -230,43 +214,15 @@ def test_a_larger_piece_takes_the_place_of_a_smaller_one_when_that_is_done_with(
     assert staging.nbytes == 2 * 8192
 
 
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
-def test_kernels_reach_only_into_memory_that_is_page_locked(
-    cuda: FakeCuda, libraries: dict[str, Path], ways: Ways
-) -> None:
-    kernels = LateKernels(libraries)
-    machine = Machine(ways, kernels)
-    source, home = machine.host(ordinary(100)), machine.host(ordinary(100))
-    target, arrived = torch.zeros(100, dtype=torch.bfloat16), ordinary(100).bfloat16()
-    for locked in (True, False):
-        kernels.launched.clear()
-        if not locked:
-            machine.unpin()
-        with torch.cuda.stream(machine.stream):
-            machine.device.moves.copy_in(target, source)
-            machine.device.moves.gradient_out(home, arrived, add=False)
-        machine.settle("copies")
-        by_kernel = locked and ways.gradients is CopyPath.KERNEL
-        assert kernels.launched == ["cast_f32_bf16", *["gradient_bf16_f32_overwrite"] * by_kernel]
-        staged = {name: staging.nbytes > 0 for name, staging in machine.device.moves._staging.items()}
-        assert staged == {
-            "in": not locked or ways.weights is CopyPath.COPY_ENGINE,
-            "out": not locked or ways.gradients is CopyPath.COPY_ENGINE,
-        }
-
-
 @pytest.mark.each
 @pytest.mark.parametrize("placement", ["host", "nvme"])
-@pytest.mark.parametrize("ways", WAYS, ids=lambda ways: f"{ways.weights.name}-{ways.gradients.name}")
 def test_training_by_kernels_equals_torch(
-    cuda: FakeCuda, libraries: dict[str, Path], ways: Ways, placement: str, tmp_path: Path
+    cuda: FakeCuda, libraries: dict[str, Path], placement: str, tmp_path: Path
 ) -> None:
     kernels = LateKernels(libraries)
-    device = CpuCuda(ways=ways, kernels=kernels)
+    device = CpuCuda(kernels=kernels)
     build_model = partial(Tower, checkpointing=False)
     options: dict[str, Any] = {"device": device, "mixed_precision": torch.bfloat16, "home_copies": False}
     plain, managed = pair(build_model, placement, tmp_path, **options)
     train_both(plain, managed, token_batches(6), Recipe(accumulation=2, clip=0.05, mixed=torch.bfloat16))
-    added = any(name.endswith("_add") for name in kernels.launched)
-    assert added == (ways.gradients is CopyPath.KERNEL)
-    assert "cast_f32_bf16" in kernels.launched
+    assert set(kernels.launched) == {"cast_f32_bf16"}

@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -33,27 +32,30 @@ def sysfs(root: Path, nodes: dict[int, str], device_node: str | None) -> Path:
     return root
 
 
-def test_a_device_lies_at_the_node_that_the_system_says(tmp_path: Path) -> None:
-    root = sysfs(tmp_path, {0: "0-3", 1: "4-7"}, "1")
-    assert mapping.node_of(GPU, root) == mapping.node_of(GPU.upper(), root) == 1
-    assert mapping.node_of("0000:1c:00.0", root) is None
+def test_a_device_lies_at_the_node_that_the_system_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, {0: "0-3", 1: "4-7"}, "1"))
+    assert mapping.node_of(GPU) == mapping.node_of(GPU.upper()) == 1
+    assert mapping.node_of("0000:1c:00.0") is None
 
 
 @pytest.mark.parametrize(
     ("nodes", "said"), [({0: "0-7"}, "0"), ({0: "0-3", 1: "4-7"}, "-1"), ({0: "0", 1: "1"}, "x"), ({}, "0")]
 )
-def test_with_one_node_or_an_unknown_one_there_is_none(nodes: dict[int, str], said: str, tmp_path: Path) -> None:
-    assert mapping.node_of(GPU, sysfs(tmp_path, nodes, said)) is None
+def test_with_one_node_or_an_unknown_one_there_is_none(
+    nodes: dict[int, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, nodes, said))
+    assert mapping.node_of(GPU) is None
 
 
 def test_the_cores_of_a_node_are_those_that_this_process_may_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = sysfs(tmp_path, {0: "0-3,8,10-11", 1: "4-7,9", 2: ""}, None)
+    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, {0: "0-3,8,10-11", 1: "4-7,9", 2: ""}, None))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 5, 8, 11, 40})
-    assert mapping.cores_of(0, root) == (1, 2, 8, 11)
-    assert mapping.cores_of(1, root) == (5,)
-    assert mapping.cores_of(2, root) == mapping.cores_of(3, root) == ()
+    assert mapping.cores_of(0) == (1, 2, 8, 11)
+    assert mapping.cores_of(1) == (5,)
+    assert mapping.cores_of(2) == mapping.cores_of(3) == ()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or platform.machine() != "x86_64", reason="x86-64 Linux")
@@ -104,20 +106,3 @@ def test_with_one_node_nothing_is_told(cuda: FakeCuda, tmp_path: Path, monkeypat
     device = CpuCuda()
     device.pin(Mapping(4096))
     assert device.cores == SimDevice().cores == ()
-
-
-@pytest.mark.parametrize("bus_id", ["00000000:1B:00.0", b"00000000:1B:00.0"])
-def test_an_older_torch_has_nvml_say_where_the_gpu_is(
-    cuda: FakeCuda, bus_id: str | bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mapping, "SYSFS", sysfs(tmp_path, {0: "0-1", 1: "2-3"}, "1"))
-    cuda.properties = SimpleNamespace(uuid="12-34")
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert CpuCuda().node is None
-    nvml = SimpleNamespace(
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID={"GPU-12-34": "handle"}.__getitem__,
-        nvmlDeviceGetPciInfo={"handle": SimpleNamespace(busId=bus_id)}.__getitem__,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert CpuCuda().node == 1

@@ -22,7 +22,7 @@ ARRIVED = "executor.wait_for_one < executor.wait < gradients.arrive: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "executor.wait_for_one < update_queue.finish < step._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
-FETCHED = "executor.wait_for_one < executor.go_on < traffic._wait_for: take"
+FETCHED = "executor.wait_for_one < gradients.wait_until < traffic._wait_for: take"
 """What is used next is on its way, from the disk, or behind an update that trails into the forward and is late."""
 ON_NVME = {
     FETCHED,

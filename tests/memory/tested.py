@@ -6,13 +6,10 @@ from hetmem import torch_private
 from hetmem.base.config import cache_directory, kernel_cache_directory
 from hetmem.base.hardware import DiskSample
 from hetmem.base.units import GIB, MIB
-from hetmem.cuda.backend import Backend, TorchBackend
-from hetmem.cuda.checks import stream_for
-from hetmem.cuda.segments import Segments
+from hetmem.cuda.backend import Backend, TorchBackend, stream_for
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_copies, cuda_device, host_pool, live_bytes, mapping, nvme_file, nvme_requests
-from hetmem.memory.cuda_copies import CopyPath, Ways, load_ways, save_ways
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_pool import HostPool
@@ -24,7 +21,6 @@ from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
-from hetmem.tools import link_ways
 from hetmem.tools.doctor import examine
 from hetmem.tools.probe import _keep
 
@@ -37,7 +33,6 @@ __all__ = [
     "PAGE_BYTES",
     "Backend",
     "ComputeStreams",
-    "CopyPath",
     "CudaDevice",
     "CudaStreams",
     "DevicePool",
@@ -53,14 +48,12 @@ __all__ = [
     "NvmeStore",
     "Requests",
     "Seen",
-    "Segments",
     "SimDevice",
     "StreamCopier",
     "ThreadCopier",
     "Tier",
     "TorchBackend",
     "TransferEngine",
-    "Ways",
     "_keep",
     "address_of",
     "cache_directory",
@@ -71,14 +64,11 @@ __all__ = [
     "host_pool",
     "kernel_cache_directory",
     "left_by_groups",
-    "link_ways",
     "live_bytes",
-    "load_ways",
     "mapping",
     "nvme_file",
     "nvme_requests",
     "registry",
-    "save_ways",
     "settings_for",
     "stream_for",
     "torch_private",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.errors import BudgetError
 from hetmem.optim.elementwise import TorchRule
 from tests.engine.harness import (
     CHUNK,
@@ -78,6 +79,15 @@ def test_a_third_state_that_host_memory_has_no_room_for_goes_to_nvme(tmp_path: P
     )
     train_both(plain, managed, vector_batches(3, 4, 64), Recipe(steps=3), optimizers=optimizers)
     assert nvme_bytes(managed) > 0
+
+
+def test_a_third_state_does_not_go_to_nvme_where_there_is_no_staging(tmp_path: Path) -> None:
+    """Activations that move opened the drive. An update of what lay there would wait for staging without end."""
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(9)))
+    room = budget("nvme", tmp_path, host=4 * 9 * CHUNK + 2 * CHUNK, device_chunks="64KiB")
+    managed = hetmem.manage(module, room, chunk_bytes=CHUNK, activations="auto")
+    with pytest.raises(BudgetError, match="are missing"):
+        hetmem.optim.offload(torch.optim.AdamW, managed.parameters(), amsgrad=True)
 
 
 @pytest.mark.each

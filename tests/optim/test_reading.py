@@ -177,6 +177,11 @@ def test_after_a_forward_of_a_part_the_rest_is_still_waited_for(placement: str, 
         assert_same(expected.detach(), got.detach(), "parameter")
 
 
+def if_waited_for(original: Callable[..., bool], updates: Any, job: Any) -> bool:
+    """Of the updates that are queued, have only that of a chunk that is waited for begin."""
+    return updates._queue._first == job.chunk.spec.index and original(updates, job)
+
+
 @streamed
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
 def test_hooks_of_a_backward_read_and_write_what_the_last_step_made(
@@ -184,7 +189,7 @@ def test_hooks_of_a_backward_read_and_write_what_the_last_step_made(
 ) -> None:
     """Before anything of the model is met there, between its weights, and after a part was computed once more."""
     both, read = stepped(placement, tmp_path), []
-    with testing.updates_as_waited_for():
+    with testing.around("is an update free", if_waited_for):
         for module, _ in both.sides:
             seen: list[torch.Tensor] = []
             x = torch.ones(2, WIDTH, requires_grad=True)
@@ -277,7 +282,7 @@ def test_a_hook_of_a_backward_on_another_thread_waits_too(tmp_path: Path) -> Non
     def backward_and_read() -> None:
         both.managed[0](torch.ones(2, WIDTH)).sum().backward()
 
-    with testing.updates_as_waited_for():
+    with testing.around("is an update free", if_waited_for):
         assert not in_thread(backward_and_read)
         assert_same(both.plain[2].weight, seen[0], "read in a hook")
 

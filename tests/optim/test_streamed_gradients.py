@@ -160,7 +160,12 @@ def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Mo
     plain, managed = pair(mlp, "host", directory)
     left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
     *before, batch = vector_batches(3, 4, 64)
-    with testing.updates_end_in_backward():
+
+    def updates_end_in_it(original: Callable[..., None], stepper: Any) -> None:
+        stepper.synchronize()
+        original(stepper)
+
+    with testing.around("backward over", updates_end_in_it):
         train_apart(plain, managed, (left, right), before)
         for module in (plain, managed):
             loss_of(module, batch).backward()

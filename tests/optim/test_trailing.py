@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,13 @@ def test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted(
             loss_of(module, batches[2]).backward()
             optimizer.step()
     weight = both.managed[4].weight
-    with testing.opened_updates() as opened:
+    opened: list[int] = []
+
+    def note(original: Callable[..., None], updates: Any, job: Any) -> None:
+        opened.append(job.chunk.spec.index)
+        original(updates, job)
+
+    with testing.around("open an update", note):
         if waited_for == "an update":
             weight.detach()
         elif waited_for == "a copy":

@@ -149,7 +149,7 @@ def test_a_plan_that_does_not_fit_says_that_moving_would_help() -> None:
 
 def test_host_memory_for_activations_is_a_part_of_what_is_missing() -> None:
     machine = load_profile("l4")
-    budget = hetmem.Budget(device=1024 * KIB, host="2MiB", device_chunks=192 * KIB)
+    budget = hetmem.Budget(device=1024 * KIB, host="1792KiB", device_chunks=192 * KIB)
     with pytest.raises(hetmem.errors.ManageError, match="activations must be"):
         hetmem.plan(Deep, (BATCH,), budget, machine, activations="some")  # type: ignore[arg-type]
     plan = hetmem.plan(Deep, (BATCH,), budget, machine, activations="auto")

@@ -186,6 +186,15 @@ def test_the_host_misses_exactly_what_the_states_take() -> None:
     assert decision.advice[-1] == "raise Budget(host=…) by 12.00 MiB"
 
 
+def test_on_a_device_without_room_frozen_parameters_take_no_more_of_the_host() -> None:
+    """They were taken to stay on such a device with a size below zero, and 252 MiB were missing for 5 MiB of states."""
+    whole = workload(activation=32 * MIB)
+    events = tuple(each for each in whole.events if each.kind is not Kind.GRADIENT or each.parameters < (4,))
+    half = replace(whole, trainable=frozenset(range(4)), events=events)
+    decision = decide(half, Capacities(6 * MIB, 12 * MIB), HARDWARE, chunk_bytes=MIB)
+    assert decision.missing_bytes["host"] == (4 * 4 + 4 - 12) * MIB
+
+
 def test_the_first_variant_that_fits_is_the_first_advice() -> None:
     asked = []
 

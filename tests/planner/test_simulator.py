@@ -10,7 +10,7 @@ import pytest
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.errors import CapacityError
-from hetmem.schedule.cache import EvictionPolicy
+from hetmem.schedule.blocks import EvictionPolicy
 from tests.planner.tested import (
     FIFO,
     LRU,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container
 
-from hetmem.schedule.cache import CopyFacts
+from hetmem.schedule.blocks import CopyFacts
 from tests.schedule.tested import Cache, CopyState, Residency, SlotMap, Supply, Tier
 
 Ranks = dict[int, tuple[int, ...]]

@@ -65,10 +65,3 @@ def test_gradients_that_stay_on_the_device_cross_no_link_where_states_do() -> No
     assert costs[Way.STREAMED]["both_ways"] == pytest.approx(24 / 50)
     assert costs[Way.STREAMED]["device_memory"] == pytest.approx((28 + 24 + 2) / 3000)
     assert costs[Way.HOST] == update_costs(machine(25, 100), 10**9, copy_bytes=2, gradient_bytes=2)[Way.HOST]
-
-
-def test_copies_that_are_fetched_again_and_again_leave_the_link_to_them() -> None:
-    """Eight micro-batches: streaming states as well would only lengthen the queue."""
-    few = update_costs(machine(50, 100), 10**9, copy_bytes=2, gradient_bytes=2)
-    many = update_costs(machine(50, 100), 10**9, copy_bytes=2, gradient_bytes=2, fetched_bytes=32)
-    assert streamed_part(few, 0.0) > streamed_part(many, 0.0) == 0.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedule.tested import GradientSends, Lending, Send
+from tests.schedule.tested import GradientSends, Lending, Send, wait_until
 
 MADE = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), max_size=30)
 
@@ -82,6 +83,37 @@ class Links:
 
     def give_own(self, chunk: int) -> None:
         self._place[chunk] = "own"
+
+
+class Updates:
+    """Updates that begin with all memory that is free, and let go of it as often as they are asked."""
+
+    def __init__(self, *, useful: bool) -> None:
+        self.free, self._useful, self.asked = 0, useful, 0
+
+    def poll(self) -> None:
+        """Nothing ends."""
+
+    def pump(self) -> None:
+        self.free = 0
+
+    def busy(self) -> bool:
+        return False
+
+    def wait_for_one(self) -> None:
+        raise AssertionError("nothing is under way")
+
+    def make_way(self) -> bool:
+        self.asked += 1
+        self.free = 1 if self._useful else 0
+        return True
+
+
+@pytest.mark.parametrize("useful", [True, False])
+def test_who_waits_ends_where_memory_that_is_let_go_does_not_help(useful: bool) -> None:
+    updates = Updates(useful=useful)
+    assert wait_until(updates, lambda: updates.free > 0) is useful
+    assert updates.asked == 1
 
 
 @settings(max_examples=200)

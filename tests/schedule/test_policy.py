@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.optimum import fewest_bytes, fewest_fetches
 from hetmem.errors import CapacityError
-from hetmem.schedule.cache import CopyFacts, EvictionPolicy
+from hetmem.schedule.blocks import CopyFacts, EvictionPolicy
 from tests.schedule.tested import FIFO, LRU, NEVER, Block, Drop, Fetch, NextUse, Residency, Schedule, Tier
 
 single_uses = st.lists(st.integers(0, 4).map(lambda block: (block,)), max_size=12)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetmem.errors import CapacityError, StateError
-from hetmem.schedule.cache import EvictionPolicy
+from hetmem.schedule.blocks import EvictionPolicy
 from tests.schedule.scanning import compare
 from tests.schedule.tested import (
     FIFO,

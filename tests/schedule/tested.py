@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hetmem.base.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.schedule.blocks import Block, Command, CopyState, Drop, Fetch, PlaceMap, SlotMap, Write
-from hetmem.schedule.cache import FIFO, LRU, NOTHING, Cache, NextUse, Order
-from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside
+from hetmem.schedule.blocks import FIFO, LRU, Block, Command, CopyState, Drop, Fetch, NextUse, PlaceMap, SlotMap, Write
+from hetmem.schedule.cache import NOTHING, Cache, Order
+from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside, wait_until
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,
     PAGE_ELEMENTS,
@@ -28,7 +28,7 @@ from hetmem.schedule.placement import (
     staging_slots,
 )
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
+from hetmem.schedule.saved import SavedInterval, SavedRound, StepPace, homes_beside, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
@@ -91,6 +91,7 @@ __all__ = [
     "SegmentTrace",
     "Send",
     "SlotMap",
+    "StepPace",
     "StreamedShare",
     "Supply",
     "Tier",
@@ -102,6 +103,7 @@ __all__ = [
     "build_layout",
     "choose",
     "fits_device",
+    "homes_beside",
     "idle_bytes",
     "largest_chunk_elements",
     "place",
@@ -114,4 +116,5 @@ __all__ = [
     "streamed_part",
     "to_leave",
     "update_costs",
+    "wait_until",
 ]

@@ -27,6 +27,7 @@ from hetmem.schedule.blocks import (
     Block,
     Command,
     Drop,
+    EvictionPolicy,
     Fetch,
     Link,
     LinkUse,
@@ -34,8 +35,7 @@ from hetmem.schedule.blocks import (
     Write,
     in_flight_bytes,
 )
-from hetmem.schedule.cache import EvictionPolicy
-from hetmem.schedule.gradients import GradientSends, Send
+from hetmem.schedule.gradients import GradientSends, Send, wait_until
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier
 
@@ -170,12 +170,11 @@ class SimulatedTraffic:
             self.execute(commands, urgent=block)
         if used is not None:
             return
-        state = residency.state
-        if state(block, tier) is not VALID:
-            self.hasten(block)
-        while state(block, tier) is not VALID:
-            if not self.go_on():
-                raise residency.withdraw(block, tier)
+        if residency.state(block, tier) is VALID:
+            return
+        self.hasten(block)
+        if not wait_until(self, lambda: residency.state(block, tier) is VALID):
+            raise residency.withdraw(block, tier)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less."""
@@ -327,14 +326,6 @@ class SimulatedTraffic:
     def busy(self) -> bool:
         """Whether anything is under way that `wait_for_one` can wait for."""
         return bool(self._ends)
-
-    def go_on(self) -> bool:
-        """Wait for something that is under way, or have the worker give memory up; False if there is neither."""
-        self.pump()
-        if self._ends:
-            self.wait_for_one()
-            return True
-        return self.make_way()
 
     def drain(self) -> None:
         """Wait until nothing is in flight."""
