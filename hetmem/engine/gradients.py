@@ -335,7 +335,7 @@ class GradientSink:
         traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
 
     def open_homes(self, fresh: list[ManagedParameter]) -> None:
-        """Have views of the homes of the gradients of `fresh`, of which there are none now, that nobody else holds."""
+        """Make `grad_home` of each of `fresh`, which have no gradient now, a view that only hetmem holds."""
         homes = [managed.grad_home for managed in fresh]
         if are_own(homes, [managed.grad_address for managed in fresh]):
             return

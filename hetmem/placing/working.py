@@ -117,7 +117,7 @@ class WorkingWeights:
     # ---- whether they can ----------------------------------------------------------------------------------------
 
     def _are_plain(self) -> bool:
-        """Whether nobody but this has hooks at parameters, or is to be told of each gradient."""
+        """Whether only hetmem has hooks at parameters, and no listener is to be told of each gradient."""
         hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
         told = any(listener.is_to_be_told for listener in self._sink.listeners)
         return hooks <= {1} and self._sink.are_dense and not told
