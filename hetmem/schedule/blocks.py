@@ -342,7 +342,7 @@ class PlaceMap:
         ]
 
     def _of(self, span: int) -> _SpanPlaces:
-        places = self._places.get(span)
+        places = self._places[span] if span in self._places else None  # noqa: SIM401 - asked for each copy
         if places is None:
             count = self.count // span
             places = self._places[span] = _SpanPlaces(self._numbers, span, (1 << count) - 1)
