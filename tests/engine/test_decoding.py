@@ -13,7 +13,7 @@ from torch import nn
 import hetmem
 from hetmem import testing
 
-LAYERS, WIDTH = 24, 64
+LAYERS, WIDTH = 40, 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
