@@ -340,7 +340,7 @@ def run(config: GPTConfig, options: argparse.Namespace, nvme_dir: str) -> None:
     print(
         f"{parameters:,} parameters, {states} of states, train on a {'simulated ' * (device == 'cpu')}device of "
         f"{options.device_memory}, {options.host_memory} of host memory and a file: {options.steps} steps"
-        f"{' beside plain torch' * options.check}, on two cores about {minutes:.0f} minutes; then the report and a sample."
+        f"{' beside plain torch' * options.check}, about {minutes:.0f} minutes on two cores; then report and sample."
     )
     corpus, vocabulary = read_corpus(config.vocabulary)
     batches = random_batches(corpus, config.context, device)

@@ -109,21 +109,23 @@ class DeviceMonitor(TorchDispatchMode):
             return func(*args, **kwargs)
         if isinstance(func, torch_private.HigherOrderOperator):  # with functions among its arguments
             result = func(*args, **kwargs)
-            self.count(str(func), tree_leaves(result))
+            self.count(func, tree_leaves(result))
             return result
         if self._strict and not (self.transformed or self.left or _only_views(func)):
-            self._check(func, tree_leaves((args, kwargs)))
+            self._check(func, _tensors(args))
+            self._check(func, _tensors(kwargs.values()))
         if torch.is_inference_mode_enabled() and _is_of_several(func):
             with torch_private.without_dispatch_keys(torch_private.DispatchKey.ADInplaceOrView, False):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        self.count(str(func), tree_leaves(result))
+        self.count(func, _tensors((result,)))
         return result
 
     @HELD_BACK
-    def count(self, operator: str, tensors: Iterable[Any]) -> None:
-        """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
+    def count(self, operator: Any, tensors: Iterable[Any]) -> None:
+        """Add the storages of `tensors` that are not known yet; they leave the count when they die. `operator`, or what
+        it is in words, has made them."""
         before = self.live_bytes
         for tensor in tensors:
             if not _has_memory(tensor):
@@ -139,7 +141,7 @@ class DeviceMonitor(TorchDispatchMode):
             self._live_bytes += nbytes
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
         if self.live_bytes > before:
-            self._grown(operator, self.live_bytes)
+            self._grown(str(operator), self.live_bytes)
 
     def _check(self, func: Any, leaves: Iterable[Any]) -> None:
         for tensor in leaves:
@@ -221,6 +223,15 @@ def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
     alive = monitor()
     if alive is not None:
         alive._dead.append(alive._sizes.pop(key, 0))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among `values`, arguments or results of an operator, which has them alone or in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _has_memory(value: Any) -> bool:
