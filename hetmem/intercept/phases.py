@@ -33,7 +33,7 @@ def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Return what makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and
     not their shapes), the bytes of its inputs, which its memory grows with, and its tokens: the elements of the largest
     integer input."""
-    kinds: list[Hashable] = []
+    kinds: list[Any] = []
     nbytes = tokens = 0
     for leaf in tree_leaves((args, kwargs)):  # at each token that is generated
         if isinstance(leaf, torch.Tensor):
