@@ -100,6 +100,11 @@ def _tiers(plan: Plan) -> Iterator[str]:
         most = f"batches or sequences up to {each['times']:.2f} times as large fit: {each['rows']:,} rows"
         most += f", or a sequence of {each['sequence']:,}" if plan.tokens > plan.rows else ""
         yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept; {most}")
+    if plan.layers is not None:
+        said, first = plan.layers, plan.layers["recomputed"]
+        which = f"checkpoint the first {first} of the {said['count']} layers" if first else "checkpoint none"
+        moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
+        yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")
