@@ -35,15 +35,16 @@ class Mix:
         return {"of": layers, "count": count, "recomputed": self.recomputed, "moved_bytes": moved, "kept_bytes": kept}
 
 
-def cheapest_mix(
+def cheapest_mixes(
     kept: Callable[[int], Workload | None],
     layers: int,
     asked: Setting,
     hardware: HardwareProfile,
     micro_batches: int,
-) -> Mix | None:
-    """The mix with the shortest step; None if no other than that of `activations="auto"` alone gains as much as is
-    worth telling a user. `kept(count)` is the workload with the first `count` layers checkpointed, and nothing moved.
+) -> tuple[Mix | None, Mix | None]:
+    """The mixes with the shortest step: of those that recompute nothing, and of those that do, which is shorter; None
+    where what `activations="auto"` does by default is as good, or the former. `kept(count)` is the workload with the
+    first `count` of `layers` checkpointed, and nothing moved.
     """
 
     def judge(count: int, home_part: float = 0.0) -> Iterator[Mix]:
@@ -58,15 +59,19 @@ def cheapest_mix(
 
     plain = kept(0)
     assert plain is not None
-    as_asked = best = next((mix for mix in judge(0) if mix.capacities == asked.capacities), None)
-    if best is not None and WORTH * best.seconds <= micro_batches * plain.compute_seconds(hardware.device):
-        return None
-    for count in (0, *_counts(layers)):
-        best = _shortest(best, judge(count))
+    as_asked = next((mix for mix in judge(0) if mix.capacities == asked.capacities), None)
+    if as_asked is not None and WORTH * as_asked.seconds <= micro_batches * plain.compute_seconds(hardware.device):
+        return None, None
+    moves = _shortest(as_asked, judge(0))
     for home_part in _HOME_PARTS:
-        for count in dict.fromkeys((0, 0 if best is None else best.recomputed)):
-            best = _shortest(best, judge(count, home_part))
-    return None if best is as_asked else best
+        moves = _shortest(moves, judge(0, home_part))
+    best = moves
+    for count in _counts(layers):
+        best = _shortest(best, judge(count))
+    for home_part in _HOME_PARTS if best is not moves else ():
+        assert best is not None
+        best = _shortest(best, judge(best.recomputed, home_part))
+    return None if moves is as_asked else moves, None if best is moves else best
 
 
 def _counts(layers: int) -> list[int]:

@@ -143,13 +143,13 @@ def test_each_choice_says_whether_it_fits_and_how_large_a_batch_may_be() -> None
 
 
 def beside(link: float) -> HardwareProfile:
-    """Computes `Deep` in 76 ms, updates it on the host in 56, and has links of so many bytes a second."""
+    """Computes `Deep` in 76 ms, updates it on the host in 280, and has links of so many bytes a second."""
     machine = load_profile("l4")
     links = {
         name: replace(getattr(machine, name), bytes_per_second=link) for name in ("host_to_device", "device_to_host")
     }
     device = replace(machine.device, allocator_share=0.0, matrix_flops={"float32": 1e9}, bytes_per_second=1e12)
-    host = replace(machine.host, update_bytes_per_second=5e7)
+    host = replace(machine.host, update_bytes_per_second=1e7)
     return replace(
         machine, device=device, host=host, thread=ThreadCosts(), both_ways_bytes_per_second=2 * link, **links
     )
@@ -164,23 +164,24 @@ def mixed(link: float) -> Plan:
 def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(
     link: float, recomputed: bool, moves: bool
 ) -> None:
-    """States that do not fit beside all activations would take the host 40 ms to update."""
+    """States that do not fit beside all activations would take the host some 180 ms to update."""
     plan = mixed(link)
-    assert plan.layers is not None
-    assert (plan.layers["recomputed"] > 0, plan.layers["moved_bytes"] > 0) == (recomputed, moves)
+    best = plan.best
+    assert best.layers is not None
+    assert (best.layers["recomputed"] > 0, best.layers["moved_bytes"] > 0) == (recomputed, moves)
     kept = next(each["step_seconds"] for each in plan.activation_choices if each["choice"] == "keep")
-    assert plan.step_seconds is not None
-    assert plan.step_seconds < 0.75 * kept
-    assert plan.device_update_share == 1
-    first = f"checkpoint the first {plan.layers['recomputed']} of the 6 layers" if recomputed else "checkpoint none"
+    assert best.step_seconds is not None
+    assert best.step_seconds < 0.75 * kept
+    assert best.device_update_share == 1
+    first = f"checkpoint the first {best.layers['recomputed']} of the 6 layers" if recomputed else "checkpoint none"
     assert first in " ".join(str(plan).split())
 
 
 def test_the_pasted_block_computes_the_first_layers_again() -> None:
-    plan = mixed(1.5e7)
+    plan = mixed(1.5e7).best
     assert plan.layers is not None
     written: dict[str, Any] = {"hetmem": hetmem, "torch": torch, "Deep": Deep}
-    exec(plan.best.code().replace("Deep(...)", "Deep()"), written)
+    exec(plan.code().replace("Deep(...)", "Deep()"), written)
     model, plain = written["model"], Deep()
     with torch.no_grad():
         for managed, parameter in zip(model.parameters(), plain.parameters(), strict=True):
@@ -198,7 +199,7 @@ def test_the_pasted_block_computes_the_first_layers_again() -> None:
     assert_same_weights(plain, model)
     first = plan.layers["recomputed"]
     assert [calls.count(at) for at in range(6)] == [6] * first + [3] * (6 - first)
-    assert hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"] <= plan.best.budget_bytes["device"]
+    assert hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"] <= plan.budget_bytes["device"]
     hetmem.release(model)
 
 
