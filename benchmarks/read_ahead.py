@@ -3,7 +3,7 @@
 Weights live on NVMe and pass through host staging, or in host memory: forwards alone, and forwards with their backward,
 of 96 blocks that four operators use in a row, on the simulator with the figures of a shipped profile. A cell is the
 time of a pass over the least there can be, which is the longer one of compute and of the reads that were made, and how
-many blocks it read. "On demand" fetches nothing ahead. The numbers are the same on every machine.
+many blocks it read. The numbers are the same on every machine.
 
 With `--dir` a model of 24 linear layers (16 MiB each) computes forwards under `no_grad` on the simulated accelerator
 instead, with room for six, from host memory over a link of 1 GB/s and from NVMe in that directory: the median of nine
@@ -24,29 +24,28 @@ from torch import nn
 import hetmem
 from benchmarks.replay import go_through, gpt
 from hetmem.planner import load_profile
-from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.schedule.blocks import Block, Prefetch
-from hetmem.schedule.trace import Tier, Uses
+from hetmem.planner.rehearsal.simulator import SimulatedTraffic
+from hetmem.schedule.blocks import Block
+from hetmem.schedule.trace import Tier, UseSequence
 
 BLOCKS, BLOCK_BYTES, OPERATORS, PASSES = 96, 64 << 20, 4, 4
 SLOTS = ((12, 4), (12, 24), (48, 8), (48, 24), (12, 0), (48, 0))
 """Of the device, and of staging; without staging homes are in host memory."""
 COMPUTE = (0.3, 1.0, 2.0)
 """Of a block, in times what reading it takes, or copying it from host memory."""
-SETTINGS = (("on demand", Prefetch(0, 2)), ("ahead", Prefetch()), ("farther ahead", Prefetch(32, 4)))
 
 
-def simulate(slots: tuple[int, int], compute: float, prefetch: Prefetch, *, backward: bool) -> tuple[float, int]:
+def simulate(slots: tuple[int, int], compute: float, *, backward: bool) -> tuple[float, int]:
     """Seconds of the last of some passes over the least there can be, and the blocks that it read."""
     hardware = load_profile("h100")
     device, staging = slots
-    traffic = SimulatedTraffic({Tier.DEVICE: device, Tier.HOST: staging}, hardware, prefetch=prefetch)
+    traffic = SimulatedTraffic({Tier.DEVICE: device, Tier.HOST: staging}, hardware)
     for block in range(BLOCKS):
         traffic.add(Block(f"block {block}", Tier.NVME if staging else Tier.HOST), BLOCK_BYTES)
     uses = gpt(BLOCKS, operators=OPERATORS, tied=False, straddling=False).uses
     half = len(uses) // 2
     segments = (uses[:half], uses[half:]) if backward else (uses[:half],)
-    known = [Uses(segment + segments[at - 1] * backward) for at, segment in enumerate(segments)]
+    known = [UseSequence(segment + segments[at - 1] * backward) for at, segment in enumerate(segments)]
     link = traffic.nvme_read if staging else traffic.host_to_device
     read_seconds = link.rate.seconds(BLOCK_BYTES)
     operator_seconds = compute * read_seconds / OPERATORS
@@ -54,7 +53,7 @@ def simulate(slots: tuple[int, int], compute: float, prefetch: Prefetch, *, back
     for _ in range(PASSES):
         began, read_before = traffic.now, link.load.bytes
         for segment, coming in zip(segments, known, strict=True):
-            go_through(traffic, segment, coming, operator_seconds)
+            go_through(traffic, segment, coming, operator_seconds, scan=not backward)
     reads = (link.load.bytes - read_before) // BLOCK_BYTES
     least = max(reads * read_seconds, operator_seconds * sum(map(len, segments)))
     return (traffic.now - began) / least, reads
@@ -65,14 +64,13 @@ def table(*, backward: bool) -> str:
     lines = [
         f"### {'Forward and backward' if backward else 'Forward'} through {BLOCKS} blocks",
         "",
-        "| slots of the device | of staging | compute / read | " + " | ".join(name for name, _ in SETTINGS) + " |",
-        "|---:|---:|---:|" + "---:|" * len(SETTINGS),
+        "| slots of the device | of staging | compute / read | time over the least |",
+        "|---:|---:|---:|---:|",
     ]
     for slots in SLOTS:
         for compute in COMPUTE:
-            found = [simulate(slots, compute, prefetch, backward=backward) for _, prefetch in SETTINGS]
-            cells = " | ".join(f"{times:.2f} ({reads} reads)" for times, reads in found)
-            lines.append(f"| {slots[0]} | {slots[1]} | {compute} | {cells} |")
+            times, reads = simulate(slots, compute, backward=backward)
+            lines.append(f"| {slots[0]} | {slots[1]} | {compute} | {times:.2f} ({reads} reads) |")
     return "\n".join([*lines, ""])
 
 

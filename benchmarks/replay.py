@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.optimum import fewest_bytes
 from hetmem.planner import load_profile
-from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.rehearsal.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import FIFO, LRU, Block, Command, CopyState, Drop, EvictionPolicy, Fetch, NextUse, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Schedule, Tier, UseSequence
@@ -217,10 +217,15 @@ class Speed:
 
 
 def go_through(
-    traffic: SimulatedTraffic, segment: Sequence[tuple[int, ...]], coming: UseSequence, seconds: float
+    traffic: SimulatedTraffic,
+    segment: Sequence[tuple[int, ...]],
+    coming: UseSequence,
+    seconds: float,
+    *,
+    scan: bool = False,
 ) -> None:
     """The uses of `segment`, with which `coming` begins, on the device, each for `seconds`; staging has no others."""
-    schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment)), Tier.HOST: Schedule()}
+    schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment), scan=scan), Tier.HOST: Schedule()}
     traffic.execute(traffic.residency.expect_all(schedules))
     for blocks in segment:
         traffic.poll()

@@ -145,14 +145,14 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from hetmem.report import saved
+    from hetmem.report import files
 
     if options.other and options.output:
         raise HetmemError("a comparison is printed: leave --output out, or name one report")
     if options.output:
-        saved.render(options.report, options.output)
+        files.render(options.report, options.output)
     else:
-        print(saved.compare(options.report, options.other) if options.other else saved.show(options.report))
+        print(files.compare(options.report, options.other) if options.other else files.show(options.report))
     return 0
 
 

@@ -26,8 +26,7 @@ from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.schedule.trace import Tier
-from hetmem.schedule.tracer import segment_name
+from hetmem.schedule.trace import Tier, segment_name
 
 POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",

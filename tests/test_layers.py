@@ -42,7 +42,9 @@ DECIDES = {"schedule"}
 # Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {
     f"hetmem.planner.{name}"
-    for name in "decide reservation search simulator step_program simulated_updates workload".split()
+    for name in (
+        "decide reservation search workload rehearsal.room rehearsal.simulator rehearsal.step_program rehearsal.updates"
+    ).split()
 }
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
 WRITERS = {

@@ -16,7 +16,6 @@ from hetmem.memory.nvme_requests import settings_for
 from hetmem.tools import measuring
 from hetmem.tools.measuring import measure
 from hetmem.tools.probe import probe, transfers
-from tests.pairs import case
 
 COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
 
@@ -47,7 +46,8 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     assert profile.thread == COSTS
 
 
-@pytest.mark.parametrize("default", ["float64", *(case(each, nightly=True) for each in ("meta", "no_grad"))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("default", ["float64", "meta", "no_grad"])
 def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it lost."""
     monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: measure(1, device))

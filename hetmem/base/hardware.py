@@ -75,8 +75,8 @@ class ThreadCosts:
     for each operator that uses streamed parameters; `gradient_seconds`: for each weight that autograd asks for, and for
     each gradient; `transfer_seconds`: for handing a copy to what carries it out; `queue_seconds`: for each parameter
     whose update is queued, which a step does with all before it goes on with the first; `update_seconds`: for each that
-    is updated, and `chunk_seconds` for each chunk of them. Zero where it was not measured. On a GPU that thread runs
-    ahead of the device, which hides most of it.
+    is updated, and `chunk_seconds` for each chunk of them. Zero where it was not measured. A plan adds them to what the
+    device computes, on a GPU too: with them behind it plans were further from what runs took.
     """
 
     use_seconds: float = 0.0

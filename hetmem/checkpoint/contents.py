@@ -141,6 +141,24 @@ class ModelState:
         """All keys."""
         return {*self.tensors, *self.tied, *self.made}
 
+    @property
+    def aliases(self) -> dict[str, list[str]]:
+        """All names of each tensor, by the first."""
+        found = {name: [name] for name in self.tensors}
+        for name, first in self.tied.items():
+            found[first].append(name)
+        return found
+
+
+_SHOWN = 5
+"""Names in a message."""
+
+
+def other_model(what: str, problems: list[str], *ways_out: str) -> CheckpointError:
+    """The error that says why `what` ("the checkpoint is") of another model."""
+    more = [f"… {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+    return CheckpointError(f"{what} of another model: {'; '.join([*problems[:_SHOWN], *more, *ways_out])}")
+
 
 @contextmanager
 def all_of(model: Any, what: str) -> Iterator[None]:

@@ -28,6 +28,7 @@ from hetmem.checkpoint.contents import (
     encode_optimizer,
     name_numbers,
     of_model,
+    other_model,
     parameter_names,
     parameters_of,
     refuse_half_stepped,
@@ -94,8 +95,6 @@ def _save(
 
 
 Targets = list[tuple[Stored, torch.Tensor]]
-_SHOWN = 5
-"""Names in a message."""
 
 
 @torch.inference_mode(False)  # what is made here takes writes later
@@ -202,12 +201,10 @@ def _match_model(state: ModelState, header: Header) -> Targets:
     saved = {name for name in header.stored if not name.startswith((OPTIMIZER, EXTRA))} | {*tied, *objects}
     problems = [f"the checkpoint has no {name}" for name in sorted(state.names - saved)]
     problems += [f"the model has no {name}" for name in sorted(saved - state.names)]
-    aliases: dict[str, list[str]] = {name: [name] for name in state.tensors}
-    for name, first in state.tied.items():
-        aliases[first].append(name)
     targets: Targets = []
-    for name, tensor in state.tensors.items():
-        sources = dict.fromkeys(tied.get(alias, alias) for alias in aliases[name] if alias in saved)
+    for name, aliases in state.aliases.items():
+        tensor = state.tensors[name]
+        sources = dict.fromkeys(tied.get(alias, alias) for alias in aliases if alias in saved)
         sources = {source: None for source in sources if source in header.stored}
         found = [header.stored[source] for source in sources]
         problems += [problem for one in found for problem in _differences(name, one, tensor)]
@@ -217,8 +214,7 @@ def _match_model(state: ModelState, header: Header) -> Targets:
             problems.append(f"{name} is no tensor in the checkpoint")
         targets += [(one, tensor) for one in found[:1]]
     if problems:
-        more = f"; … {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(problems[:_SHOWN])}{more}")
+        raise other_model("the checkpoint is", problems)
     return targets
 
 

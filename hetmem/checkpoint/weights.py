@@ -14,16 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, refuse_half_stepped
+from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, other_model, refuse_half_stepped
 from hetmem.checkpoint.conversions import Declared, Merge, merge, shown
 from hetmem.checkpoint.disk import OpenFile, Source, read_names
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.moving import checksums, read_tensors
 from hetmem.checkpoint.save_load import partly_loaded
 from hetmem.errors import CheckpointError
-
-_SHOWN = 5
-"""Names in a message."""
 
 
 class LoadedWeights(NamedTuple):
@@ -70,7 +67,7 @@ def load_weights(
         if strict and any(keys):
             problems = [f"the files have no {name}" for name in keys.missing_keys]
             problems += [f"the model has no {name}" for name in keys.unexpected_keys]
-            raise _other_model(problems, "rename= translates names, strict=False loads what matches")
+            raise other_model("the weights are", problems, "rename= translates names, strict=False loads what matches")
         targets = _targets(state, made, rounding)
         with partly_loaded("the model is"):
             _read(targets)
@@ -119,17 +116,9 @@ def _read(targets: list[tuple[_Made, torch.Tensor]]) -> None:
 
 
 def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> LoadedWeights:
-    missing = [name for name, aliases in _aliases(state).items() if not made.keys() & {*aliases}]
+    missing = [name for name, aliases in state.aliases.items() if not made.keys() & {*aliases}]
     missing += [name for name in state.made if name not in made]
     return LoadedWeights(*declared.wanted(missing, sorted(made.keys() - state.names)))
-
-
-def _aliases(state: ModelState) -> dict[str, list[str]]:
-    """All names of each tensor, by the first."""
-    aliases = {name: [name] for name in state.tensors}
-    for name, first in state.tied.items():
-        aliases[first].append(name)
-    return aliases
 
 
 def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[tuple[_Made, torch.Tensor]]:
@@ -137,7 +126,7 @@ def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[
     problems: list[str] = []
     targets: list[tuple[_Made, torch.Tensor]] = []
     several: list[list[str]] = []
-    for name, aliases in _aliases(state).items():
+    for name, aliases in state.aliases.items():
         there = [alias for alias in aliases if alias in made]
         if len(there) > 1:
             several.append(there)
@@ -146,10 +135,12 @@ def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[
         targets += [(made[alias], state.tensors[name]) for alias in there[:1]]
     problems += [f"{name} is not a tensor in the model" for name in state.made if name in made]
     if problems:
-        raise _other_model(problems)
+        raise other_model("the weights are", problems)
     for there in several:
         if len({_values(made[alias]) for alias in there}) > 1:
-            raise _other_model([f"{' and '.join(there)} are one tensor in the model, and differ in the files"])
+            raise other_model(
+                "the weights are", [f"{' and '.join(there)} are one tensor in the model, and differ in the files"]
+            )
     return targets
 
 
@@ -176,8 +167,3 @@ def _is_exact(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether every value of the one is a value of the other: as many digits, and as small a least one."""
     mine, theirs = torch.finfo(narrow), torch.finfo(wide)
     return theirs.eps <= mine.eps and theirs.smallest_normal * theirs.eps <= mine.smallest_normal * mine.eps
-
-
-def _other_model(problems: list[str], *ways_out: str) -> CheckpointError:
-    more = [f"… {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-    return CheckpointError(f"the weights are of another model: {'; '.join([*problems[:_SHOWN], *more, *ways_out])}")

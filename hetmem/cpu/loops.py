@@ -351,6 +351,17 @@ def compile_loop(loop: Loop) -> Loop:
     return compiled
 
 
+def verified(loop: Loop, gives_torchs_bits: Callable[[Loop], bool]) -> Loop | str:
+    """Return `loop` compiled, once it `gives_torchs_bits`, or why torch must do its work: with the same bits, whatever
+    Numba raises."""
+    try:
+        with compiling():
+            compiled = compile_loop(loop)
+            return compiled if gives_torchs_bits(compiled) else "this build of torch rounds differently"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 def _named_after_its_operations(loop: Loop) -> Loop:
     """A copy with a checksum of llvm.py in its name, which names its file in Numba's cache.
 

@@ -93,14 +93,9 @@ def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
     """The compiled loop for gradients of this dtype once it has given torch's bits, or why torch must do it."""
     if grad not in _LOOPED:
         return f"no loop for {grad}"
-    try:
-        with loops.compiling():
-            loop = loops.compile_loop(loops.square_sum if grad == torch.float32 else loops.square_sum_16_bits)
-            values = torch.linspace(0, 700, 5500, dtype=torch.float64, device="cpu").sin().to(grad)
-            same = loop(as_array(values)) == _square_sum_torch(values)
-            return loop if same else "the compiled loop sums in another order"
-    except Exception as error:  # whatever Numba raises, torch gives the same bits
-        return f"{type(error).__name__}: {error}"
+    values = torch.linspace(0, 700, 5500, dtype=torch.float64, device="cpu").sin().to(grad)
+    loop = loops.square_sum if grad == torch.float32 else loops.square_sum_16_bits
+    return loops.verified(loop, lambda compiled: bool(compiled(as_array(values)) == _square_sum_torch(values)))
 
 
 def _square_sum_torch(values: torch.Tensor) -> float:
@@ -134,13 +129,10 @@ def _compare_loop(values: torch.dtype, copy: torch.dtype) -> loops.Loop | str:
     """The compiled loop for these dtypes once it has told what torch tells, or why torch must do it."""
     if values is not torch.float32 or copy not in (torch.bfloat16, torch.float16):
         return f"no loop for {values}, {copy}"
-    try:
-        with loops.compiling():
-            loop = loops.compile_loop(loops.compare)
-            sines = torch.linspace(0, 700, 1000, dtype=torch.float64, device="cpu").sin().float()
-            same, other = sines.to(copy), sines.to(copy)
-            other[517] = -other[517]
-            right = loop(as_array(sines), as_array(same)) == 0 and loop(as_array(sines), as_array(other)) != 0
-            return loop if right else "the compiled loop rounds differently"
-    except Exception as error:  # whatever Numba raises, torch tells the same
-        return f"{type(error).__name__}: {error}"
+    sines = torch.linspace(0, 700, 1000, dtype=torch.float64, device="cpu").sin().float()
+    same, other = sines.to(copy), sines.to(copy)
+    other[517] = -other[517]
+    return loops.verified(
+        loops.compare,
+        lambda loop: loop(as_array(sines), as_array(same)) == 0 and loop(as_array(sines), as_array(other)) != 0,
+    )

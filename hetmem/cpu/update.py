@@ -191,12 +191,7 @@ def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dt
     """The compiled loop for these dtypes once it has given torch's bits, or why torch's kernel must run."""
     if param != torch.float32 or grad not in GRADIENTS or compute_copy not in COPIES:
         return f"no loop for {param}, {grad}, {compute_copy}"
-    try:
-        with loops.compiling():
-            loop = loops.compile_loop(loops.adamw)
-            return loop if _equals_torch(loop, grad, compute_copy) else "this build of torch rounds differently"
-    except Exception as error:  # whatever Numba raises, the other kernel gives the same bits
-        return f"{type(error).__name__}: {error}"
+    return loops.verified(loops.adamw, lambda loop: _equals_torch(loop, grad, compute_copy))
 
 
 def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:

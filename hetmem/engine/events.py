@@ -64,7 +64,6 @@ class MomentSeen(NamedTuple):
     blocks: tuple[int, ...]
     chunk_bytes: int
     non_model_bytes: int
-    staging_bytes: int
 
 
 class CopyChange(NamedTuple):

@@ -14,8 +14,8 @@ from hetmem.engine.homes import Memory
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Tier
-from hetmem.schedule.tracer import StepTracer, segment_name
+from hetmem.schedule.trace import Tier, segment_name
+from hetmem.schedule.tracer import StepTracer
 
 _MOST_PARTS = 64
 

@@ -56,6 +56,7 @@ class DevicePool:
         self._empty, self._last_use = empty, last_use
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
+        self._starts: dict[int, int] = {}  # addresses of that memory
         self.views: dict[int, dict[Any, Any]] = {}
         """By place, what others keep of views of its memory until that is given back."""
         self.held_slots = 0
@@ -73,6 +74,7 @@ class DevicePool:
     def prepare(self, place: int, span: int) -> None:
         """Have memory for `span` slots at `place`, where there is none. Other compute may still be using it."""
         self._memory[place] = self._empty(span * self.slot_bytes)
+        self._starts[place] = address_of(self._memory[place])
         self._spans[place] = span
         self.held_slots += span
 
@@ -104,15 +106,13 @@ class DevicePool:
                 return
             if place in self._memory:
                 self.held_slots -= self._spans.pop(place)
+                del self._starts[place]
                 self.views.pop(place, None)
                 self._last_use(self._memory.pop(place))
 
     def holds(self, address: int) -> bool:
         """Whether `address` lies in a slot."""
-        return any(
-            0 <= address - address_of(memory) < self._spans[place] * self.slot_bytes
-            for place, memory in self._memory.items()
-        )
+        return any(0 <= address - start < self._spans[place] * self.slot_bytes for place, start in self._starts.items())
 
 
 class Device:

@@ -109,21 +109,23 @@ class DeviceMonitor(TorchDispatchMode):
             return func(*args, **kwargs)
         if isinstance(func, torch_private.HigherOrderOperator):  # with functions among its arguments
             result = func(*args, **kwargs)
-            self.count(str(func), tree_leaves(result))
+            self.count(func, tree_leaves(result))
             return result
         if self._strict and not (self.transformed or self.left or _only_views(func)):
-            self._check(func, tree_leaves((args, kwargs)))
+            self._check(func, _tensors(args))
+            self._check(func, _tensors(kwargs.values()))
         if torch.is_inference_mode_enabled() and _is_of_several(func):
             with torch_private.without_dispatch_keys(torch_private.DispatchKey.ADInplaceOrView, False):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        self.count(str(func), tree_leaves(result))
+        self.count(func, _tensors((result,)))
         return result
 
     @HELD_BACK
-    def count(self, operator: str, tensors: Iterable[Any]) -> None:
-        """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
+    def count(self, operator: Any, tensors: Iterable[Any]) -> None:
+        """Add the storages of `tensors` that are not known yet; they leave the count when they die. `operator`, or what
+        it is in words, has made them."""
         before = self.live_bytes
         for tensor in tensors:
             if not _has_memory(tensor):
@@ -139,7 +141,7 @@ class DeviceMonitor(TorchDispatchMode):
             self._live_bytes += nbytes
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
         if self.live_bytes > before:
-            self._grown(operator, self.live_bytes)
+            self._grown(str(operator), self.live_bytes)
 
     def _check(self, func: Any, leaves: Iterable[Any]) -> None:
         for tensor in leaves:
@@ -154,8 +156,19 @@ class DeviceMonitor(TorchDispatchMode):
         """Watch every node of the autograd graph behind `outputs` while it runs."""
         for node in nodes_behind(outputs):
             if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
-                node.register_prehook(_Enter(self))
-                node.register_hook(_Leave(self))
+                node.register_prehook(self._enter_node)
+                node.register_hook(self._leave_node)
+
+    def _enter_node(self, grad_outputs: Sequence[Any]) -> None:
+        self.__enter__()
+        if not self.paused:
+            self.count("gradients of a node", grad_outputs)
+
+    def _leave_node(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
+        self.__exit__(None, None, None)
+        self.left = False
+        if not self.paused:
+            self.count("gradients of a node", grad_inputs)
 
 
 def is_unseen() -> bool:
@@ -212,6 +225,15 @@ def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
         alive._dead.append(alive._sizes.pop(key, 0))
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among `values`, arguments or results of an operator, which has them alone or in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
 def _has_memory(value: Any) -> bool:
     """Whether `value` is a tensor with memory that can be asked for (not one inside a `torch.func` transform, or of a
     backward of many gradients at once)."""
@@ -262,28 +284,3 @@ _METADATA = {
     torch.ops.aten.is_non_overlapping_and_dense.default,
     torch.ops.aten._has_compatible_shallow_copy_type.default,
 }
-
-
-class _Enter:
-    """A hook that switches a monitor on before a node runs."""
-
-    def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
-
-    def __call__(self, grad_outputs: Sequence[Any]) -> None:
-        self._monitor.__enter__()
-        if not self._monitor.paused:
-            self._monitor.count("gradients of a node", grad_outputs)
-
-
-class _Leave:
-    """A hook that switches the monitor off again after the node."""
-
-    def __init__(self, monitor: DeviceMonitor) -> None:
-        self._monitor = monitor
-
-    def __call__(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> None:
-        self._monitor.__exit__(None, None, None)
-        self._monitor.left = False
-        if not self._monitor.paused:
-            self._monitor.count("gradients of a node", grad_inputs)

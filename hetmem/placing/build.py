@@ -77,11 +77,6 @@ HOST_SHARE = 0.6
 """Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
 
 
-def is_lazy(parameter: torch.nn.Parameter) -> bool:
-    """Whether `parameter` has no shape yet."""
-    return isinstance(parameter, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
-
-
 _OBJECTS_DEEP = 2
 """So far from a module's attribute objects are searched for views: a cache, a configuration. Containers are free."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType)
@@ -165,7 +160,7 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         raise ManageError(f"{type(module).__name__} has no parameters, so there is nothing to manage")
     spans: list[tuple[int, int, str]] = []
     for name, parameter in parameters.items():
-        if is_lazy(parameter):
+        if torch.nn.parameter.is_lazy(parameter):
             raise ManageError(f"{name} has no shape yet (a lazy module): run one forward before managing the model")
         if parameter.device.type != "cpu":
             raise ManageError(

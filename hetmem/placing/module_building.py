@@ -20,7 +20,7 @@ from hetmem.base.config import Limits
 from hetmem.engine.param_views import is_shared
 from hetmem.memory.device import Device
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.placing.build import check_directories, host_bytes, is_lazy
+from hetmem.placing.build import check_directories, host_bytes
 from hetmem.placing.filling import BuildingMemory
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
@@ -118,7 +118,7 @@ def _is_placed(parameter: torch.nn.Parameter) -> bool:
     they are."""
     return (
         parameter.device.type == "cpu"
-        and not is_lazy(parameter)
+        and not torch.nn.parameter.is_lazy(parameter)
         and not is_traceable_wrapper_subclass(parameter)
         and parameter.layout is torch.strided
         and parameter.numel() > 0

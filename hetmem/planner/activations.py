@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hetmem.planner.rehearsal.simulator import SimulatedTraffic
 from hetmem.planner.reservation import OWN, arrange
-from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Move, Phase, Workload
 from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.placement import Capacities, NoRoom

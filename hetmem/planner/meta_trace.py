@@ -33,6 +33,10 @@ _LOOKED_AT = 16
 _WIDE = 4
 """A weight that is so many times higher than wide is a table of a vocabulary, or of logits."""
 
+_What = tuple[str, tuple[int, ...], torch.dtype | None]
+"""The operator that made a tensor, its shape and its dtype."""
+_GONE: _What = ("", (), None)
+
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """What counts as a use in a managed run although no operator runs."""
 
@@ -85,8 +89,8 @@ class _Tracer:
         self._held: set[int] = set()
         self._let_go: list[int] = []
         self._sizes: dict[int, int] = {}
-        self._log: list[tuple[int, int, str, int]] = []
-        """Of each tensor that came (its bytes, what it is, its last dimension) or went (0 bytes), in order."""
+        self._log: list[tuple[int, int, _What]] = []
+        """Of each tensor that came (its bytes and what it is) or went (0 bytes), in order."""
         self.live_bytes = 0
         self.paused = False
         self._events: list[Event] = []
@@ -272,44 +276,44 @@ class _Tracer:
             if key in self._sizes or key in self._owners:
                 continue
             storage = tensor.untyped_storage()
-            self._sizes[key] = storage.nbytes()
-            self.live_bytes += storage.nbytes()
-            if storage.nbytes() >= _NAMED_BYTES:
-                what = f"{operator} {'x'.join(map(str, tensor.shape))} {str(tensor.dtype).removeprefix('torch.')}"
-                self._log.append((key, storage.nbytes(), what, tensor.shape[-1] if tensor.dim() else 1))
+            self._sizes[key] = nbytes = storage.nbytes()
+            self.live_bytes += nbytes
+            if nbytes >= _NAMED_BYTES:
+                self._log.append((key, nbytes, (operator, tensor.shape, tensor.dtype)))
             weakref.finalize(storage, self._forget, key).atexit = False
-        self._phase.peak_bytes = max(self._phase.peak_bytes, self.live_bytes)
+        if self.live_bytes > self._phase.peak_bytes:
+            self._phase.peak_bytes = self.live_bytes
 
     def _forget(self, key: int) -> None:
         nbytes = self._sizes.pop(key, 0)
         self.live_bytes -= nbytes
         if nbytes >= _NAMED_BYTES:
-            self._log.append((key, 0, "", 0))
+            self._log.append((key, 0, _GONE))
 
     def _at_peak(self) -> tuple[tuple[tuple[str, int], ...], int]:
         """The largest kinds of tensors that are alive when most is, and the bytes of those as wide as the vocabulary:
         as the first dimension of the largest weight."""
-        alive: dict[int, tuple[int, str, int]] = {}
+        alive: dict[int, tuple[int, _What]] = {}
         total = most = at = 0
-        for index, (key, nbytes, what, last) in enumerate(self._log):
+        for index, (key, nbytes, what) in enumerate(self._log):
             total += nbytes - (alive.pop(key)[0] if key in alive else 0)
             if nbytes:
-                alive[key] = nbytes, what, last
+                alive[key] = nbytes, what
             if total > most:
                 most, at = total, index
         alive.clear()
-        for key, nbytes, what, last in self._log[: at + 1]:
+        for key, nbytes, what in self._log[: at + 1]:
             alive.pop(key, None)
             if nbytes:
-                alive[key] = nbytes, what, last
+                alive[key] = nbytes, what
         kinds: Counter[str] = Counter()
-        for nbytes, what, _ in alive.values():
-            kinds[what] += nbytes
+        for nbytes, (operator, shape, dtype) in alive.values():
+            kinds[f"{operator} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"] += nbytes
         largest = max(
             (home.shape for home in self._homes if home.dim() == 2), key=lambda shape: shape.numel(), default=()
         )
         vocabulary = largest[0] if largest and largest[0] > _WIDE * largest[1] else -1
-        logits = sum(nbytes for nbytes, _, last in alive.values() if last == vocabulary)
+        logits = sum(nbytes for nbytes, (_, shape, _) in alive.values() if shape and shape[-1] == vocabulary)
         return tuple(kinds.most_common(_KINDS)), logits
 
     def called(self) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import MIB, format_seconds, round_up
+from hetmem.planner.rehearsal.step_program import rehearse
 from hetmem.planner.reservation import Arrangement, arrange, check_device
-from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
 from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
 from hetmem.schedule.placement import Capacities, NoRoom

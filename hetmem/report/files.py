@@ -1,4 +1,5 @@
-"""Reports as files: JSON with a versioned schema, the HTML page, the trace; written whole or not at all.
+"""Reports as files: JSON with a versioned schema, the HTML page, the trace; written whole or not at all; and saved ones
+shown, turned into another format, or compared.
 
 It knows dicts and files; not the runtime, and not what the numbers mean.
 """
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hetmem.base.whole_files import write_whole
+from hetmem.report.chrome_trace import trace_text
+from hetmem.report.text import comparison, made_with, table
 
 SCHEMA = "hetmem.report"
 SCHEMA_VERSION = 3
@@ -40,8 +43,6 @@ def save(data: dict[str, Any], path: Path) -> None:
 
 
 def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
-    from hetmem.report.chrome_trace import trace_text  # only saving needs it
-
     formats = {".trace.json": trace_text, ".json": json_text, ".html": page_text}
     for ending, format_ in formats.items():
         if path.name.endswith(ending) and path.name != ending:
@@ -52,8 +53,6 @@ def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
 def page_text(data: dict[str, Any]) -> str:
     """One HTML page that needs no network and no other file: page.html with style, script and data put in. Names in
     `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
-    from hetmem.report.text import made_with, table  # only saving needs it
-
     source = resources.files("hetmem.report")
     parts = {
         "{{style}}": source.joinpath("page.css").read_text(encoding="utf-8"),
@@ -110,3 +109,50 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{name} is not a whole report: {missing[0]} is missing; {_HOW}")
     return data
+
+
+# ---- saved reports, shown -------------------------------------------------------------------------------------------
+
+_DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError)
+"""What is raised for a report of which a part is cut off or changed."""
+
+
+def show(path: str | os.PathLike[str]) -> str:
+    """The report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
+    return table(_whole(path))
+
+
+def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Write the report saved at `path` (".json") to `out`, in the format that its ending names.
+
+    Raises ValueError if `path` is no report or `out` has another ending than ".json", ".html" or ".trace.json".
+    """
+    data = _whole(path)
+    try:
+        save(data, Path(out))
+    except _DAMAGED as error:  # the timeline, which only these have
+        raise _no_report(path, error) from error
+
+
+def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> str:
+    """Two saved reports side by side, with the change from the first to the second. Raises ValueError as `render`."""
+    a, b = _whole(path_a), _whole(path_b)
+    names = [Path(path).name for path in (path_a, path_b)]
+    if names[0] == names[1]:
+        names = [os.fspath(path) for path in (path_a, path_b)]
+    return comparison(names[0], a, names[1], b)
+
+
+def _whole(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The report saved at `path`, of which everything can be shown. Raises ValueError."""
+    data = load(path)
+    try:
+        table(data)
+        comparison("", data, "", data)
+    except (*_DAMAGED, ValueError) as error:
+        raise _no_report(path, error) from error
+    return data
+
+
+def _no_report(path: str | os.PathLike[str], error: Exception) -> ValueError:
+    return ValueError(f"{os.fspath(path)} is not a whole report ({type(error).__name__}: {error}): {_HOW}")

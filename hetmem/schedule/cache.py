@@ -3,13 +3,18 @@
 Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between
 two questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to
 put one of a few thousand in, or to take it out, moves a few KiB, and to read from the end on costs what is read.
+
+Note "scans": forwards without backwards use all weights in the same order, again and again. MIN then evicts what was
+used just now, but where the misses gather the link has too much to do, and elsewhere nothing. So a part of the blocks
+that is spread evenly over a round is `kept`, and all others pass through the few slots that are left, as far ahead as
+these reach: as many bytes as MIN needs, and a few slots more, evenly over the round.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 from hetmem.schedule.blocks import (
     LOADING,
@@ -23,10 +28,12 @@ from hetmem.schedule.blocks import (
     PlaceMap,
     SlotMap,
 )
-from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier
+from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier, UseSequence
 
 NOTHING = -2 * NEVER
 """Less than any rank begins with."""
+_KEPT = -1
+"""What the rank of a copy that is kept begins with: less than any use."""
 
 Rank = tuple[int, ...]
 """The greatest is given up first. Its last number is the block, the one before tells copies of equal rank apart."""
@@ -106,6 +113,9 @@ class Order:
         return chosen
 
 
+_AHEAD = 16
+"""One slot in so many is used to fetch ahead in a scan, or in so many of what is streamed, if that is less."""
+
 _ALMOST = 0.9
 """Of the way to the furthest use: a copy that is used so late is as good to evict as the one used last."""
 
@@ -123,7 +133,12 @@ class Cache:
         self.tier = tier
         self._row = SlotMap(count) if tier is HOST else None
         self.slots = PlaceMap(count) if self._row is None else self._row
-        self.limit = count
+        self.limit = self._least = count
+        self.most_ahead = 0
+        """So many copies may be fetched ahead of their uses."""
+        self.kept: set[int] = set()
+        """Blocks that stay for the whole of a round: see note "scans"."""
+        self._kept_for: tuple[UseSequence, int] | None = None
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
         self.loading = 0
@@ -171,6 +186,12 @@ class Cache:
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
         self.limit = max(0, min(slots, self.slots.count))
+        if self.limit < self._least:
+            self._least = self.limit
+            if self._kept_for is not None and self.limit < self._kept_for[1]:
+                self._keep(self.limit)
+                self._demand.renew()
+                self._ahead.renew()
 
     def writing_slots(self, enough: int) -> int:
         """Count the slots that become free when the writes in flight are done, up to `enough`."""
@@ -186,10 +207,38 @@ class Cache:
 
     def expect(self, schedule: Schedule) -> None:
         """Take `schedule` for what comes next."""
+        within, self._least = self._least if self.schedule.scan else self.limit, self.limit
         self.schedule, self.complete = schedule, 0
+        self._keep(within)
         for cache in (self,) if self._farther is None else (self, self._farther):
             cache._demand.renew()
             cache._ahead.renew()
+
+    def _keep(self, slots: int) -> None:
+        """Choose what stays in a scan, as `slots` slots are the fewest that a round has."""
+        known = self.schedule.known
+        if not (self.schedule.scan and self._by_next_use and self.tier is DEVICE):
+            self.kept, self._kept_for = set(), None
+        elif self._kept_for is None or self._kept_for[0] is not known or self._kept_for[1] != slots:
+            order = known.spread()
+            taken = [*accumulate(map(self._span, order), initial=0)]
+            kept = 0
+            if taken[-1] > slots:
+                need = range(len(order)), slots
+                kept = bisect_right(*need, key=lambda kept: taken[kept] + self._passage(order[kept:], slots)) - 1
+            self.kept, self._kept_for = set(order[: max(0, kept)]), (known, slots)
+
+    def _passage(self, blocks: Sequence[int], slots: int) -> int:
+        """Return how many of `slots` slots `blocks` pass through in a scan: the most that they take from the first to
+        the last use of a visit, and those of what is fetched ahead."""
+        visits, changes = self.schedule.known.visits(), [0] * (len(self.schedule.uses) + 1)
+        for block in blocks:
+            for first, last in visits[block].items():
+                changes[first] += self._span(block)
+                changes[last + 1] -= self._span(block)
+        spans = [*map(self._span, blocks)]
+        ahead = min(self.most_ahead * max(spans), min(sum(spans), slots) // _AHEAD)
+        return max(accumulate(changes)) + max(*spans, ahead)
 
     def reach(self, blocks: tuple[int, ...]) -> None:
         """Begin a use of `blocks`. Next uses change for what was waited for in vain, and for what was skipped."""
@@ -252,13 +301,13 @@ class Cache:
         tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
         """
         schedule, copies, held = self.schedule, self.copies, self.held
-        start, end = schedule.position, schedule.horizon(lookahead)
-        if start < self.complete:
-            start = self.complete
+        start, end = max(schedule.position, self.complete), schedule.horizon(lookahead)
+        if start >= end:
+            return []
         missing: list[int] = []
         comes_by_itself: set[int] = set()
         complete = True
-        for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
+        for at, blocks in enumerate(schedule.between(start, end), start):
             for block in blocks:
                 if block not in copies:
                     break
@@ -275,7 +324,7 @@ class Cache:
                     if len(missing) >= most:
                         return missing
         if complete:
-            self.complete = self._complete_from(max(start, end), 4 * lookahead)
+            self.complete = self._complete_from(end, 4 * lookahead)
         return missing
 
     def _complete_from(self, start: int, most: int) -> int:
@@ -306,7 +355,7 @@ class Cache:
         """Return the first block that the next `fed_ahead` uses read and that is neither on this tier nor `staged`, of
         those that come through staging; None if there is none."""
         schedule, copies = self.schedule, self.copies
-        start, end = schedule.position, schedule.horizon(self.fed_ahead)
+        start, end = max(schedule.position, self.complete), schedule.horizon(self.fed_ahead)
         for blocks in schedule.between(start, end) if start < end else ():
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):
@@ -332,7 +381,7 @@ class Cache:
         if needed_at >= NEVER:
             return []
         least = needed_at + 1
-        if self.tier is DEVICE:
+        if self.tier is DEVICE and not self.kept:
             position = self.schedule.position
             least = max(least, position + int(_ALMOST * (self._awaited(needed_at) - position)))
         return self._victims(self._ahead, span, least, spared)
@@ -399,13 +448,23 @@ class Cache:
     def _span(self, block: int) -> int:
         return self._blocks[block].span
 
+    def _next_use(self, block: int) -> int:
+        """Return when a copy is used next, for a rank: one that is kept, or used again in this visit, goes last."""
+        if self._nearer is not None:
+            return self.needed(block)
+        at = self.schedule.next_use(block)
+        if self.kept and at < NEVER:
+            visits = self.schedule.known.visits()[block]
+            return at if block not in self.kept and at % len(self.schedule.uses) in visits else _KEPT
+        return at
+
     def _demand_rank(self, block: int) -> Rank | None:
         copy = self.copies.get(block)
         if copy is None or copy.uses or copy.writing:
             return None
         if copy.state is not VALID and copy.state is not STALE and not (copy.state is LOADING and self.tier is DEVICE):
             return None
-        next_use = self.schedule.next_use(block) if self._nearer is None else self.needed(block)
+        next_use = self._next_use(block)
         if self._by_next_use:  # as the policy would, without asking it
             return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
         facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
@@ -417,5 +476,5 @@ class Cache:
             return None  # what is being written is dirty
         if copy.state is not VALID and copy.state is not STALE:
             return None
-        next_use = self.schedule.next_use(block) if self._nearer is None else self.needed(block)
+        next_use = self._next_use(block)
         return next_use, -copy.last_use, -copy.number, block

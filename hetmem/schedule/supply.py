@@ -37,7 +37,7 @@ class Supply:
         self._suspended: set[int] = set()
         self._held: set[int] = set()
         for cache in self._caches:
-            cache.held = self._held
+            cache.held, cache.most_ahead = self._held, at_once[cache.tier]
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Supply:
         device, staging = self._caches
         if self.waiting:
             return
-        known = cache is device and not (staging.slots.count or device.fed_ahead)
+        known = cache is device and not (staging.slots.count or device.fed_ahead or device.kept)
         if known and device.complete >= device.schedule.position + self._lookahead:
             return
         self._begin(cache, commands)
@@ -161,6 +161,9 @@ class Supply:
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
         device, staging = self._caches
+        if cache.kept:
+            self._scan(cache, commands)
+            return
         more = self._at_once[cache.tier] - (cache.loading if cache is staging else 0)
         missing = cache.missing(self._lookahead, more) if more > 0 else []
         if missing and cache is device and cache.unused:
@@ -171,6 +174,15 @@ class Supply:
             self._feed(commands)
         for block in missing:
             if not self._prefetch(block, cache, commands):
+                break
+
+    def _scan(self, cache: Cache, commands: list[Command]) -> None:
+        """Fetch what is missing on the device as far ahead as a round reaches: see note "scans"."""
+        if cache.fed_ahead:
+            self._feed(commands)
+        while len(cache.unused) < self._at_once[cache.tier]:
+            missing = cache.missing(len(cache.schedule.uses), 1)
+            if not missing or not self._prefetch(missing[0], cache, commands) or missing[0] not in cache.copies:
                 break
 
     def _comes_later(self, block: int) -> bool:

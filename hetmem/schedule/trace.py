@@ -97,7 +97,7 @@ class UseSequence:
     says when each comes, on a clock that the uses of another tier have too; one round takes `period`. Made once for all
     schedules of the same uses; O(uses)."""
 
-    __slots__ = ("blocks", "overwritten", "period", "places", "positions", "times")
+    __slots__ = ("_visits", "blocks", "overwritten", "period", "places", "positions", "times")
 
     def __init__(
         self,
@@ -116,6 +116,32 @@ class UseSequence:
             self.places.setdefault(blocks, []).append(index)
             for block in blocks:
                 self.positions.setdefault(block, []).append(index)
+        self._visits: dict[int, dict[int, int]] | None = None
+
+    def visits(self) -> dict[int, dict[int, int]]:
+        """Where each block is used again and again: the last use of each row of them, by the first. In a row less than
+        a sixteenth of a round, or 8 uses, lie between two."""
+        if self._visits is None:
+            near = max(8, len(self.blocks) // 16)
+            self._visits = {}
+            for block, positions in self.positions.items():
+                rows = self._visits[block] = {}
+                first = last = positions[0]
+                for at in positions:
+                    if at - last > near:
+                        first = at
+                    rows[first] = last = at
+        return self._visits
+
+    def spread(self) -> list[int]:
+        """The blocks in an order of which any beginning is spread evenly over a round: that of the reversed bits of
+        their places (J. G. van der Corput, "Verteilungsfunktionen", 1935). First come those with several visits, then
+        those with long ones, which would take a slot for long if they were fetched for each."""
+        bits, ranked = len(self.positions).bit_length(), []
+        for at, (block, visits) in enumerate(self.visits().items()):
+            length = max(last - first for first, last in visits.items())
+            ranked.append((-len(visits), -(length // 4), int(f"{at:0{bits}b}"[::-1], 2), block))
+        return [block for *_, block in sorted(ranked)]
 
 
 class Schedule:
@@ -123,8 +149,8 @@ class Schedule:
 
     `position` counts the uses that were reached. The first `segment` uses belong to the segment that runs (all, if not
     given): only there can the next use be one that is not the next one expected. What is used behind `barrier` (an
-    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. `next_use` and `reach` are
-    O(log uses).
+    index of `uses`) will be rewritten before: it counts for eviction but is not prefetched. `scan`: all is used in the
+    same order again and again, as by forwards without backwards. `next_use` and `reach` are O(log uses).
     """
 
     def __init__(
@@ -134,8 +160,10 @@ class Schedule:
         periodic: bool = True,
         barrier: int | None = None,
         segment: int = NEVER,
+        scan: bool = False,
     ) -> None:
         known = uses if isinstance(uses, UseSequence) else UseSequence(uses)
+        self.known, self.scan = known, scan
         self.uses = known.blocks
         self._count = len(self.uses)
         self.periodic = periodic and bool(self.uses)
@@ -261,6 +289,11 @@ class Schedule:
         return self.uses[first:last] if last <= count else [self.uses[at % count] for at in range(first, last)]
 
 
+def segment_name(key: Hashable) -> str:
+    """What a segment with `key` is, for people: "forward", "backward" or "step"."""
+    return str(key[0]) if isinstance(key, tuple) else str(key)
+
+
 STEP = ("step",)
 """The key of the segment in which the optimizer updates: no copy of a weight outlives it unchanged."""
 
@@ -318,7 +351,9 @@ class TraceBook:
                 break
             met += len(trace.moments)
         first = len(chain[0].moments) if chain else 0
-        return {Tier.DEVICE: Schedule(device, barrier=barrier, segment=first), Tier.HOST: Schedule(host)}
+        scan = all(segment_name(trace.key) == "forward" for trace in chain)
+        there = Schedule(device, barrier=barrier, segment=first, scan=scan)
+        return {Tier.DEVICE: there, Tier.HOST: Schedule(host)}
 
     def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[UseSequence, UseSequence]:
         """The uses of `chain`, which starts with `key`, on the device and in host staging; kept as long as it is."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from hetmem.schedule.trace import Moment, SegmentTrace, TraceBook
+from hetmem.schedule.trace import Moment, SegmentTrace, TraceBook, segment_name
 
 _GROWS = 2
 """Times as large as what was measured: up to there memory is taken to grow with the inputs."""
@@ -15,11 +15,6 @@ _GROWS = 2
 
 def _growth(size: int, known: int) -> float:
     return size / known if size > known > 0 else 1.0
-
-
-def segment_name(key: Hashable) -> str:
-    """What a segment with `key` is, for people: "forward", "backward" or "step"."""
-    return str(key[0]) if isinstance(key, tuple) else str(key)
 
 
 _BEGIN = Moment("begin", ())

@@ -192,7 +192,7 @@ class StreamedShare:
 
     def _have_slots(self, fitting: Sequence[Fitting]) -> bool:
         """Slots for the largest of `fitting`, in memory of the device that is idle."""
-        nbytes = round_up(_slot_bytes(fitting), _ALIGNMENT)
+        nbytes = _slot_bytes(fitting)
         held = self._slots.slot_bytes
         if held >= nbytes:
             return bool(nbytes)
@@ -221,7 +221,12 @@ def _slot_bytes(fitting: Sequence[Fitting]) -> int:
     """For the states of any of `fitting`, and beside them the gradients of any other one."""
     gradients = [_GRADIENT_BYTES * chunk.numel for chunk in fitting]
     states = [chunk.nbytes - nbytes for chunk, nbytes in zip(fitting, gradients, strict=True)]
-    return max(states, default=0) + max(gradients, default=0)
+    return round_up(max(states, default=0) + max(gradients, default=0), _ALIGNMENT)
+
+
+def slots_bytes(fitting: Sequence[Fitting]) -> int:
+    """What the slots take of the device that states of `fitting` are sent to."""
+    return SLOTS * _slot_bytes(_but_large(fitting))
 
 
 def _but_large(fitting: Sequence[Fitting]) -> list[Fitting]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from hetmem import planner
 from hetmem.base.hardware import Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError, step_program
+from hetmem.planner import Plan, PlanError
 from hetmem.planner.decide import Decision, Variant, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT, SENT_STATES
+from hetmem.planner.rehearsal import step_program
+from hetmem.planner.rehearsal.room import Notes
+from hetmem.planner.rehearsal.simulator import LinkQueue, SimulatedTraffic
+from hetmem.planner.rehearsal.step_program import Rehearsal, rehearse
+from hetmem.planner.rehearsal.updates import SimulatedDeviceUpdates, SimulatedUpdates, Staged, Update
 from hetmem.planner.reservation import ROLES, arrange, fits, state_bytes
 from hetmem.planner.search import (
     Judged,
@@ -21,15 +26,6 @@ from hetmem.planner.search import (
     judged,
     search,
 )
-from hetmem.planner.simulated_updates import (
-    Notes,
-    SimulatedDeviceUpdates,
-    SimulatedUpdates,
-    Staged,
-    Update,
-)
-from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
-from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows
 from hetmem.schedule.blocks import FIFO, LRU, Block, CopyState, NextUse
 from hetmem.schedule.gradients import Complete

@@ -30,7 +30,7 @@ def to_device(start: float, end: float, nbytes: int = 100, block: int = 0) -> Tr
 
 
 def moment(at: float, *blocks: int, chunk_bytes: int = 0, non_model_bytes: int = 0, operator: str = "op") -> MomentSeen:
-    return MomentSeen(at, operator, blocks, chunk_bytes, non_model_bytes, 0)
+    return MomentSeen(at, operator, blocks, chunk_bytes, non_model_bytes)
 
 
 def came(at: float, block: int, tier: int = 0) -> CopyChange:

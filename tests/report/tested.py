@@ -8,10 +8,9 @@ from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, 
 from hetmem.intercept import registry
 from hetmem.report import files, live, timeline
 from hetmem.report.chrome_trace import trace_text
-from hetmem.report.files import page_text
+from hetmem.report.files import compare, page_text, render, show
 from hetmem.report.intervals import clip, length, overlap, union, without
 from hetmem.report.report import MemoryReport
-from hetmem.report.saved import compare, render, show
 from hetmem.report.step import format_seconds, step_section
 from hetmem.report.text import comparison, table
 from hetmem.report.timeline import BlockFacts, Thinning, timeline_section

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.read_ahead import simulate
 from benchmarks.replay import Trace, gpt, optimum, replay
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit
 from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, UseSequence, Write
@@ -202,3 +203,12 @@ def test_prefetching_along_any_schedule_costs_no_fetch_that_demand_would_not(
     fetched, _ = replay(trace, limits, NextUse(), delay=delay, renewed=False, steps=4)
     least = optimum(trace, limits, renewed=False, steps=4)
     assert fetched <= least + 8, "what is fetched ahead of the end is all there may be more"
+
+
+@pytest.mark.parametrize("slots", [48, 72])
+@pytest.mark.parametrize("compute", [0.3, 0.5])
+def test_a_scan_keeps_the_link_busy_all_the_way(slots: int, compute: float) -> None:
+    """Forwards alone through 96 blocks: what is kept is spread over a pass, as the misses of MIN would gather."""
+    seconds, reads = simulate((slots, 0), compute, backward=False)
+    assert reads <= 96 - slots + 3
+    assert seconds < 1.15

@@ -14,22 +14,15 @@ from operator import sub
 from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.errors import CapacityError
 from hetmem.planner.activations import SimulatedActivations
+from hetmem.planner.rehearsal.room import BACKWARD, FORWARD, Notes
+from hetmem.planner.rehearsal.simulator import SimulatedTraffic
+from hetmem.planner.rehearsal.updates import SimulatedGradients, SimulatedUpdates, Staged, Update
 from hetmem.planner.reservation import ROLES, Arrangement, crossing, facts_of, fits, moved, to_the_device
-from hetmem.planner.simulated_updates import (
-    BACKWARD,
-    FORWARD,
-    Notes,
-    SimulatedGradients,
-    SimulatedUpdates,
-    Staged,
-    Update,
-)
-from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block, Link, in_flight_bytes
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import STEP, Tier
-from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, Facts, StreamedShare, part_sent
+from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, Facts, StreamedShare, part_sent, slots_bytes
 
 
 class Rehearsal:
@@ -313,8 +306,11 @@ class Rehearsal:
         return facts_of(self._arrangement, self._workload, gradients_stay=self._how.streamed_gradients)
 
     def would_stream(self, step: StepResult) -> bool:
-        """Whether a `step` without states that are sent to the device would be shorter with them."""
-        return part_sent(self._hardware, self._facts(), step.bytes.get(Link.DEVICE_TO_HOST.value, 0)) > 0
+        """Whether a `step` without states that are sent to the device would be shorter with them, and have room."""
+        found = self._facts()
+        idle = self._notes.idle_bytes() + sum(sum(roles.values()) for roles in self._moved.values())
+        sent_home = step.bytes.get(Link.DEVICE_TO_HOST.value, 0)
+        return slots_bytes(found.fitting) <= idle and part_sent(self._hardware, found, sent_home) > 0
 
     def _comes_there(self, chunk: int) -> bool:
         """Whether updates of the whole of `chunk` are made on the device, with its states sent there."""
