@@ -26,8 +26,8 @@ PUBLIC = {
     "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
     "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model needs_its_file "
     "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction profile profile_name "
-    "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds streamed_update_share streaming terms to_dict "
-    "tokens tokens_per_second with_nvme",
+    "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds streamed_update_share streaming "
+    "terms to_dict tokens tokens_per_second with_nvme",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",
