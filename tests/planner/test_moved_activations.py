@@ -13,7 +13,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from hetmem.base.hardware import HardwareProfile, ThreadCosts
+from hetmem.base.hardware import HardwareProfile
 from hetmem.planner import load_profile
 from hetmem.planner.plan import Plan
 from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep, family
@@ -151,7 +151,7 @@ def beside(link: float) -> HardwareProfile:
     device = replace(machine.device, allocator_share=0.0, matrix_flops={"float32": 1e9}, bytes_per_second=1e12)
     host = replace(machine.host, update_bytes_per_second=1e7)
     return replace(
-        machine, device=device, host=host, thread=ThreadCosts(), both_ways_bytes_per_second=2 * link, **links
+        machine, device=device, host=host, thread=type(machine.thread)(), both_ways_bytes_per_second=2 * link, **links
     )
 
 
