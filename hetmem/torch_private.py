@@ -94,10 +94,13 @@ storage_references = _C._storage_Use_Count  # how many tensors hold a storage: t
 make_subclass = torch.Tensor._make_subclass  # a tensor of a subclass over memory that exists
 make_wrapper = torch.Tensor._make_wrapper_subclass  # one without memory, which answers for another tensor
 without_functions = _C._disabled_torch_function_impl  # as `__torch_function__`: a subclass whose attributes are torch's
+tensor_references: Any = _C.TensorBase._use_count  # how often C++ refers to a tensor: whether a graph may hold a weight
 swap_impl = _C._swap_tensor_impl  # a parameter gets memory of its own and stays the same object
 from_dlpack, to_dlpack = _C._from_dlpack, _C._to_dlpack  # the public ones may wait for a stream
 negative_view = torch._neg_view  # what a saved view was, lazily negated
 foreach_add, foreach_sub = torch._foreach_add_, torch._foreach_sub_  # of many step counts in one call, as torch's AdamW
+foreach_copy = torch._foreach_copy_  # all copies of a model that is whole on the device, made anew in one call
+foreach_zero, foreach_neg = torch._foreach_zero_, torch._foreach_neg_  # and all its gradients, which begin as -0.0
 group_by_device_and_dtype = _C._group_tensors_by_device_and_dtype  # as torch's AdamW does before its kernel
 fused_adamw = torch._fused_adamw_  # the kernel behind AdamW(fused=True), whose bits hetmem promises
 

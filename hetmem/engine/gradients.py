@@ -16,6 +16,7 @@ import torch
 from hetmem import torch_private
 from hetmem.base.weak import WeakOnes, weakly
 from hetmem.engine.param_views import (
+    are_own,
     clear_zeroed,
     is_home,
     is_home_gradient,
@@ -133,6 +134,8 @@ class GradientSink:
         """Whether nothing but the parameter of a gradient has to know that this is about to be accumulated."""
         self._arrived: list[ManagedParameter] = []
         self._warned: list[str] = []
+        self.are_dense = True
+        """Whether every gradient so far was one that can be added to its home."""
         self._sends = runtime.traffic.gradients.sends
         runtime.traffic.gradients.lost = weakly(self.lost)
 
@@ -187,6 +190,7 @@ class GradientSink:
         was_sparse = previous is not None and previous.layout is not torch.strided
         if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
+            self.are_dense = self.are_dense and arrived.requires_grad
             arrived = arrived.to(parameter)
             if previous is not None:
                 dense_first = was_sparse and arrived.layout is torch.strided
@@ -254,8 +258,8 @@ class GradientSink:
         self.is_simple = not (self.told or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
-        if not self.told:
-            self.runtime.uses.hold_all()
+        if runtime.tracer.measured:
+            runtime.uses.release_working()
 
     def _look_at_parameters(self) -> None:
         for managed in self.runtime.parameters:
@@ -275,7 +279,6 @@ class GradientSink:
 
     def finish(self) -> None:
         """End a backward: wait until all gradients are at home, and give back each `p.grad` to which none was added."""
-        self.runtime.uses.release_all()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self.taken else ():
                 if managed in self.taken:
@@ -330,6 +333,17 @@ class GradientSink:
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
+
+    def open_homes(self, fresh: list[ManagedParameter]) -> None:
+        """Make `grad_home` of each of `fresh`, which have no gradient now, a view that only hetmem holds."""
+        homes = [managed.grad_home for managed in fresh]
+        if are_own(homes, [managed.grad_address for managed in fresh]):
+            return
+        del homes
+        for managed in fresh:
+            leave_gradient_to_holders(managed, self._warned)
+            if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
+                managed.open_grad_home()
 
     # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Container, Iterable
+from itertools import repeat
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -410,6 +413,86 @@ def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
     if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES + others:
         return managed.grad_home is not None
     return managed.grad_home is not None and references(storage_address(managed.grad_home)) > 1
+
+
+Given = tuple[ManagedParameter, torch.Tensor, torch.Tensor | None, int, bool]
+"""A working weight (see `placing.working`) of a parameter, what its gradient is added to in the backward that runs
+(None: it is handed over at the end), which version that has, and whether there was no gradient before."""
+
+
+def let_arrive(
+    used: Iterable[tuple[ManagedParameter, torch.Tensor]], fresh: Container[ManagedParameter] | None
+) -> list[Given]:
+    """Have autograd add gradients of the working weights in `used` to what `p.grad` is; for those `fresh` that is the
+    home, which it becomes here. None: nothing is added, what arrives is handed over."""
+    given: list[Given] = []
+    for managed, weight in used:
+        parameter, is_fresh = managed.parameter, fresh is not None and managed in fresh
+        if is_fresh and parameter.dtype is managed.chunk.dtype:
+            parameter.grad = managed.grad_home
+        elif is_fresh:  # it rests, in a forward around
+            show_gradient(parameter, managed.grad_home)
+        gradient = parameter.grad if fresh is not None else None
+        if type(gradient) is not torch.Tensor:
+            gradient = None
+        if gradient is not None:  # as `show_gradient`
+            weight.__class__ = managed.kind  # whose `.data` is torch's own
+            own, weight.data = weight.data, gradient
+            weight.grad, weight.data = gradient, own
+            weight.__class__ = managed.bound_kind
+        given += ((managed, weight, gradient, 0 if gradient is None else gradient._version, is_fresh),)
+    return given
+
+
+def take_arrived(given: Iterable[Given]) -> list[tuple[ManagedParameter, torch.Tensor, torch.Tensor | None]]:
+    """End `let_arrive`: where nothing has arrived there is no gradient, or the one from before. Return what was not
+    added to what was given for it, with that."""
+    others: list[tuple[ManagedParameter, torch.Tensor, torch.Tensor | None]] = []
+    for managed, weight, gradient, version, is_fresh in given:
+        arrived, weight.grad = weight.grad, None
+        if arrived is not gradient and arrived is not None:
+            others += ((managed, arrived, gradient),)
+        elif is_fresh and gradient is not None and gradient._version == version and managed.parameter.grad is gradient:
+            managed.parameter.grad = None
+    return others
+
+
+def leave_working(managed: ManagedParameter, weight: torch.Tensor) -> None:
+    """Have `weight`, a working weight that nothing computes with any more, take no memory."""
+    if managed.stand_in is not None:
+        weight.__class__ = managed.kind
+        weight.data = managed.stand_in
+        weight.__class__ = managed.bound_kind
+
+
+def working_weight(managed: ManagedParameter) -> torch.Tensor:
+    """Return a working weight over the device copy of `managed`."""
+    assert managed.device is not None
+    weight: Any = torch.nn.Parameter(managed.device, managed.parameter.requires_grad)
+    vars(weight).update(vars(managed.parameter))
+    vars(weight)["hetmem_parameter"] = weakref.ref(managed.parameter)
+    weight.__class__ = managed.bound_kind
+    return weight  # type: ignore[no-any-return]
+
+
+def are_own(homes: list[torch.Tensor | None], addresses: list[int]) -> bool:
+    """Return whether the program holds none of `homes` of gradients, none of which is a `p.grad`, nor a view of one,
+    and all are at `addresses`: `is_kept` of many, by C alone."""
+    if any(map(is_, homes, repeat(None))):
+        return False
+    found: Any = homes
+    alone = max(map(sys.getrefcount, found), default=0) <= _REFERENCES_OF_LISTED
+    alone = alone and max(map(references, map(storage_address, found)), default=0) <= 1
+    return alone and [*map(torch.Tensor.data_ptr, found)] == addresses
+
+
+def _references_of_listed() -> int:
+    listed = [SimpleNamespace(grad_home=object())]
+    return max(map(sys.getrefcount, [each.grad_home for each in listed]))
+
+
+_REFERENCES_OF_LISTED = _references_of_listed()
+"""Of what one attribute and one list alone refer to, as they are counted there."""
 
 
 # ---- gradients that an update has used up ------------------------------------------------------------------------

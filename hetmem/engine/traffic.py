@@ -6,18 +6,19 @@ lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
 
+from hetmem import torch_private
 from hetmem.engine.events import CopyChange, EventLog, Fault
 from hetmem.engine.executor import Executor, GradientCopies
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, without_graph
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.gradients import wait_until
@@ -49,6 +50,8 @@ class Traffic:
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
+        self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
+        """See `stand`."""
         self._unfetched: set[tuple[int, Tier]] = set()
         """Copies that were asked for to be overwritten, which the log of events does not have yet."""
         for role in (Role.PARAM, Role.COMPUTE):
@@ -258,6 +261,35 @@ class Traffic:
             self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
             self.executor.mark_making(self.residency.slot(block, Tier.DEVICE))
 
+    def stand(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
+        """The copies of `chunks`, whose homes are on the device too, are leased in `slots` until this is called again:
+        all are made anew in one call."""
+        copies = [self.executor.on_device(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True)]
+        self._standing = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
+
+    def order_behind_standing(self) -> None:
+        """Order compute behind the making of the copies that `stand`."""
+        for slot in self._standing[1] if self.engine.ordered else ():
+            self.executor.order_behind_making(slot)
+
+    def _all_stand(self, chunks: list[Chunk]) -> bool:
+        standing, slots = self._standing[:2]
+        if not slots or chunks != standing or self.updating:
+            return False
+        return self.residency.all_on_device([chunk.homes[Role.PARAM].block for chunk in chunks])
+
+    def copy_homes_again(self, chunks: list[Chunk]) -> None:
+        """Do as `copy_home_again` for each of `chunks`."""
+        if not self._all_stand(chunks):
+            for chunk in chunks:
+                self.copy_home_again(chunk)
+            return
+        _, slots, copies, homes = self._standing
+        with without_graph():
+            torch_private.foreach_copy(copies, homes)
+        for slot in slots if self.engine.ordered else ():
+            self.executor.mark_making(slot)
+
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """Return the staged copy of `role` as a flat tensor, or its home."""
         block = chunk.homes[role].block
@@ -446,6 +478,10 @@ class Traffic:
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Let this thread write the parameters of `chunks` at home, on the device; their copies are made anew."""
+        if self._all_stand([*chunks]):  # which are all there are, and nothing else reads or writes them
+            yield
+            self.copy_homes_again([*chunks])
+            return
         with ExitStack() as begun:
             for chunk in chunks:
                 self.begin_update(chunk, keep_copy=True)

@@ -45,13 +45,13 @@ class Uses:
     ) -> None:
         self._memory, self._bindings, self._traffic, self._tracer = memory, bindings, traffic, tracer
         self._writes, self._room, self._events = writes, room, events
-        self._parameters = [managed for chunk in memory.chunks for managed in chunk.parameters]
         self._unwatched = room.monitor.unwatched
         self.give_leases_up: Callable[[], bool | None] = lambda: False
         """Called where copies that are used at once have no room: whether some are used no more."""
         self._held: dict[ManagedParameter, None] = {}
         """Those whose copies tensors hold, in the order in which they were first seen to be held."""
-        self._holds_all = False
+        self.release_working: Callable[[], None] = lambda: None
+        """Called where all that is idle gives way: ends leases that nothing needs now."""
         self._untracked: set[int] = set()
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
@@ -65,9 +65,9 @@ class Uses:
             with self._unwatched():
                 room.before_moment(moment)
         residency.reach(blocks, DEVICE)
-        self._saw(moment, operator, blocks)
+        self.saw(moment, operator, blocks)
 
-    def _saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
+    def saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
         memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
         if not memory.device.watched:  # whose allocator tells what it was in the end
@@ -172,7 +172,7 @@ class Uses:
         if not room.is_as_left(moment):
             with self._unwatched():
                 room.before_moment(moment)
-        self._saw(moment, operator, blocks)
+        self.saw(moment, operator, blocks)
         traffic.residency.reach_on_device(blocks)
         if traffic.use(uses):
             for managed in used:
@@ -192,52 +192,6 @@ class Uses:
             if managed.device is None:
                 slot = self._traffic.residency.place(param_block(managed), DEVICE)
                 self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
-
-    def use_all(self, operator: str) -> bool:
-        """`use` of all parameters for a whole forward, in which nothing moves. False, and nothing is bound, if that is
-        not known."""
-        if not self._acquire_whole(operator):
-            return False
-        with self._unwatched():
-            self._bindings.bind(self._parameters)
-        return True
-
-    def hold_all(self) -> None:
-        """A backward begins. If nothing moves within, `saved` needs to ask nothing until `release_all`."""
-        self._holds_all = self._holds_all or self._acquire_whole("backward")
-
-    def release_all(self) -> None:
-        """End `hold_all`."""
-        if self._holds_all:
-            self._holds_all = False
-            self._release(self._parameters)
-
-    def _acquire_whole(self, operator: str) -> bool:
-        """One more use of each parameter for a segment, as one moment, if nothing moves within: all homes, and a copy
-        of each, are on the device, and all that is needed beside them is known."""
-        memory, residency, blocks = (
-            self._memory,
-            self._traffic.residency,
-            [each.operand_block for each in self._memory.chunks],
-        )
-        known = tuple(block for block in blocks if block is not None)
-        if not memory.resident or len(known) < len(blocks) or not residency.all_on_device(known):
-            return False
-        moment = self._tracer.all_ahead(known)
-        if moment is None or self._writes.unsure or not self._room.has_room_for_all(moment):
-            return False
-        with self._unwatched():
-            self.let_go()
-            self._room.before_moment(moment)
-            slots = residency.use_all(known, [len(chunk.parameters) for chunk in self._memory.chunks])
-            for chunk, slot in zip(self._memory.chunks, slots, strict=True):
-                if self._traffic.engine.ordered:
-                    self._traffic.executor.order_behind_making(slot)
-                if any(managed.device is None for managed in chunk.parameters):
-                    self._bindings.open_device(chunk, memory.device_pool, slot)
-        self._tracer.all_at_once(moment)
-        self._saw(moment, operator, known)
-        return True
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""
@@ -279,9 +233,9 @@ class Uses:
     def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """Let `used` rest, and release their copies."""
         self._bindings.unbind(used)
-        self._release(used, untracked=untracked)
+        self.release(used, untracked=untracked)
 
-    def _release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+    def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """Release one lease of each of `used`; those whose memory a tensor holds are released by `let_go`."""
         over: dict[int, int] = {}
         for managed in used:
@@ -315,7 +269,7 @@ class Uses:
                     break
             else:
                 self._bindings.unbind(used)
-                self._release(used)
+                self.release(used)
                 return
         with self._unwatched():
             data_set = [
@@ -346,8 +300,6 @@ class Uses:
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
         """The device view of `managed` for autograd; it stays on the device until no tensor holds its memory. Call it
         `unwatched`."""
-        if self._holds_all and managed.device is not None:
-            return managed.device
         if not self._memory.uses_copies:
             return managed.home
         if self._held:
@@ -394,6 +346,7 @@ class Uses:
 
     def out_of_memory(self) -> None:
         """Give the device's allocator, which has no room for an operator, all that no chunk in use needs."""
+        self.release_working()
         with self._unwatched():
             self.let_go()
             self._room.out_of_memory()
@@ -415,7 +368,8 @@ class Uses:
         managed.parameter.__class__ = managed.kind
         try:
             if managed.parameter._version != managed.version:
-                held = rests and managed in self._held and managed.device is not None
+                at_device = rests or managed.bound
+                held = at_device and managed in self._held and managed.device is not None
                 with self._unwatched():
                     self._writes.by_operator(managed) if held else self._writes.by_user(managed)
         finally:

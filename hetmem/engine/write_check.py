@@ -90,21 +90,27 @@ class WriteCheck:
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
         copied = bool(traffic.executor.chunk_of_block)
+        on_device: list[Chunk] = []
         for chunk in chunks:
+            at_home = chunk.homes[Role.PARAM].tier is Tier.DEVICE
+            if at_home:
+                on_device += (chunk,)
             if chunk in counted:
                 self._notice_counted_of(chunk, counted[chunk])
-            elif not copied or chunk.operand_block is None:
-                continue  # operators see the home itself
+            elif at_home or not copied or chunk.operand_block is None:
+                continue  # the copy is made anew below, or operators see the home itself
             elif chunk not in due and self._is_read(chunk):
                 self.unsure.add(chunk)  # the read may be of old values; to wait here would hold the others up
             elif not (stepped and chunk in due) and self._differs(chunk):
                 self._by_values(chunk)
-            if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
-                traffic.copy_home_again(chunk)
-            elif chunk.operand == Role.COMPUTE and self._may_be_stale(chunk, due=chunk in due):
+            if at_home:
+                continue
+            if chunk.operand == Role.COMPUTE and self._may_be_stale(chunk, due=chunk in due):
                 compared.append(chunk)
             elif chunk in due:
                 traffic.outdate(chunk)
+        if copied:
+            traffic.copy_homes_again(on_device)
         self.home_copies.begin(compared)
         self.unsure.update(self.home_copies.unchecked)
         traffic.residency.lift()

@@ -123,7 +123,7 @@ def _turns(outputs: Any) -> list[Turn]:
     trained = [found.runtime.turn for found in registry.interceptions() if found.runtime.turn.trainers]
     turns = [turn for turn in trained if here in turn.trainers]
     if len(turns) < len(trained):
-        reached = (registry.of_parameter(node.variable) for node in accumulators(outputs))
+        reached = (registry.of_parameter(parameter_of(node)) for node in accumulators(outputs))
         turns += {found[0].runtime.turn for found in reached if found is not None} - {*turns}
     return sorted(turns, key=lambda turn: turn.number)
 
@@ -174,7 +174,7 @@ def _settle_what_raised() -> None:
 @HELD_BACK
 def _tell_of_arrivals(outputs: Any) -> None:
     """A gradient of a parameter arrives once for each forward that has used it: the first is not all of it."""
-    parameters = [node.variable for node in accumulators(outputs)]
+    parameters = [parameter_of(node) for node in accumulators(outputs)]
     counts, by_id = Counter(map(id, parameters)), {id(parameter): parameter for parameter in parameters}
     for key, count in counts.items():
         found = registry.of_parameter(by_id[key]) if count > 1 else None
@@ -209,14 +209,20 @@ def accumulators(outputs: Any) -> Iterator[Any]:
     return (node for node in nodes_behind(outputs) if type(node).__name__ == "AccumulateGrad")
 
 
+def parameter_of(node: Any) -> Any:
+    """What `node` accumulates gradients of, or the parameter for which that works."""
+    variable = node.variable
+    return variable if (parameter := vars(variable).get("hetmem_parameter")) is None else parameter()
+
+
 @uncompiled
 def _lost(outputs: Any, inputs: Iterable[Any]) -> dict[int, list[Any]]:
     """The accumulators of those of `inputs` that torch would not find, by `id`."""
     wanted = {id(asked) for asked in inputs if _is_lost(asked)}
     found: dict[int, list[Any]] = {}
     for node in accumulators(outputs) if wanted else ():
-        if id(node.variable) in wanted:
-            found.setdefault(id(node.variable), []).append(node)
+        if (key := id(parameter_of(node))) in wanted:
+            found.setdefault(key, []).append(node)
     return found
 
 

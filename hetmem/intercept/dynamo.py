@@ -89,15 +89,13 @@ class Tracing:
     """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no
     more than this."""
 
-    __slots__ = ("binds", "quiet", "region", "where")
+    __slots__ = ("quiet", "region", "where")
 
     def __init__(self) -> None:
         self.region = False
         """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
         self.quiet = 0
         """The thread on which a forward runs whose weights all are where operators find them; 0 for none."""
-        self.binds = False
-        """Whether those weights are bound for that forward alone, and are no homes."""
         self.where: Callable[[], torch.nn.Module | None] = _nothing
         """The module that it is of, held weakly."""
 

@@ -116,9 +116,17 @@ class Faults:
             self._kinds[kind] = bound, type(kind.__name__, (_Unbound, kind), dict(own))
         return self._kinds[kind]
 
+    def _bound(self, parameter: Any) -> ManagedParameter | None:
+        """What `parameter` is, or works for, whose `.data` the program asks for: see `WorkingWeights.serve`."""
+        around = self._around()
+        if around is not None:
+            around.working.serve = False
+        managed = self._by_id.get(id(parameter))
+        return around.working.parameter_of(parameter) if managed is None and around is not None else managed
+
     def data_of_bound(self, parameter: Any) -> torch.Tensor:
         """Return `parameter.data`, through which the program may write."""
-        managed = self._by_id.get(id(parameter))
+        managed = self._bound(parameter)
         if managed is not None:
             managed.data_taken = True
         found: torch.Tensor = _GET_DATA(parameter)
@@ -126,12 +134,17 @@ class Faults:
 
     def set_data_of_bound(self, parameter: Any, value: torch.Tensor) -> None:
         """`parameter.data = value`, from here on, and at home."""
-        managed = self._by_id.get(id(parameter))
+        if value is parameter:  # as `Module.to` sets it, which is no write
+            return
+        managed = self._bound(parameter)
         if managed is None:
             _SET_DATA(parameter, value)
             return
-        if value is parameter:  # as `Module.to` sets it, which is no write
-            return
+        if managed.parameter is not parameter:
+            raise ManageError(
+                f"{managed.name}.data is set within a forward for the first time: call the model again, which keeps it "
+                f"from now on, or write with torch.no_grad() and .copy_(value)"
+            )
         with HELD_BACK, torch.no_grad():
             value = value.data if isinstance(value, _Unbound) else value
             self._runtime.uses.set_bound(managed, value)
@@ -191,14 +204,17 @@ class Faults:
             self._gradients.use_again(used)
         if in_backward():
             self._saved.enter_node()
+        works = around.meets_unbound(hands_out=func == _GET_DATA)
         self._runtime.uses.use(_name(func), used)
         stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
-        left = casts.leave_cache()
+        left, alone = casts.leave_cache(), works and self._saved.enter_function()
         try:
             casts.renew(used)
             return run_again([self._runtime], func, args, kwargs)
         finally:
             self._saved.restore_others(displaced)
+            if alone:
+                self._saved.leave_function()
             if left is not None:
                 casts.enter_cache_again(left)
             stays = func in _POINTERS and around.keep(used)

@@ -133,6 +133,8 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """Who compiles what is around it; see `dynamo`."""
+        self.works = False
+        """Whether modules have working weights meanwhile, see `placing.working`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its part of the turn of its thread, see `turns`."""

@@ -15,15 +15,11 @@ from typing import Any
 
 import torch
 
-from hetmem import torch_private
 from hetmem.engine.gradients import ArrivalHooks, GradientSink
 from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
-from hetmem.intercept.saved_tensors import Pack
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
-
-_top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,22 +46,12 @@ class BeforeForward(_OfThisModule):
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
         if self._tracing.quiet and self._tracing.quiet == HERE.ident:
-            if self._tracing.binds:  # hooks of the program, entered within the forward, would keep what is bound
-                hooks = _top_hooks(True)
-                if hooks is not None and type(hooks[0]) is not Pack:
-                    self._displace()
             return None
         if kwargs is None:  # moved into another module, as torch's quantization does
             return None
         if self._tracing.region and torch.compiler.is_compiling():
             return None
         return self._tell(module, args, kwargs)
-
-    @opaque
-    def _displace(self) -> None:
-        hooked = self._hooked()
-        if hooked is not None:
-            hooked.displace_hooks()
 
     @opaque
     def _tell(

@@ -57,6 +57,7 @@ from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
+from hetmem.placing.working import WorkingWeights
 from hetmem.torch_private import tree_leaves, tree_map
 
 
@@ -93,6 +94,7 @@ class Interception:
         )
         self.gradients = GradientSink(runtime, self.segments, HOOKS)
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
+        self.working = WorkingWeights(module, runtime, self.gradients)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self._computes = _OfThread()
         self.process = os.getpid()
@@ -137,6 +139,7 @@ class Interception:
         if self.activations is not None:
             self.activations.closed = True
         self.reset()
+        self.working.release()
         self.runtime.trailing.stop()
         self.gradients.remove()
         for handle in self._handles:
@@ -176,9 +179,8 @@ class Interception:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
-                    if self._is_quiet(compute, call, module):
+                    if compute.works or self._is_quiet(compute):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
-                        self._tracing.binds = self.runtime.memory.uses_copies
                     else:
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
@@ -189,18 +191,29 @@ class Interception:
             if compiles is not None:
                 set_compiler(compiles)
 
-    def _is_quiet(self, compute: Compute, call: Call, module: torch.nn.Module) -> bool:
-        """Whether `compute`, which has just begun with `call`, needs to know nothing of the modules within: no weight
-        moves, and each is where operators find it."""
-        if compute.operators is not None or compute.functions is not None or len(compute.calls) > 1:
+    def _is_quiet(self, compute: Compute) -> bool:
+        """Whether `compute`, which has just begun, needs to know nothing of the modules within: operators find the
+        weights at home."""
+        return not self.runtime.memory.uses_copies and self._is_alone(compute)
+
+    def _is_alone(self, compute: Compute) -> bool:
+        """Whether nothing but autograd sees what `compute`, which has just begun, does with weights."""
+        modes = compute.operators is not None or compute.functions is not None or len(compute.calls) > 1
+        return not modes and compute.compiler is None and self._regions.compiler is None
+
+    def _begins_to_work(self, compute: Compute, module: torch.nn.Module) -> bool:
+        """Have modules compute with working weights, if they can, in `compute`, which has just begun with `module`."""
+        alone = self._is_alone(compute) and not self._regions.any_asked and not self._saved.casts.are_made()
+        if compute.task >= 0:
+            if alone and self.working.in_backward and not self.runtime.tracer.measured:
+                self.working.enter()
+                return True
             return False
-        if compute.compiler is not None or self._regions.compiler is not None:
-            return False
-        if not self.runtime.memory.uses_copies:
-            return True
-        if compute.task >= 0 or self._regions.any_asked or self._saved.casts.are_made():
-            return False
-        return self.leases.begin_whole(call, module)
+        if alone and self.activations is None and self._saved.is_alone() and torch_private.transform_level() is None:
+            backward = self.segments.backward_key() if torch.is_grad_enabled() else None
+            return self.working.begin(type(module).__name__, backward, anew=self.segments.several)
+        self.working.release()
+        return False
 
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -221,7 +234,10 @@ class Interception:
             if compute.task < 0:
                 self._outermost.add(module)
             if dtype is not None and module in self._outermost:
-                args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+                if kwargs or any(map(_is_tree, args)):
+                    args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+                else:
+                    args = tuple([_cast(value, dtype) for value in args])
             self._enter(compute, module, args, kwargs)
         except BaseException:
             self.reset()
@@ -257,9 +273,9 @@ class Interception:
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
         more = runtime.tracer.unseen_growth > 1 and not runtime.memory.device.watched
-        self._enter_modes(compute, watched=measured or more)
+        self._enter_modes(compute, module, watched=measured or more)
 
-    def _enter_modes(self, compute: Compute, *, watched: bool) -> None:
+    def _enter_modes(self, compute: Compute, module: torch.nn.Module, *, watched: bool) -> None:
         """`watched`: the device may refuse memory that no trace knows of yet."""
         memory = self.runtime.memory
         leaves = watched and (memory.uses_copies or memory.may_leave_device)
@@ -269,6 +285,7 @@ class Interception:
             if compute.task < 0 and (leaves or self.activations is not None):
                 self._saved.enter(compute)
             return
+        compute.works = self._begins_to_work(compute, module)
         if compute.task >= 0:
             self.runtime.uses.notice_writes_by_hooks()
             self.gradients.rest_again()
@@ -276,7 +293,8 @@ class Interception:
             with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
             self.gradients.within_step = self.gradients.half_stepped
-        self._saved.enter(compute)
+        if not compute.works:
+            self._saved.enter(compute)
 
     def _left_device(self) -> None:
         """Weights are not where operators find them any more, in the middle of what computes."""
@@ -368,6 +386,7 @@ class Interception:
             runtime.trailing.pause()
             runtime.renew_touched()
         self._backwards += 1
+        self.working.begin_backward()
         runtime.bindings.leave_home(backward=True)
         self.gradients.rest_again()
 
@@ -382,6 +401,9 @@ class Interception:
             self.runtime.bindings.go_home()
             if not self.runtime.bindings.away:
                 self.gradients.sent_home.clear()
+            if not self._backwards and self.working.in_backward:
+                self.working.end_backward()
+                self.segments.forget_forwards()
             if not self._backwards and not self._computes.here:
                 self.runtime.trailing.resume()
 
@@ -395,6 +417,16 @@ class Interception:
             return node is not None and not hasattr(node, "variable")
         self._forget_interrupted()
         return False
+
+    def meets_unbound(self, *, hands_out: bool) -> bool:
+        """A function has met a weight that no module gave it, and `hands_out` its memory. Returns whether modules have
+        working weights around it, which they will not have again: within forwards a program does so each time."""
+        works = any(compute.works for compute in self._computes.here if compute.task < 0)
+        if works or hands_out:
+            self.working.serve = False
+        if self.working.in_backward:
+            self.segments.on_backward()
+        return works
 
     def keep(self, used: list[ManagedParameter]) -> bool:
         """`used`, which are bound, stay so until the innermost call of a module is over. False if there is none."""
@@ -439,6 +471,9 @@ class Interception:
             while ended.calls:
                 self.leases.end(ended.calls.pop())
             ended.end()
+            if ended.works:
+                ended.works = False
+                self.working.end()
             if ended.thread == threading.get_ident():
                 HELD_BACK.end_segment()
             if ended.task < 0:
@@ -465,6 +500,9 @@ class Interception:
         """`compute` was interrupted, perhaps on another thread."""
         while compute.calls:
             self.leases.end(compute.calls.pop())
+        if compute.works:
+            compute.works = False
+            self.working.end()
         if not in_backward():
             self._backwards = 0
             self.runtime.bindings.all_home()
@@ -480,11 +518,6 @@ class Interception:
         with turn.held("a state dict"):
             self._forget_interrupted()
             self.runtime.traffic.wait_for_updates()
-
-    def displace_hooks(self) -> None:
-        """Have saved-tensor hooks of the program keep aliases of weights, not what is bound."""
-        with HELD_BACK:
-            self._saved.displace_others()
 
     def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
         """`Module.to` and the like of `parameters`: managed ones, and their gradients, stay where they are, as they
@@ -516,6 +549,10 @@ class Interception:
             self._rest_of(self._forward)
         self._computes = _OfThread()
         forget_what_is_over()
+
+
+def _is_tree(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -65,14 +65,6 @@ class Leases:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
 
-    def begin_whole(self, call: Call, module: torch.nn.Module) -> bool:
-        """Bind all weights of the model, none of which moves, until `end(call)`; False if some may."""
-        if not self._runtime.uses.use_all(type(module).__name__):
-            return False
-        call.displaced = self._saved.displace_others(self._runtime.parameters)
-        self.keep(call, self._runtime.parameters)
-        return True
-
     def _fit(self, used: list[ManagedParameter]) -> bool:
         """Whether chunks may ever have room for all of `used` at once."""
         memory, chunks = self._runtime.memory, {managed.chunk for managed in used}

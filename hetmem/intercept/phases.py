@@ -137,13 +137,13 @@ class StepSegments:
         self.settle()
         self.thread = threading.get_ident()
         tracer = self._runtime.tracer
-        if tracer.key == self._backward_key():
+        if tracer.key == self.backward_key():
             self._pending = ()
         if torch.is_grad_enabled() and len(self._pending) <= _FORWARDS:
             self._pending = (*self._pending, key)
         self._size = max(size, self._size) if self.several else size
         measured = tracer.must_measure(key, size) or self._runtime.sanitize
-        backward = self._backward_key()
+        backward = self.backward_key()
         if torch.is_grad_enabled() and tracer.must_measure(backward, self._size):
             self._attempts[backward] = self._attempts.get(backward, 0) + 1
             measured = measured or self._attempts[backward] <= _MEASUREMENTS
@@ -161,7 +161,7 @@ class StepSegments:
         self._runs = runs
         self._runtime.enter(TrainingPhase.BACKWARD)
         self.backwards += 1
-        key = self._backward_key()
+        key = self.backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:
@@ -206,5 +206,10 @@ class StepSegments:
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 
-    def _backward_key(self) -> Hashable:
+    def forget_forwards(self) -> None:
+        """A backward is over that was not seen to begin: the next one is of other forwards."""
+        self._pending = ()
+
+    def backward_key(self) -> Hashable:
+        """What the backward of the forwards so far is known by."""
         return ("backward", self._pending if len(self._pending) <= _FORWARDS else _FORWARDS)

@@ -90,6 +90,23 @@ class SavedTensors:
         if self.runtime.memory.uses_copies:
             self.segments.on_backward()
 
+    def is_alone(self) -> bool:
+        """Whether no hooks for saved tensors are around."""
+        return _AUTOGRAD._top_saved_tensors_default_hooks(True) is None
+
+    def enter_function(self) -> bool:
+        """Have weights that one function meets saved by name, where nothing else sees to it, until `leave_function`;
+        False if something does."""
+        if not self.is_alone() or not _AUTOGRAD._saved_tensors_hooks_is_enabled():
+            return False
+        _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, None), _unpack)
+        return True
+
+    @staticmethod
+    def leave_function() -> None:
+        """End `enter_function`."""
+        _AUTOGRAD._pop_saved_tensors_default_hooks()
+
     def enter(self, compute: Compute) -> None:
         """Autograd calls these hooks until the end of `compute`, unless there are others."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
@@ -97,9 +114,9 @@ class SavedTensors:
             return  # a checkpoint counts what is saved, and another's hooks see everything
         _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, compute), _unpack)
 
-    def displace_others(self, used: Iterable[ManagedParameter] | None = None) -> Any:
+    def displace_others(self, used: Iterable[ManagedParameter]) -> Any:
         """Until `restore_others` is called with what this returns, hooks of the program, if those are on top, are
-        given aliases of weights: of `used`, which are bound, or of any."""
+        given aliases of weights: of `used`, which are bound."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None or _is_ours(top) or (isinstance(top[0], _Over) and top[0].is_of(self)):
             return None
@@ -386,13 +403,13 @@ def _code_of(hooks: type) -> Any:
 _CHECKPOINTED, _RECOMPUTED = map(_code_of, (torch_private.checkpoint_hook, torch_private.recomputation_hook))
 
 
-def _keep_no_parameter(pack: Any, used: Iterable[ManagedParameter] | None) -> bool:
+def _keep_no_parameter(pack: Any, used: Iterable[ManagedParameter]) -> bool:
     """Whether `pack` is of a checkpoint of torch's that will not keep a parameter itself. In the forward it keeps
     nothing, and of what is computed once more the memory, on the device, of what gets a gradient."""
     code = getattr(getattr(pack, "__wrapped__", pack), "__code__", None)
     if code is None or code is not _RECOMPUTED:
         return code is not None and code is _CHECKPOINTED
-    return used is not None and all(managed.parameter.requires_grad for managed in used)
+    return all(managed.parameter.requires_grad for managed in used)
 
 
 def _is_ours(hooks: tuple[Any, Any]) -> bool:

@@ -301,13 +301,13 @@ class Cache:
         tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
         """
         schedule, copies, held = self.schedule, self.copies, self.held
-        start, end = schedule.position, schedule.horizon(lookahead)
-        if start < self.complete:
-            start = self.complete
+        start, end = max(schedule.position, self.complete), schedule.horizon(lookahead)
+        if start >= end:
+            return []
         missing: list[int] = []
         comes_by_itself: set[int] = set()
         complete = True
-        for at, blocks in enumerate(schedule.between(start, end) if start < end else (), start):
+        for at, blocks in enumerate(schedule.between(start, end), start):
             for block in blocks:
                 if block not in copies:
                     break
@@ -324,7 +324,7 @@ class Cache:
                     if len(missing) >= most:
                         return missing
         if complete:
-            self.complete = self._complete_from(max(start, end), 4 * lookahead)
+            self.complete = self._complete_from(end, 4 * lookahead)
         return missing
 
     def _complete_from(self, start: int, most: int) -> int:
@@ -355,7 +355,7 @@ class Cache:
         """Return the first block that the next `fed_ahead` uses read and that is neither on this tier nor `staged`, of
         those that come through staging; None if there is none."""
         schedule, copies = self.schedule, self.copies
-        start, end = schedule.position, schedule.horizon(self.fed_ahead)
+        start, end = max(schedule.position, self.complete), schedule.horizon(self.fed_ahead)
         for blocks in schedule.between(start, end) if start < end else ():
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):

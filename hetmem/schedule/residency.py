@@ -82,10 +82,11 @@ class Residency:
         device, host = self._caches
         return block in device.copies or block in host.copies
 
-    def all_on_device(self, blocks: Iterable[int]) -> bool:
+    def all_on_device(self, blocks: Iterable[int | None]) -> bool:
         """Whether each of `blocks` has a VALID copy on the device."""
         copies = self._caches[DEVICE].copies
-        return all(block in copies and copies[block].state is VALID for block in blocks)
+        states = [copies[block].state if block in copies else None for block in blocks]
+        return states.count(VALID) == len(states)
 
     def slot(self, block: int, tier: Tier) -> int:
         """The first slot of the VALID copy of `block` on `tier`."""

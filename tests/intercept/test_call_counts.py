@@ -15,7 +15,7 @@ from tests.forked import Forks
 
 MOST: dict[str, tuple[int, int, int]] = {
     "whole on the device, float32": (3_500, 200, 1_300),
-    "whole on the device, bfloat16": (8_700, 7_100, 3_950),
+    "whole on the device, bfloat16": (3_500, 340, 1_450),
     "homes on the host, all copies": (21_400, 11_450, 35_400),
     "homes on the host, a third of the copies": (24_450, 18_600, 32_800),
 }

@@ -1,0 +1,285 @@
+"""The weights that a model computes with which is whole on the device, in 16 bits: nothing in a forward moves them.
+
+Note "working weights": each parameter has a second one, over its copy on the device. For the length of a forward, or of
+what a checkpoint computes once more, modules have these under the names of their parameters: an entry in the `__dict__`
+of a module comes before its `_parameters`. So autograd keeps and checks them like any weight, without a hook, and adds
+their gradients up itself, in the home of the gradient: it begins as -0.0, to which whatever is added stays what it is.
+FSDP2 gives modules its unsharded parameters likewise. The parameters stay at home, and what meets one in another way
+than by its module binds it as ever (`intercept.faults`). What they cannot serve is learned from the forwards that are
+measured: then a model goes by `intercept.leases`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from hetmem import torch_private
+from hetmem.base.weak import weakly
+from hetmem.engine.gradients import GradientSink
+from hetmem.engine.param_views import Given, leave_working, let_arrive, show_gradient, take_arrived, working_weight
+from hetmem.engine.runtime import Runtime
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.schedule.trace import Moment
+
+# Asked of each parameter in each step: by C alone.
+_VERSION, _TRAINS = attrgetter("_version"), attrgetter("requires_grad")
+_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_DEVICE = attrgetter("device")
+_referrers: Any = torch_private.tensor_references
+
+
+class WorkingWeights:
+    """Those of the model `module`, and the leases of the copies that they are over."""
+
+    def __init__(self, module: torch.nn.Module, runtime: Runtime, sink: GradientSink) -> None:
+        self._model, self._runtime, self._sink = weakref.ref(module), runtime, sink
+        self.serve = runtime.memory.mixed_precision is not None
+        """Whether the program has done nothing yet that they cannot serve."""
+        self._managed = runtime.parameters
+        self._parameters = [managed.parameter for managed in self._managed]
+        self._weights: list[torch.Tensor] = []
+        self._over: list[Any] = []
+        """The views of copies that `_weights` are over, and which of them are trained."""
+        self._older: list[tuple[ManagedParameter, weakref.ref[torch.Tensor]]] = []
+        """Earlier ones, which a graph may still refer to."""
+        self._places: list[tuple[dict[str, Any], dict[str, Any], str, int]] = []
+        """The `__dict__` and `_parameters` of each module with a parameter, its name there, and its number."""
+        self._versions: list[int] = []
+        """Those of parameters, as far as working weights have counted them."""
+        self._counted: list[int] = []
+        """Those of working weights as a forward began."""
+        self._blocks: tuple[int, ...] = ()
+        """Those that are leased until `release`; none if nothing is."""
+        self._entered = 0
+        self._given: list[Given] | None = None
+        """Those of the backward that runs."""
+        runtime.uses.release_working = weakly(self.release)
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def begin(self, operator: str, backward: Hashable | None, *, anew: bool) -> bool:
+        """Have modules compute with working weights until `end`; False if they cannot in the forward that has begun.
+        `backward` is the key of the one that may follow. `anew`: gradients of this forward are added to those of
+        another one in float32, as a parameter whose `.data` is set for each has them."""
+        if not (self.serve and self._are_plain() and self._hold(operator, backward)):
+            self.release()
+            return False
+        self._make(anew=anew)
+        if not self._are_in_place():
+            return False
+        self._count_versions()
+        self.enter()
+        return True
+
+    def enter(self) -> None:
+        """Have modules compute with them, once more if they do."""
+        self._entered += 1
+        if self._entered == 1:
+            weights = self._weights
+            for names, _, name, at in self._places:
+                names[name] = weights[at]
+            self._counted = [*map(_VERSION, weights)]
+
+    def end(self) -> None:
+        """End `begin`, or `enter`; what was written to them goes home."""
+        self._entered -= 1
+        if self._entered:
+            return
+        for names, _, name, _ in self._places:
+            if name in names:
+                del names[name]
+        written = [*map(_VERSION, self._weights)] != self._counted
+        if written or not self.serve:
+            with self._runtime.unwatched():
+                self._bring_writes_home()
+
+    def _bring_writes_home(self) -> None:
+        writes = self._runtime.writes
+        for managed, weight, before in zip(self._managed, self._weights, self._counted, strict=True):
+            taken, managed.data_taken = managed.data_taken, False
+            if weight._version != before:
+                self.serve = False
+                writes.by_operator(managed)
+            elif taken:
+                writes.compare(managed)
+
+    def parameter_of(self, weight: Any) -> ManagedParameter | None:
+        """The parameter that `weight` works for, None if it is no working weight."""
+        parameter = vars(weight).get("hetmem_parameter", _nothing)()
+        return self._runtime.bindings.by_id.get(id(parameter))
+
+    # ---- whether they can ----------------------------------------------------------------------------------------
+
+    def _are_plain(self) -> bool:
+        """Whether only hetmem has hooks at parameters, and no listener is to be told of each gradient."""
+        hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
+        told = any(listener.is_to_be_told for listener in self._sink.listeners)
+        return hooks <= {1} and self._sink.are_dense and not told
+
+    def _hold(self, operator: str, backward: Hashable | None) -> bool:
+        """Begin a segment in which nothing moves: all homes, and a copy of each, are on the device, and there is room
+        for all that is needed beside them, also in `backward`. Leases the copies until `release`."""
+        runtime = self._runtime
+        memory, tracer, residency, room = runtime.memory, runtime.tracer, runtime.traffic.residency, runtime.room
+        found = self._blocks or tuple(block for chunk in memory.chunks if (block := chunk.operand_block) is not None)
+        if not memory.resident or len(found) < len(memory.chunks) or not residency.all_on_device(found):
+            return False
+        moment, later = tracer.all_ahead(found), None if backward is None else tracer.book.get(backward)
+        if moment is None or (later is None) is not (backward is None) or runtime.writes.unsure:
+            return False
+        most = moment if later is None else Moment("backward", found, *later.worst()).times(tracer.growth)
+        if not (room.has_room_for_all(moment) and room.has_room_for_all(most)):
+            return False
+        if not (self._blocks and room.is_as_left(moment)):
+            with runtime.unwatched():
+                room.before_moment(moment)
+                self._blocks = self._blocks or self._lease(found)
+        runtime.traffic.order_behind_standing()
+        tracer.all_at_once(moment)
+        runtime.uses.saw(moment, operator, found)
+        return True
+
+    def _lease(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        """Begin a lease of each copy for each of its parameters, and have the views of all."""
+        runtime, chunks = self._runtime, self._runtime.chunks
+        runtime.uses.let_go()
+        slots = runtime.traffic.residency.use_all(blocks, [len(chunk.parameters) for chunk in chunks])
+        for chunk, slot in zip(chunks, slots, strict=True):
+            if any(managed.device is None for managed in chunk.parameters):
+                runtime.bindings.open_device(chunk, runtime.memory.device_pool, slot)
+        runtime.traffic.stand(chunks, slots)
+        return blocks
+
+    def release(self) -> None:
+        """End the leases: what a graph still holds of copies stays for as long as it does."""
+        if self._blocks and not self._entered:
+            self._blocks = ()
+            self._retire()
+            self._runtime.traffic.stand((), ())
+            self._runtime.uses.release(self._managed)
+
+    def _retire(self) -> None:
+        """Let go of the working weights. A graph that has saved one keeps its copy for as long; one that adds to its
+        gradient alone needs no memory of it."""
+        self._older = [each for each in self._older if each[1]() is not None]
+        weights, self._weights, self._over = self._weights, [], []
+        for managed, weight in zip(self._managed, weights, strict=False):
+            self._older += ((managed, weakref.ref(weight)),)
+            if _referrers(weight) <= 2:
+                leave_working(managed, weight)
+
+    def _make(self, *, anew: bool) -> None:
+        """Make working weights, unless those of before are as they should be, and need not be made `anew`."""
+        over = [*map(_DEVICE, self._managed), *map(_TRAINS, self._parameters)]
+        if not anew and len(over) == len(self._over) and all(map(is_, over, self._over)):
+            return
+        self._retire()
+        with self._runtime.unwatched(), torch.inference_mode(False):
+            self._weights = list(map(working_weight, self._managed))
+        self._over = over
+        self._versions = [*map(_VERSION, self._parameters)]
+        self._look()
+
+    def _look(self) -> None:
+        """Find the modules that have the parameters."""
+        model, numbers = self._model(), {id(parameter): at for at, parameter in enumerate(self._parameters)}
+        self._places = [
+            (vars(module), module._parameters, name, numbers[id(parameter)])
+            for module in (() if model is None else model.modules())
+            for name, parameter in module._parameters.items()
+            if id(parameter) in numbers and name not in vars(module)
+        ]
+
+    def _are_in_place(self) -> bool:
+        """Whether the modules have the parameters where they were, so none was given others for this call."""
+        found = [of[name] if name in of else None for _, of, name, _ in self._places]  # noqa: SIM401 - without a call
+        ours = [self._parameters[at] for _, _, _, at in self._places]
+        if all(map(is_, found, ours)) and len({at for *_, at in self._places}) == len(self._parameters):
+            return True
+        self._look()  # for the next forward
+        return False
+
+    def _count_versions(self) -> None:
+        """What was written to a parameter was written to its working weight: a graph that needs what this was raises
+        torch's own error."""
+        now = [*map(_VERSION, self._parameters)]
+        if now != self._versions:
+            changed = [w for w, new, old in zip(self._weights, now, self._versions, strict=True) if new != old]
+            torch.autograd.graph.increment_version(changed)
+            self._versions = now
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward runs that may be of a graph with working weights."""
+        return self._given is not None
+
+    def begin_backward(self) -> None:
+        """Have autograd add gradients up in their homes. Parameters are at home, unless a forward is around this."""
+        used = self._used()
+        if not used or self._given is not None:
+            return
+        with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
+            self._runtime.traffic.order_behind_standing()
+            if self._weights:
+                self._count_versions()
+            self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
+
+    def _used(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
+        """Those that are trained, if a graph may refer to any, with their parameters."""
+        used: list[tuple[ManagedParameter, torch.Tensor]] = []
+        if max(map(_referrers, self._weights), default=0) > 1:
+            used = [each for each in zip(self._managed, self._weights, strict=True) if each[1].requires_grad]
+        if self._older:
+            older = [(managed, weight()) for managed, weight in self._older]
+            used += [(managed, weight) for managed, weight in older if weight is not None and weight.requires_grad]
+        return used
+
+    def _begin_gradients(self, used: list[ManagedParameter]) -> set[ManagedParameter] | None:
+        """Let the gradients of `used` that there are none of begin as -0.0, which are returned; None if gradients are
+        not to be added up in their homes by autograd."""
+        runtime = self._runtime
+        told = any(listener.is_to_be_told for listener in self._sink.listeners)
+        if told or self._sink.lent or not runtime.memory.resident:
+            return None
+        runtime.traffic.ensure_homes(list(dict.fromkeys([managed.chunk for managed in used])), [Role.GRAD])
+        fresh = [managed for managed in used if managed.parameter.grad is None]
+        self._sink.open_homes(fresh)
+        others = {managed.chunk for managed in self._managed if managed.parameter.grad is not None}
+        whole = {managed.chunk for managed in fresh} - others if len(used) >= len(self._weights) else set[Chunk]()
+        zeros = [chunk.flat(Role.GRAD) for chunk in whole]
+        zeros += [
+            managed.grad_home for managed in fresh if managed.chunk not in whole and managed.grad_home is not None
+        ]
+        if zeros:
+            torch_private.foreach_zero(zeros)
+            torch_private.foreach_neg(zeros)
+        return {*fresh}
+
+    def end_backward(self) -> None:
+        """End `begin_backward`, also of a backward that has raised: there is no gradient where none has arrived."""
+        given, self._given = self._given, None
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed, arrived, gradient in take_arrived(given or ()):
+                self._hand_over(managed, arrived, gradient)
+
+    def _hand_over(self, managed: ManagedParameter, arrived: torch.Tensor, given: torch.Tensor | None) -> None:
+        """Take a gradient of `managed` that was not added to what was `given` for that."""
+        if given is not None:  # a sum of both that has a graph of its own (create_graph=True)
+            show_gradient(managed.parameter, arrived)
+            return
+        self._sink.before(managed)
+        show_gradient(managed.parameter, arrived)
+        self._sink.after(managed)
+        self._sink.arrive()
+
+
+def _nothing() -> None:
+    return None
