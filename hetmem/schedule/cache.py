@@ -7,7 +7,8 @@ put one of a few thousand in, or to take it out, moves a few KiB, and to read fr
 Note "scans": forwards without backwards use all weights in the same order, again and again. MIN then evicts what was
 used just now, but where the misses gather the link has too much to do, and elsewhere nothing. So a part of the blocks
 that is spread evenly over a round is `kept`, and all others pass through the few slots that are left, as far ahead as
-these reach: as many bytes as MIN needs, and a few slots more, evenly over the round.
+these reach: as many bytes as MIN needs, and a few slots more, evenly over the round. Where these would be many beside
+what is missing, MIN decides, and at most two blocks are ahead of their use, as each takes the place of one that stays.
 """
 
 from __future__ import annotations
@@ -116,6 +117,9 @@ class Order:
 _AHEAD = 16
 """One slot in so many is used to fetch ahead in a scan, or in so many of what is streamed, if that is less."""
 
+_MORE = 9 / 8
+"""Nothing is kept where that streams so much more than MIN fetches, as where little is missing."""
+
 _ALMOST = 0.9
 """Of the way to the furthest use: a copy that is used so late is as good to evict as the one used last."""
 
@@ -222,11 +226,12 @@ class Cache:
         elif self._kept_for is None or self._kept_for[0] is not known or self._kept_for[1] != slots:
             order = known.spread()
             taken = [*accumulate(map(self._span, order), initial=0)]
-            kept = 0
-            if taken[-1] > slots:
+            kept, missing = 0, taken[-1] - slots
+            if missing > 0:
                 need = range(len(order)), slots
                 kept = bisect_right(*need, key=lambda kept: taken[kept] + self._passage(order[kept:], slots)) - 1
-            self.kept, self._kept_for = set(order[: max(0, kept)]), (known, slots)
+            few = taken[-1] - taken[kept] > _MORE * missing
+            self.kept, self._kept_for = set() if few else set(order[: max(0, kept)]), (known, slots)
 
     def _passage(self, blocks: Sequence[int], slots: int) -> int:
         """Return how many of `slots` slots `blocks` pass through in a scan: the most that they take from the first to

@@ -294,6 +294,12 @@ def segment_name(key: Hashable) -> str:
     return str(key[0]) if isinstance(key, tuple) else str(key)
 
 
+def infers(key: Hashable | None) -> bool:
+    """Whether the segment with `key` is a forward without gradients; its key has the module, its mode, and whether
+    gradients are enabled."""
+    return isinstance(key, tuple) and segment_name(key) == "forward" and key[3:4] == (False,)
+
+
 STEP = ("step",)
 """The key of the segment in which the optimizer updates: no copy of a weight outlives it unchanged."""
 
