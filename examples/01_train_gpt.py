@@ -336,10 +336,11 @@ def run(config: GPTConfig, options: argparse.Namespace, nvme_dir: str) -> None:
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     states = format_size(parameters * STATE_BYTES_PER_PARAMETER)
+    minutes = options.steps * (0.5 + 0.3 * options.check) / 60
     print(
         f"{parameters:,} parameters, {states} of states, train on a {'simulated ' * (device == 'cpu')}device of "
         f"{options.device_memory}, {options.host_memory} of host memory and a file: {options.steps} steps"
-        f"{' beside plain torch' * options.check}, on two cores half a second each; then the report and a sample."
+        f"{' beside plain torch' * options.check}, about {minutes:.0f} minutes on two cores; then report and sample."
     )
     corpus, vocabulary = read_corpus(config.vocabulary)
     batches = random_batches(corpus, config.context, device)

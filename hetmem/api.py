@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -37,6 +37,20 @@ if TYPE_CHECKING:
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ClassT = TypeVar("ClassT", bound=type[torch.nn.Module])
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The keywords of `manage`."""
+
+    device: str | torch.device | Device | None = None
+    mixed_precision: Precision | None = None
+    chunk_bytes: int | str | None = None
+    policy: EvictionPolicy | None = None
+    sanitize: bool = False
+    plan: Plan | str | os.PathLike[str] | None = None
+    hardware: HardwareProfile | str | os.PathLike[str] | None = None
+    activations: ActivationsName = "keep"
 
 
 def manage(
@@ -83,38 +97,12 @@ def manage(
     `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
     module as it was. After an interrupt it is as it was, or managed.
     """
-    return _manage(
-        module,
-        budget,
-        accelerator=None,
-        built=None,
-        device=device,
-        mixed_precision=mixed_precision,
-        chunk_bytes=chunk_bytes,
-        policy=policy,
-        sanitize=sanitize,
-        plan=plan,
-        hardware=hardware,
-        activations=activations,
-    )
+    asked = _Options(device, mixed_precision, chunk_bytes, policy, sanitize, plan, hardware, activations)
+    return _manage(module, budget, asked)
 
 
-def _manage(
-    module: ModuleT,
-    budget: Budget | None,
-    *,
-    accelerator: Device | None,
-    built: BuildingMemory | None,
-    device: str | torch.device | Device | None = None,
-    mixed_precision: Precision | None = None,
-    chunk_bytes: int | str | None = None,
-    policy: EvictionPolicy | None = None,
-    sanitize: bool = False,
-    plan: Plan | str | os.PathLike[str] | None = None,
-    hardware: HardwareProfile | str | os.PathLike[str] | None = None,
-    activations: ActivationsName = "keep",
-) -> ModuleT:
-    """`manage` a module that was built in the memory `built`, if it is given, for `accelerator`."""
+def _refuse(module: Any, budget: Any, asked: _Options) -> None:
+    """Raise `ManageError` for what cannot be managed, or not as it is `asked`, as far as that is known at once."""
     if isinstance(module, type):
         raise ManageError(
             f"expected a torch.nn.Module, got the class {module.__name__}: pass an instance, or decorate it with "
@@ -123,27 +111,40 @@ def _manage(
     if not isinstance(module, torch.nn.Module):
         raise ManageError(f"expected a torch.nn.Module, got {type(module).__name__}")
     registry.refuse_managed(module)
-    mixed_precision = precision_of(mixed_precision)
+    precision_of(asked.mixed_precision)
     refuse_budget(budget)
+    policy: Any = asked.policy
     if policy is not None and (isinstance(policy, type) or not callable(getattr(policy, "rank", None))):
         raise ManageError(f"policy must be an instance like hetmem.LRU(), with a method rank, got {policy!r}")
-    refuse_activations(activations)
-    if not isinstance(sanitize, bool):
-        raise ManageError(f"sanitize must be True or False, got {sanitize!r}")
+    refuse_activations(asked.activations)
+    if not isinstance(asked.sanitize, bool):
+        raise ManageError(f"sanitize must be True or False, got {asked.sanitize!r}")
+
+
+def _manage(
+    module: ModuleT,
+    budget: Budget | None,
+    asked: _Options,
+    accelerator: Device | None = None,
+    built: BuildingMemory | None = None,
+) -> ModuleT:
+    """`manage` a module that was built in the memory `built`, if it is given, for `accelerator`."""
+    _refuse(module, budget, asked)
+    mixed_precision, chunk_bytes = precision_of(asked.mixed_precision), asked.chunk_bytes
     _warn_of_others()
-    planned = _plan(plan)
+    planned = _plan(asked.plan)
     if planned is not None:
         if budget is not None or chunk_bytes is not None:
             raise ManageError("a plan says the budget and chunk_bytes: give manage the plan, or those, not both")
         mixed_precision = _planned_precision(planned, mixed_precision)
         budget, chunk_bytes = planned.budget, planned.chunk_bytes
-    profile = _profile(hardware, planned)
-    accelerator = accelerator or _accelerator(device)
+    profile = _profile(asked.hardware, planned)
+    accelerator = accelerator or _accelerator(asked.device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     with HELD_BACK, ExitStack() as undone:
         with torch.inference_mode(False):  # where tensors take writes later
-            how = activations if activations != "keep" or planned is None else planned.activations
+            how = asked.activations if asked.activations != "keep" or planned is None else planned.activations
             moves = how != "keep"
             memory = build_memory(
                 module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves, built=built
@@ -156,10 +157,10 @@ def _manage(
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
         ahead = Prefetch()
         at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
-        residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once)
+        residency = Residency(slots, asked.policy, lookahead=ahead.uses_ahead, in_flight=at_once)
         engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
-        runtime = Runtime(memory, residency, engine, sanitize=sanitize)
+        runtime = Runtime(memory, residency, engine, sanitize=asked.sanitize)
         runtime.hardware = profile
         runtime.planned_optimizer = {} if planned is None else planned.optimizer
         runtime.prediction = None if planned is None else planned.prediction
@@ -242,20 +243,20 @@ def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], 
     an instance raises what `manage` does.
     """
     refuse_budget(budget)
-    known = set(inspect.signature(manage).parameters) - {"module", "budget"}
+    known = {option.name for option in fields(_Options)}
     if unknown := sorted(set(options) - known):
         raise ManageError(f"hetmem.managed has no option {unknown[0]!r}: it takes {', '.join(sorted(known))}")
 
     def decorate(cls: ClassT) -> ClassT:
         if not (isinstance(cls, type) and issubclass(cls, torch.nn.Module)):
             raise ManageError(f"hetmem.managed decorates classes derived from torch.nn.Module, got {cls!r}")
-        _build_managed(cls, budget, options)
+        _build_managed(cls, budget, _Options(**options))
         return cls
 
     return decorate
 
 
-def _build_managed(cls: type[torch.nn.Module], budget: Budget | None, options: dict[str, Any]) -> None:
+def _build_managed(cls: type[torch.nn.Module], budget: Budget | None, asked: _Options) -> None:
     """Wrap `__init__` of `cls` and of every later subclass: the outermost one to return has built the module."""
     own = vars(cls).get("__init_subclass__")
 
@@ -265,13 +266,13 @@ def _build_managed(cls: type[torch.nn.Module], budget: Budget | None, options: d
         else:
             super(cls, subclass).__init_subclass__(**keywords)
         if "__init__" in vars(subclass):
-            _wrap_init(subclass, budget, options)
+            _wrap_init(subclass, budget, asked)
 
     cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
-    _wrap_init(cls, budget, options)
+    _wrap_init(cls, budget, asked)
 
 
-def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, options: dict[str, Any]) -> None:
+def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, asked: _Options) -> None:
     init = cls.__init__
 
     @functools.wraps(init)
@@ -279,12 +280,12 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, options: dict[
         if Building.active():
             init(self, *args, **kwargs)  # a part of a module that is being built, or a base class of it
             return
-        plan = _plan(options.get("plan"))
+        plan = _plan(asked.plan)
         limits = (budget or (Budget() if plan is None else plan.budget)).limits()
-        accelerator = _accelerator(options.get("device"))
+        accelerator = _accelerator(asked.device)
         built = build_within(limits, accelerator, lambda: init(self, *args, **kwargs))
         try:
-            _manage(self, budget, accelerator=accelerator, built=built, **{**options, "plan": plan})
+            _manage(self, budget, replace(asked, plan=plan), accelerator=accelerator, built=built)
         except BaseException:
             built.close()
             raise

@@ -24,10 +24,10 @@ PUBLIC = {
     "budget budget_bytes budget_in "
     "capacity_bytes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor decorator "
     "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
-    "link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model needs_its_file nvme_directories "
-    "optimizer overlap parameters peak_bytes peak_operator prediction profile profile_name reasons role_bytes "
-    "rows save setup slot_bytes stall_seconds step_seconds streamed_update_share streaming terms to_dict tokens "
-    "tokens_per_second with_nvme",
+    "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model needs_its_file "
+    "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction profile profile_name "
+    "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds streamed_update_share streaming "
+    "terms to_dict tokens tokens_per_second with_nvme",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",

@@ -295,7 +295,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     [
         ("fits", "yes", "plan: fits: expected bool, got 'yes'"),
         ("chunk_bytes", 1.5, "plan: chunk_bytes: expected int | null of numbers"),
-        ("version", 0, "plan: version: expected 7, got 0: another hetmem made it; plan again"),
+        ("version", 0, "plan: version: expected 8, got 0: another hetmem made it; plan again"),
         ("terms", None, "plan: terms: expected dict[str, float] of numbers"),
         ("mixed_precision", "float8", "plan: mixed_precision: expected bfloat16, float16 or null, got 'float8'"),
         ("capacity_bytes", {}, "plan: capacity_bytes: expected numbers for device, host, nvme, got {}"),

@@ -103,6 +103,8 @@ class Runtime:
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
+        if not self.traffic.residency.blocks:
+            return  # nothing ever moves
         self.traffic.execute(self.traffic.residency.expect_all(self.tracer.book.schedules(key)))
 
     def forget_copies(self) -> None:

@@ -14,7 +14,7 @@ from hetmem.engine.homes import Memory
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Tier, segment_name
+from hetmem.schedule.trace import Tier, infers, segment_name
 from hetmem.schedule.tracer import StepTracer
 
 _MOST_PARTS = 64
@@ -63,7 +63,7 @@ class Needs:
         )
 
 
-def remedies(needs: Needs, others: Sequence[Needs] = ()) -> Iterator[str]:
+def remedies(needs: Needs, others: Sequence[Needs] = (), *, trains: bool = True) -> Iterator[str]:
     """Changes that let the moment that failed pass, and all `others` that are known, the cheapest first; the last one,
     a larger budget, always does."""
     moments = (needs, *others)
@@ -71,7 +71,7 @@ def remedies(needs: Needs, others: Sequence[Needs] = ()) -> Iterator[str]:
         yield from _streamed(moments)
     else:
         yield from _smaller_chunks(moments)
-    yield from _micro_batches(moments)
+    yield from _micro_batches(moments, trains=trains)
     copies = max(moment.copy_bytes for moment in moments)
     if not needs.whole_bytes and needs.device_bytes > needs.chunk_cap_bytes < needs.copy_bytes:
         yield f"raise Budget(device_chunks=…): this moment needs {format_size(copies)} of chunks at once"
@@ -106,13 +106,14 @@ def _smaller_chunks(moments: Sequence[Needs]) -> Iterator[str]:
         yield f"set chunk_bytes={size}: then the chunks in use take {format_size(sizes[0])}"
 
 
-def _micro_batches(moments: Sequence[Needs]) -> Iterator[str]:
+def _micro_batches(moments: Sequence[Needs], *, trains: bool) -> Iterator[str]:
     """The fewest micro-batches, whose gradients add up, with which all pass: live bytes grow with the batch."""
     parts = 2
     while parts <= _MOST_PARTS:
         lives = [m.lasting_bytes + (m.live_bytes - m.lasting_bytes) // parts for m in moments]
         if all(moment.passes(live_bytes=live) for moment, live in zip(moments, lives, strict=True)):
-            yield f"use a smaller batch: with {parts} micro-batches what is live here is about {format_size(lives[0])}"
+            smaller = f"batch: with {parts} micro-batches" if trains else f"batch or prompt: with 1/{parts} of either"
+            yield f"use a smaller {smaller} what is live here is about {format_size(lives[0])}"
             return
         parts *= 2
 
@@ -147,7 +148,10 @@ class Shortage:
 
     def _where(self) -> str:
         key = self._tracer.key
-        return "outside a step" if key is None else f"moment {self._tracer.position} of the {segment_name(key)}"
+        if key is None:
+            return "outside a step"
+        without = " without gradients" if infers(key) else ""
+        return f"moment {self._tracer.position} of the {segment_name(key)}{without}"
 
     def _in_use(self) -> dict[str, int]:
         residency, slot = self._residency, self._memory.device_pool.slot_bytes
@@ -187,14 +191,17 @@ class Shortage:
         needs = self._needs(live_bytes, self._blocks_needed())
         moments = dict.fromkeys((moment.non_model_bytes, moment.blocks) for moment in self._tracer.known_moments())
         others = [self._needs(nbytes, set(blocks)) for nbytes, blocks in moments]
-        ways = ", or ".join(remedies(needs, others))
-        known = "what is known of the step" if self._tracer.measured else "the step"
+        trains = not infers(self._tracer.key)
+        ways = ", or ".join(remedies(needs, others, trains=trains))
+        whole = "step" if trains else "forward"
+        known = f"what is known of the {whole}" if self._tracer.measured else f"the {whole}"
         most = max((m.copy_bytes + m.live_bytes + m.home_bytes for m in (needs, *others)), default=0)
+        more = "Activation checkpointing needs less too" if trains else "A cache of keys and values grows by each token"
         return (
-            f"Any of these lets this moment pass, the cheapest first: {ways}. Activation checkpointing needs less too. "
+            f"Any of these lets this moment pass, the cheapest first: {ways}. {more}. "
             f"In all {known} needs {format_size(most)} of the device; before a run, hetmem plan MODULE:FUNCTION "
-            f"--input … --device-memory {self._memory.device_bytes} --host-memory "
-            f"{self._memory.host_pool.capacity_bytes} says what the whole step needs"
+            f"--input … {'' if trains else '--inference '}--device-memory {self._memory.device_bytes} --host-memory "
+            f"{self._memory.host_pool.capacity_bytes} says what the whole {whole} needs"
         )
 
     def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:

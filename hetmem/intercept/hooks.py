@@ -74,6 +74,37 @@ class AfterForward(_OfThisModule):
                 hooked.after_forward(module, output)
 
 
+class PartHooks:
+    """The hooks around the forwards of a model's parts, by their `handles`.
+
+    Torch calls a module that has hooks in three times as many calls of Python. A model that is whole on the device, and
+    computes without gradients, needs those of its own call alone: so parts without others' hooks go without, from such
+    a forward on until the next other one, or the next step.
+    """
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self._handles = list(handles)
+        self._off: list[tuple[Any, Any]] | None = None
+
+    def take_off(self) -> None:
+        """Take the hooks off every part that has no others."""
+        if self._off is None:
+            self._off = []
+            for handle in self._handles:
+                hooks = handle.hooks_dict_ref()
+                if hooks is not None and len(hooks) == 1 and handle.id in hooks:
+                    self._off.append((handle, hooks.pop(handle.id)))
+
+    def put_back(self) -> None:
+        """Have them where they were, before those that came meanwhile."""
+        off, self._off = self._off or (), None
+        for handle, hook in off:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None:
+                hooks[handle.id] = hook
+                hooks.move_to_end(handle.id, last=False)
+
+
 class BeforeStateDict(_OfThisModule):
     """A pre-hook of state dicts, and of loading them, beside these."""
 

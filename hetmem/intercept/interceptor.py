@@ -49,6 +49,7 @@ from hetmem.intercept.hooks import (
     BeforeForward,
     BeforeStateDict,
     Convert,
+    PartHooks,
     hook_conversions,
 )
 from hetmem.intercept.leases import Leases, Regions
@@ -109,6 +110,7 @@ class Interception:
         self._backwards = 0
         """Those that run, one within the other."""
         self._handles: list[Any] = []
+        self._parts = PartHooks(())
         self.removed = False
         self._regions = Regions(runtime, self.leases)
         self._tracing = self._regions.tracing
@@ -124,6 +126,8 @@ class Interception:
         """The hooks; those that a module refuses leave the ones before them, for `remove`."""
         tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
+        self._parts = PartHooks(self._handles[2:])
+        self.segments.step_began = weakly(self._parts.put_back)
         reading = BeforeStateDict(self)
         for part in module.modules():
             self._handles.append(part.register_state_dict_pre_hook(reading))
@@ -136,6 +140,7 @@ class Interception:
     def remove(self) -> None:
         """Take all hooks off."""
         self.removed = True
+        self._parts.put_back()
         if self.activations is not None:
             self.activations.closed = True
         self.reset()
@@ -189,7 +194,9 @@ class Interception:
                 if not self._regions.runs:
                     if compute.works or self._is_quiet(compute):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
+                        (self._parts.take_off if self._needs_no_parts(module) else self._parts.put_back)()
                     else:
+                        self._parts.put_back()
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
@@ -222,6 +229,12 @@ class Interception:
             return self.working.begin(type(module).__name__, backward, anew=self.segments.several)
         self.working.release()
         return False
+
+    def _needs_no_parts(self, module: torch.nn.Module) -> bool:
+        """Whether a quiet forward of `module` is one of the whole model in which only its own call matters."""
+        runtime = self.runtime
+        asked = self._regions.any_asked or self.activations is not None or torch.is_grad_enabled()
+        return not (asked or runtime.memory.uses_copies) and module is self._model()
 
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -306,6 +319,7 @@ class Interception:
 
     def _left_device(self) -> None:
         """Weights are not where operators find them any more, in the middle of what computes."""
+        self._parts.put_back()
         bindings = self.runtime.bindings
         for compute in self._computes.here:
             if compute.task < 0:

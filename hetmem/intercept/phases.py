@@ -33,12 +33,19 @@ def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """Return what makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and
     not their shapes), the bytes of its inputs, which its memory grows with, and its tokens: the elements of the largest
     integer input."""
-    leaves = tree_leaves((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    kinds = tuple((leaf.dim(), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves)
-    key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), kinds)
-    tokens = max((leaf.numel() for leaf in tensors if not leaf.dtype.is_floating_point), default=0)
-    return key, sum(leaf.numel() * leaf.itemsize for leaf in tensors), tokens
+    kinds: list[Any] = []
+    nbytes = tokens = 0
+    for leaf in tree_leaves((args, kwargs)):  # at each token that is generated
+        if isinstance(leaf, torch.Tensor):
+            kinds.append((leaf.dim(), leaf.dtype))
+            count = leaf.numel()
+            nbytes += count * leaf.itemsize
+            if count > tokens and not leaf.dtype.is_floating_point:
+                tokens = count
+        else:
+            kinds.append(type(leaf))
+    key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), tuple(kinds))
+    return key, nbytes, tokens
 
 
 class _Ended:
@@ -99,7 +106,8 @@ def _hetmem_is_at_work() -> bool:
 
 
 class StepSegments:
-    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
+    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward, and
+    `step_began` before a step."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -120,6 +128,7 @@ class StepSegments:
         """Bytes of the largest inputs of the forwards that a backward now may be of."""
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
+        self.step_began: Callable[[], object] = lambda: None
 
     @property
     def in_backward(self) -> bool:
@@ -200,6 +209,7 @@ class StepSegments:
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
+        self.step_began()
         self.settle()
         self._runtime.trailing.stop()
         self._runtime.enter(TrainingPhase.STEP)

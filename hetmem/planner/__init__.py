@@ -31,6 +31,7 @@ from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
+from hetmem.planner.layers import cheapest_mixes
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
@@ -40,6 +41,7 @@ from hetmem.planner.model import (
     hugging_face_call,
     in_bfloat16,
     joined,
+    repeated_layers,
     trace,
     trace_real,
     traced,
@@ -183,30 +185,47 @@ def plan_within(
             raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
         workload = light
     kept, kept_light = workload, light
+    alone = hardware.host_to_device.by_the_caller
 
     def moved(kept: Workload | None, how: str = activations) -> Workload | None:
         """`kept` as `manage(activations=how)` computes it."""
         if kept is None or how == "keep" or inference:
             return kept
-        alone = hardware.host_to_device.by_the_caller
         return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
 
     def moving_some(made: Workload | None) -> Workload | None:
         return made if made is not None and made.moves else None
 
     workload, light = moved(kept) or kept, moved(light)
+    layers, within, mix = None, capacities, None
+    if activations == "auto" and kept.saved and compares and not (inference or alone):
+        told("comparing what may become of each layer's activations")
+        of, count = ("", 0) if checkpointing or real else repeated_layers(call)
+
+        @functools.cache
+        def with_first(recomputed: int) -> Workload | None:
+            return checkpointed(call, results, recomputed) if recomputed else kept
+
+        asked = Setting(capacities, chunk_bytes, updating=updating)
+        moves, mix = cheapest_mixes(with_first, count, asked, hardware, micro_batches)
+        if moves is not None:
+            workload, within, layers = moves.workload, moves.capacities, moves.told(of, count)
     told("searching for the fastest way to run it")
     found = (
         ()
         if real or inference or not compares
         else _variants(call, kept_light, kept, micro_batches, results, updating, checkpointing, moved)
     )
+    if mix is not None:
+        mixes = mix.workload
+        text = f"checkpoint the first {mix.recomputed} of the {count} layers"
+        found = (Variant("mix", text, lambda: mixes, micro_batches), *found)
     if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
         found = (*found, Variant("move", text, lambda: moving_some(moved(kept, "auto")), micro_batches))
     decision = decide(
         workload,
-        capacities,
+        within,
         hardware,
         chunk_bytes=chunk_bytes,
         micro_batches=micro_batches,
@@ -228,11 +247,17 @@ def plan_within(
         return as_plan(decision, checkpointing=checkpointing)
     told("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
-    better = combined(decision, capacities, hardware, lighter)
-    made = as_plan(decision, checkpointing=checkpointing)
+    others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
+    others += [] if mix is None else [(mix.workload, mix.capacities)]
+    others += [] if layers is None else [(moved(kept) or kept, capacities)]
+    better = combined(decision, capacities, hardware, others)
+    made = as_plan(decision, checkpointing=checkpointing, layers=layers)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        made = replace(made, combined=as_plan(better, checkpointing=lightened).to_dict())
+        mixed = layers if better.workload is workload else None
+        if mix is not None and better.workload is mix.workload:
+            mixed = mix.told(of, count)
+        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}

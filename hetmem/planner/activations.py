@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hetmem.planner.rehearsal.simulator import SimulatedTraffic
-from hetmem.planner.reservation import arrange
+from hetmem.planner.reservation import OWN, arrange
 from hetmem.planner.workload import Event, Move, Phase, Workload
+from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, to_leave
 from hetmem.schedule.trace import NEVER
+from hetmem.schedule.update_split import left_beside
 
 LEAST_BYTES = 256 << 10
 """As `activations.offload` has it."""
@@ -24,19 +26,23 @@ _MANY_CHUNKS = 4
 """So many of the largest chunks have room for copies, if the model has so many."""
 
 
-def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool) -> Workload:
-    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto"."""
+def moving(
+    workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool, home_part: float = 0.0
+) -> Workload:
+    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto", and
+    then so that a `home_part` of homes that may lie on the device has room there."""
     least = max(1, min(LEAST_BYTES, capacities.device_bytes // _LEAST_PART))
     saved = [each for each in workload.saved if each.nbytes >= least and each.free_at < each.used_at < NEVER]
     needed = [event.peak_bytes for event in workload.events]
-    room, lag = room_bytes(workload, capacities), 0 if by_the_caller else AT_ONCE
+    room, lag = room_bytes(workload, capacities, home_part), 0 if by_the_caller else AT_ONCE
     chosen = set(range(len(saved))) if all_leave else to_leave(saved, needed, room, lag)
     return without(workload, tuple(Move(saved[at].free_at, saved[at].used_at, saved[at].nbytes) for at in chosen))
 
 
-def room_bytes(workload: Workload, capacities: Capacities) -> int:
+def room_bytes(workload: Workload, capacities: Capacities, home_part: float = 0.0) -> int:
     """What the device has for all but homes that must be there, and as many copies as let some come before their use;
-    as `DeviceRoom.saved_bytes`."""
+    or for all but a `home_part` of those that may move there, a copy of each chunk and what crosses the link. As
+    `DeviceRoom.saved_bytes`."""
     try:
         ground = arrange(workload, capacities).ground
     except NoRoom:  # which is said where it is searched for
@@ -44,6 +50,10 @@ def room_bytes(workload: Workload, capacities: Capacities) -> int:
     if ground.resident:
         return capacities.usable_bytes - ground.whole_bytes
     spans = [chunk.span for chunk in ground.chunks]
+    if home_part:
+        homes = sum(ground.home_bytes(chunk, role) for chunk in ground.trainable for role in OWN)
+        chunks = int(home_part * homes) + sum(spans) * ground.slot_bytes + in_flight_bytes(capacities.device_bytes)
+        return left_beside(capacities.usable_bytes, capacities.chunk_cap_bytes, chunks)
     copies = min(sum(spans), _MANY_CHUNKS * max(spans)) * ground.slot_bytes
     return capacities.usable_bytes - min(copies, capacities.chunk_cap_bytes)
 

@@ -40,6 +40,7 @@ def plan_of(
     checkpointing: bool = False,
     inference: bool = False,
     activations: str = "keep",
+    layers: dict[str, Any] | None = None,
 ) -> Plan:
     """The plan that `decision` of `call` amounts to. `profile_name`: what `hardware` can be loaded by."""
     workload, best, count = decision.workload, decision.candidate, decision.micro_batches
@@ -76,6 +77,7 @@ def plan_of(
         activations=activations,
         activation_bytes=activation_bytes,
         activation_choices=(),
+        layers=layers,
         chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
         slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
         chunk_bytes=chunk_bytes,

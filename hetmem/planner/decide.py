@@ -320,10 +320,14 @@ def _quicker(
 
 
 def combined(
-    decision: Decision, capacities: Capacities, hardware: HardwareProfile, light: Workload | None
+    decision: Decision,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    others: Sequence[tuple[Workload, Capacities | None]],
 ) -> Decision | None:
-    """`decision` with all done that is faster, or fits, together and has the same bits: `light`, where every layer is
-    checkpointed, and updates that go on behind the backward. None if it is that already."""
+    """`decision` with all done that is faster, or fits, together and has the same bits: one of `others`, where other
+    layers are checkpointed, within what is said with it, and updates that go on behind the backward. None if it is
+    that already."""
     best, workload, how = decision.candidate, decision.workload, decision.updating
     chunk_bytes = None if best is None else best.setting.chunk_bytes
     asked = Setting(capacities, chunk_bytes, updating=how) if best is None else best.setting
@@ -332,10 +336,11 @@ def combined(
         ways.append(replace(how, overlapped=True, streamed_gradients=True))
     limit = math.inf if best is None else WORTH * best.result.seconds
     found = None
-    for made, updating in product((workload,) if light is None else (workload, light), ways):
+    for (made, within), updating in product(((workload, None), *others), ways):
         if made is workload and updating == how:
             continue
-        setting = replace(asked, updating=replace(updating, streamed_states=asked.updating.streamed_states))
+        streams = replace(updating, streamed_states=asked.updating.streamed_states)
+        setting = replace(asked, capacities=within or asked.capacities, updating=streams)
         candidate = _quicker(made, setting, hardware, decision.micro_batches, limit)
         if candidate is not None:
             limit, largest = candidate.result.seconds, max(decision.largest_parameters, made.numel)

@@ -27,7 +27,7 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
 }
 """What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
-PLAN_VERSION = 7
+PLAN_VERSION = 8
 _WIDTH = 76
 _MOST = 1e40
 KEPT = "kept for homes on the device"
@@ -67,6 +67,8 @@ class Plan:
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
     `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
     many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
+    `layers`: where other than `activations` alone is planned for the `count` repeated layers `of` the model, how many
+    of the first are checkpointed (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
@@ -92,6 +94,7 @@ class Plan:
     activations: str
     activation_bytes: dict[str, int]
     activation_choices: tuple[dict[str, Any], ...]
+    layers: dict[str, Any] | None
     chunk_waste: float
     slot_bytes: int
     chunk_bytes: int | None
@@ -181,7 +184,14 @@ class Plan:
         else:
             lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
             lines += [f"model = {self.model}(...)  # what it takes"]
-        if self.checkpointing:
+        if self.layers and self.layers["recomputed"]:
+            lines += [
+                "from functools import partial",
+                "from torch.utils.checkpoint import checkpoint",
+                f"for layer in ({self.layers['of']})[:{self.layers['recomputed']}]:",
+                "    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
+            ]
+        elif self.checkpointing:
             lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
         if not self.inference and len(self.constructor) < _WIDTH:
             lines.append(self.constructor)
@@ -312,6 +322,9 @@ def _each(**kinds: type) -> tuple[str, Callable[[Any], bool]]:
     )
 
 
+_OF_LAYERS = ("count", "recomputed", "moved_bytes", "kept_bytes")
+
+
 def _with(*keys: str) -> tuple[str, Callable[[Any], bool]]:
     return f"numbers for {', '.join(keys)}", lambda value: value is None or set(value) >= set(keys)
 
@@ -326,6 +339,12 @@ _RULES = {
     ),
     "at_peak": _each(what=str, bytes=int),
     "activations": ("keep, offload or auto", lambda value: value in ("keep", "offload", "auto")),
+    "layers": (
+        "of, count, recomputed, moved_bytes and kept_bytes, or null",
+        lambda value: (
+            value is None or (isinstance(value.get("of"), str) and all(_is(value.get(key), int) for key in _OF_LAYERS))
+        ),
+    ),
     "activation_choices": _each(choice=str, moved_bytes=int, times=float, rows=int, sequence=int),
     **dict.fromkeys(("alternatives", "approximations"), _ALTERNATIVES),
     **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes"), _with(*TIERS)),

@@ -194,6 +194,11 @@ def _block(plan: Plan, saved_as: str | None) -> Iterator[str]:
         peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
         how += f", all with the same bits; peaks {peaks}"
     yield ""
+    if best.layers is not None:
+        said, first = best.layers, best.layers["recomputed"]
+        which = f"checkpoint the first {first} of the {said['count']} layers" if first else "checkpoint none"
+        moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
+        yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")
     yield textwrap.indent(best.code(saved_as if best.needs_its_file else None), "    ")
     if best.needs_its_file and saved_as is None:

@@ -37,7 +37,7 @@ ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
 _SAVED = {"float32": 0.0, "bfloat16": 1.0, "8bit": 1.49}
 """What smaller moments save of the bytes of parameters in float32, scales counted."""
 
-_OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
+OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
 """What cannot be done without."""
 
 
@@ -116,7 +116,7 @@ def arrange(
         third_state=False,
     )
     ground = replace(ground, moments=moments)
-    roles = [role for role in _OWN if role != "grad" or workload.mixed_precision or not ground.resident]
+    roles = [role for role in OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     lends = streamed_gradients and not ground.resident
     loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
     loaned *= ground.uses_nvme and workload.away_bytes > 0
@@ -156,7 +156,7 @@ def _check_room(left: int, workload: Workload, tier: Tier) -> None:
 def state_bytes(workload: Workload, *, streamed_gradients: bool = False, moments: str = "float32") -> int:
     """Bytes of parameters, gradients and two optimizer states, without waste; without gradients if they are streamed,
     which then take a few chunks' room."""
-    roles = len(_OWN) - streamed_gradients - _SAVED[moments]
+    roles = len(OWN) - streamed_gradients - _SAVED[moments]
     return sum(
         int(spec.numel * spec.itemsize * (roles if index in workload.trainable else 1))
         for index, spec in enumerate(workload.parameters)
@@ -218,7 +218,7 @@ def _homes(
     sizes = {chunk.index: ground.home_bytes(chunk.index, "param") for chunk in chunks}
     state_sizes = {chunk.index: ground.home_bytes(chunk.index, "exp_avg") for chunk in chunks}
     copy_sizes = {chunk.index: ground.home_bytes(chunk.index, "compute") for chunk in chunks}
-    owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in _OWN}
+    owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in OWN}
     if ground.resident:
         on_device = {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
         return on_device, Room(round_down(capacities.host_bytes, PAGE_BYTES), 0), ()
@@ -228,7 +228,7 @@ def _homes(
     homes: dict[str, dict[int, Tier]] = {}
     short, places = False, tuple[int, ...]()
     staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
-    for role in _OWN:
+    for role in OWN:
         role_sizes = state_sizes if role in MOMENTS else sizes
         owning = [chunk for chunk in owners[role] if chunk not in staying]
         if role == "grad" and lends:

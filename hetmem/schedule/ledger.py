@@ -107,7 +107,6 @@ class Ledger:
         staging = self.caches[HOST]
         staging.writing[block] = copy
         staging.touch(block)
-        self.counts.writes += 1
         self.note(block, "write")
         commands.append(Write(block, copy.slot))
 

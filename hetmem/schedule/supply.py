@@ -14,6 +14,7 @@ from hetmem.schedule.cache import Cache
 from hetmem.schedule.ledger import Ledger
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
+_AHEAD_IN_A_SCAN = 2
 _FED_AHEAD = 4  # times the lookahead of the device: more of what is staged then is given up again before it is used
 
 
@@ -165,6 +166,8 @@ class Supply:
             self._scan(cache, commands)
             return
         more = self._at_once[cache.tier] - (cache.loading if cache is staging else 0)
+        if cache.schedule.scan:
+            more = min(more, _AHEAD_IN_A_SCAN)
         missing = cache.missing(self.lookahead, more) if more > 0 else []
         if missing and cache is device and cache.unused:
             missing = missing[: max(0, more - cache.fetched_ahead(self.lookahead))]

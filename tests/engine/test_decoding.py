@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 import hetmem
 from hetmem import testing
 
-LAYERS, WIDTH = 24, 64
+LAYERS, WIDTH = 40, 64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,3 +33,48 @@ def test_a_token_fetches_the_weights_that_have_no_room_and_no_others(dtype: torc
             crossed.append(hetmem.report(model).to_dict()["links"]["host_to_device"]["bytes"])
     fetched = [after - before for before, after in pairwise(crossed)]
     assert fetched[-1] == fetched[-2] == (LAYERS - (room - 2)) * chunk
+
+
+def test_a_model_generates_trains_and_generates_with_the_bits_of_torch_and_its_own_hooks() -> None:
+    """A model that is whole on the device computes without hooks of hetmem's in its parts as long as it generates."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    model = hetmem.manage(copy.deepcopy(plain), hetmem.Budget(device="64MiB", host=0), device=hetmem.SimDevice())
+    optimizers = [torch.optim.AdamW(plain.parameters(), fused=True), hetmem.AdamW(model.parameters())]
+    x, seen = torch.randn(3, WIDTH), list[str]()
+    for round_ in range(2):
+        with torch.no_grad():
+            for _ in range(4):
+                assert torch.equal(model(x), plain(x))
+        if not round_:
+            model[2].register_forward_hook(lambda *_: seen.append("called"))
+        for module, optimizer in zip((plain, model), optimizers, strict=True):
+            (module(x) + module[1](x)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        assert torch.equal(model[1](x), plain[1](x))
+    assert len(seen) == 7
+    hetmem.release(model)
+    hooks: list[OrderedDict[int, object]] = [part._forward_hooks for part in model.modules()]
+    hooks += [part._forward_pre_hooks for part in model.modules()]
+    assert sum(map(len, hooks)) == 1, "the one of the program"
+
+
+def test_a_model_that_is_frozen_before_it_is_managed_is_whole_where_its_weights_fit() -> None:
+    """Else there is room for gradients and states, and the report says so."""
+
+    def managed(*, frozen: bool) -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).requires_grad_(not frozen)
+        limits = hetmem.Budget(device="128KiB", host="1MiB")
+        hetmem.manage(model, limits, device=hetmem.SimDevice(), chunk_bytes="16KiB")
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.ones(1, WIDTH))
+        return model
+
+    whole, streamed = managed(frozen=True), managed(frozen=False)
+    assert testing.of(whole).memory().resident
+    assert not testing.of(streamed).memory().resident
+    assert "requires_grad_(False) before manage" in str(hetmem.report(streamed)).replace("\n", " ")

@@ -83,3 +83,22 @@ def test_what_does_not_help_is_not_named() -> None:
     assert "micro-batches" not in str(caught.value)
     assert "chunk_bytes" not in str(caught.value)
     assert "this moment needs" in str(caught.value)
+
+
+def test_a_forward_without_gradients_is_told_what_helps_it() -> None:
+    """Not what helps training: micro-batches, checkpointing."""
+
+    rows, said = 4096, list[str]()
+    while rows:
+        model = hetmem.manage(tower(), hetmem.Budget(device="512KiB", host="8MiB"), device="sim", chunk_bytes="32KiB")
+        try:
+            with torch.no_grad():
+                model(torch.ones(rows, WIDTH))
+            break
+        except DeviceOutOfMemoryError as error:  # each knows the moments up to its own
+            said.append(str(error))
+            rows //= number(r"with 1/(\d+) of either", said[-1])
+    assert rows == 512
+    assert "of the forward without gradients): activations and other tensors take 1.00 MiB" in said[0]
+    assert all("--inference --device-memory 524288" in message for message in said)
+    assert not any("micro-batch" in message or "heckpointing" in message for message in said)

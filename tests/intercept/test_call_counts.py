@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -71,6 +72,21 @@ def test_functions_without_weights_cost_nothing() -> None:
         for managed.more in (*[0] * 7, 100):
             calls.append(counted(lambda: managed(x))[1])
     assert calls[-1] == calls[-2] + 100
+
+
+def test_a_token_of_a_model_that_is_whole_on_the_device_costs_no_call_for_its_parts() -> None:
+    """Beside plain torch's: some for the forward, however many modules there are."""
+
+    def more(layers: int) -> int:
+        plain = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+        managed = hetmem.manage(copy.deepcopy(plain), hetmem.Budget(device="64MiB", host=0), device=hetmem.SimDevice())
+        x = torch.randn(1, 8)
+        with torch.no_grad():
+            for _ in range(4):
+                assert torch.equal(managed(x), plain(x))
+            return counted(lambda: managed(x))[1] - counted(lambda: plain(x))[1]
+
+    assert more(2) == more(20) <= 400
 
 
 def test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is() -> None:

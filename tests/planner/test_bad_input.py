@@ -168,7 +168,7 @@ def test_figures_in_another_unit_are_absurd_and_named(
 def test_a_plan_of_another_version_is_to_be_made_again(tmp_path: Path) -> None:
     plan = planner.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
     (tmp_path / "old.json").write_text(json.dumps({**plan.to_dict(), "version": 1}))
-    with pytest.raises(planner.PlanError, match=r"version: expected 7, got 1: another hetmem made it; plan again"):
+    with pytest.raises(planner.PlanError, match=r"version: expected 8, got 1: another hetmem made it; plan again"):
         planner.Plan.load(tmp_path / "old.json")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hetmem.base.hardware import HardwareProfile
 from hetmem.planner import load_profile
 from hetmem.planner.plan import Plan
 from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep, family
+from tests.engine.harness import assert_same_weights
 
 BATCH = torch.zeros(ROWS, WIDTH)
 
@@ -138,6 +140,67 @@ def test_each_choice_says_whether_it_fits_and_how_large_a_batch_may_be() -> None
     model(torch.zeros(rows * 9 // 10, WIDTH)).backward()
     with pytest.raises(hetmem.errors.DeviceOutOfMemoryError):
         model(torch.zeros(rows * 3 // 2, WIDTH)).backward()
+
+
+def beside(link: float) -> HardwareProfile:
+    """Computes `Deep` in 76 ms, updates it on the host in 280, and has links of so many bytes a second."""
+    machine = load_profile("l4")
+    links = {
+        name: replace(getattr(machine, name), bytes_per_second=link) for name in ("host_to_device", "device_to_host")
+    }
+    device = replace(machine.device, allocator_share=0.0, matrix_flops={"float32": 1e9}, bytes_per_second=1e12)
+    host = replace(machine.host, update_bytes_per_second=1e7)
+    return replace(
+        machine, device=device, host=host, thread=type(machine.thread)(), both_ways_bytes_per_second=2 * link, **links
+    )
+
+
+def mixed(link: float) -> Plan:
+    budget = hetmem.Budget(device=2457 * KIB, host="32MiB")
+    return hetmem.plan(Deep, (BATCH,), budget, beside(link), chunk_bytes=16 * KIB, activations="auto")
+
+
+@pytest.mark.parametrize(("link", "recomputed", "moves"), [(1e8, False, True), (1.5e7, True, True), (5e6, True, False)])
+def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(
+    link: float, recomputed: bool, moves: bool
+) -> None:
+    """States that do not fit beside all activations would take the host some 180 ms to update."""
+    plan = mixed(link)
+    best = plan.best
+    assert best.layers is not None
+    assert (best.layers["recomputed"] > 0, best.layers["moved_bytes"] > 0) == (recomputed, moves)
+    kept = next(each["step_seconds"] for each in plan.activation_choices if each["choice"] == "keep")
+    assert best.step_seconds is not None
+    assert best.step_seconds < 0.75 * kept
+    assert best.device_update_share == 1
+    first = f"checkpoint the first {best.layers['recomputed']} of the 6 layers" if recomputed else "checkpoint none"
+    assert first in " ".join(str(plan).split())
+
+
+def test_the_pasted_block_computes_the_first_layers_again() -> None:
+    plan = mixed(1.5e7).best
+    assert plan.layers is not None
+    written: dict[str, Any] = {"hetmem": hetmem, "torch": torch, "Deep": Deep}
+    exec(plan.code().replace("Deep(...)", "Deep()"), written)
+    model, plain = written["model"], Deep()
+    with torch.no_grad():
+        for managed, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+            parameter.copy_(managed)
+    calls: list[int] = []
+    for at, block in enumerate(model.blocks):
+        block.up.register_forward_hook(lambda module, args, output, at=at: calls.append(at))
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    batch = torch.randn(ROWS, WIDTH)
+    for _ in range(3):
+        for module, update in ((model, written["optimizer"]), (plain, optimizer)):
+            module(batch).backward()
+            update.step()
+            update.zero_grad()
+    assert_same_weights(plain, model)
+    first = plan.layers["recomputed"]
+    assert [calls.count(at) for at in range(6)] == [6] * first + [3] * (6 - first)
+    assert hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"] <= plan.budget_bytes["device"]
+    hetmem.release(model)
 
 
 def test_a_plan_that_does_not_fit_says_that_moving_would_help() -> None:
