@@ -13,7 +13,6 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
-import torch
 
 from tests.cuda.verified import is_verified
 from tests.forked import Forks
@@ -37,6 +36,8 @@ _FRESH_PROGRAMS = 200
 @pytest.fixture(autouse=True)
 def _same_numbers_in_every_run() -> None:
     """Sums are split by thread, so their bits depend on the number of threads as well as on the seed."""
+    import torch  # not by the process that only hands tests out
+
     torch.set_num_threads(2)
     torch.manual_seed(0)
 

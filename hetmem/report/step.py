@@ -140,11 +140,13 @@ def _inside(name: str) -> str:
 
 def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
     """`_advice` where nothing is trained: each forward needs each weight once, however many tokens it is of."""
+    homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
+    frozen = " model.requires_grad_(False) before manage leaves out the room for training." if homes else ""
     if binding == "host_to_device":
-        homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
         return (
             f"More sequences a forward use each weight that crosses for more tokens; a larger Budget(device=…) keeps "
             f"more of the {format_size(homes)} in host memory on the device; mixed_precision halves their bytes."
+            f"{frozen}"
         )
     if binding.startswith("nvme"):
         return (
@@ -152,7 +154,8 @@ def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
             f"sequences a forward use each weight that is read for more tokens."
         )
     return (
-        "Memory is not the limit: a faster device or a smaller dtype would shorten it; more sequences share a forward."
+        f"Memory is not the limit: a faster device or a smaller dtype would shorten it; more sequences share a forward."
+        f"{frozen}"
     )
 
 

@@ -145,7 +145,7 @@ class UseSequence:
 
 
 class Schedule:
-    """The uses expected on one tier: a sequence of block tuples, repeated for ever when `periodic`.
+    """The uses expected on one tier: a sequence of block tuples, repeated for ever.
 
     `position` counts the uses that were reached. The first `segment` uses belong to the segment that runs (all, if not
     given): only there can the next use be one that is not the next one expected. What is used behind `barrier` (an
@@ -157,7 +157,6 @@ class Schedule:
         self,
         uses: Sequence[tuple[int, ...]] | UseSequence = (),
         *,
-        periodic: bool = True,
         barrier: int | None = None,
         segment: int = NEVER,
         scan: bool = False,
@@ -166,7 +165,6 @@ class Schedule:
         self.known, self.scan = known, scan
         self.uses = known.blocks
         self._count = len(self.uses)
-        self.periodic = periodic and bool(self.uses)
         self.barrier = barrier
         self.position = 0
         self._segment = segment
@@ -193,10 +191,12 @@ class Schedule:
         """The use of `blocks` begins: `position` moves past the nearest such use, ahead or behind, which is the next
         one as long as the trace is followed. False, and nothing moves, if none is known."""
         count = self._count
-        at = self.position % count if self.periodic else self.position
+        if not count:
+            return False
+        at = self.position % count
         if self._passed_over:
             self._passed_over.difference_update(blocks)
-        if at < count and self.uses[at] == blocks and self.position < self._segment:  # as expected
+        if self.uses[at] == blocks and self.position < self._segment:  # as expected
             self.position += 1
             self.met = set()
             self.now = blocks
@@ -204,13 +204,10 @@ class Schedule:
         places = self._places.get(blocks)
         if places is None:
             return False
-        lap, inside = divmod(self.position, count) if self.periodic else (0, self.position)
+        lap, inside = divmod(self.position, count)
         index = bisect_left(places, inside)
         behind = lap * count + places[index - 1] if index else -1
-        if index < len(places):
-            ahead = lap * count + places[index]
-        else:
-            ahead = (lap + 1) * count + places[0] if self.periodic else NEVER
+        ahead = lap * count + places[index] if index < len(places) else (lap + 1) * count + places[0]
         near = [at for at in (ahead, behind) if 0 <= at < self._segment]
         if not near:
             return False
@@ -243,13 +240,11 @@ class Schedule:
         known = self._next.get(block, -1)
         position = self.position
         if known < position:
-            where = self._positions.get(block)
-            if where is not None and self.periodic:  # as `_first_use`, which is asked most often here
+            where, known = self._positions.get(block), NEVER
+            if where is not None:  # as `_first_use`, which is asked most often here
                 inside = position % self._count
                 index = bisect_left(where, inside)
                 known = position - inside + (where[index] if index < len(where) else self._count + where[0])
-            else:
-                known = self._first_use(block, position)
             self._next[block] = known
         return known
 
@@ -257,18 +252,13 @@ class Schedule:
         where = self._positions.get(block)
         if not where:
             return NEVER
-        if not self.periodic:
-            index = bisect_left(where, start)
-            return where[index] if index < len(where) else NEVER
         inside = start % self._count
         index = bisect_left(where, inside)
         return start - inside + (where[index] if index < len(where) else self._count + where[0])
 
     def horizon(self, count: int) -> int:
         """The end of the next `count` uses, those known and not behind the barrier."""
-        end = self.position + count
-        if not self.periodic and end > self._count:
-            end = self._count
+        end = self.position + (count if self._count else 0)
         return end if self.barrier is None or end < self.barrier else self.barrier
 
     def reads(self, at: int) -> bool:
@@ -282,7 +272,7 @@ class Schedule:
     def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
         """The uses from `start` up to `end`, both counted as `position` is."""
         count = self._count
-        if not self.periodic or end <= count:
+        if end <= count or not count:
             return self.uses[start:end]
         first = start % count
         last = first + max(0, end - start)

@@ -60,3 +60,21 @@ def test_a_model_generates_trains_and_generates_with_the_bits_of_torch_and_its_o
     hooks: list[OrderedDict[int, object]] = [part._forward_hooks for part in model.modules()]
     hooks += [part._forward_pre_hooks for part in model.modules()]
     assert sum(map(len, hooks)) == 1, "the one of the program"
+
+
+def test_a_model_that_is_frozen_before_it_is_managed_is_whole_where_its_weights_fit() -> None:
+    """Else there is room for gradients and states, and the report says so."""
+
+    def managed(*, frozen: bool) -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).requires_grad_(not frozen)
+        limits = hetmem.Budget(device="128KiB", host="1MiB")
+        hetmem.manage(model, limits, device=hetmem.SimDevice(), chunk_bytes="16KiB")
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.ones(1, WIDTH))
+        return model
+
+    whole, streamed = managed(frozen=True), managed(frozen=False)
+    assert testing.of(whole).memory().resident
+    assert not testing.of(streamed).memory().resident
+    assert "requires_grad_(False) before manage" in str(hetmem.report(streamed)).replace("\n", " ")

@@ -231,6 +231,7 @@ def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
         left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
         *before, batch = vector_batches(3, 4, 64)
         train_apart(plain, managed, (left, right), before)
+        right.synchronize()
         with testing.updates_held():
             loss_of(managed, batch).backward()
             assert not any(testing.is_used_up(parameter.grad) for parameter in managed.parameters())

@@ -251,6 +251,7 @@ def test_a_streamed_gradient_that_was_scaled_before_its_update_is_refused_by_the
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="forward", gradients="streamed")
     batches = vector_batches(2, 4, 64)
     one(managed, batches[0], optimizer)
+    optimizer.synchronize()
     with testing.updates_held():
         loss_of(managed, batches[1]).backward()
         left = [parameter.grad for parameter in managed.parameters() if parameter.grad is not None]

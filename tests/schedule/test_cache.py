@@ -102,7 +102,7 @@ class Run:
         self.begin("forward")
         if self.planned and not self.booked:
             barrier, segment = rng.choice([None, len(self.trace), 0]), rng.choice([len(self.trace) // 2, 1 << 62])
-            schedule = Schedule(self.trace, periodic=rng.random() < 0.7, barrier=barrier, segment=segment)
+            schedule = Schedule(self.trace, barrier=barrier, segment=segment)
             self.carry_out(residency.expect(DEVICE, schedule))
             staged = [block for block, home in enumerate(self.homes) if home is NVME]
             self.carry_out(residency.expect(HOST, Schedule([(block,) for block in staged for _ in range(2)])))

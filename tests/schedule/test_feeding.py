@@ -106,7 +106,7 @@ def test_the_disk_goes_on_while_the_device_has_all_it_uses_next() -> None:
         visit(r, block)
     answer(r, r.invalidate(6, HOST))
     answer(r, r.invalidate(6, DEVICE))
-    r.expect_all({DEVICE: Schedule([(block,) for block in (*range(6), 0, 1, 2, 6, 7)], periodic=False)})
+    r.expect_all({DEVICE: Schedule([(block,) for block in (*range(6), 0, 1, 2, 6, 7)])})
     began = [at for at, block in enumerate((*range(6), 0, 1, 2)) if 6 in reads(visit(r, block))]
     assert began == [1]  # then it is the eighth use from the next one on
 
@@ -116,7 +116,7 @@ def test_nothing_is_fed_from_behind_the_barrier_or_from_a_home_that_is_rewritten
     assert reads(answer(r, r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)], barrier=2)))) == [0, 1]
     r = residency(*[NVME] * 4, device=1, host=4, lookahead=4)
     r.suspend(1)
-    assert reads(answer(r, r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)], periodic=False)))) == [0, 2, 3]
+    assert reads(answer(r, r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)])))) == [0, 2, 3]
     assert reads(answer(r, r.resume(1))) == [1]
 
 
@@ -125,7 +125,7 @@ def test_what_the_device_is_fed_goes_on_when_its_first_read_is_what_tells_that_i
     r = residency(*[NVME] * 5, device=1, host=5, lookahead=1)
     assert r.expect(HOST, Schedule([(3,)])) == [read(3, 0)]
     assert r.prefetch(4, HOST) == [read(4, 1)]
-    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)], periodic=False)) == []
+    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)])) == []
     assert r.done(read(3, 0)) == [read(0, 2)]
 
 

@@ -65,7 +65,7 @@ def fetched_by(policy: EvictionPolicy, uses: Uses, slots: int, *, schedule: Sche
 
 @given(single_uses | uses_at_once, slot_counts)
 def test_next_use_fetches_as_little_as_exhaustive_search(uses: Uses, slots: int) -> None:
-    fetched = fetched_by(NextUse(), uses, slots, schedule=Schedule(uses, periodic=False))
+    fetched = fetched_by(NextUse(), uses, slots, schedule=Schedule(uses))
     assert len(fetched) == by_trying_everything(uses, dict.fromkeys(range(5), 1), [slots] * len(uses), frozenset())
 
 

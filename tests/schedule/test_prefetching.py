@@ -30,7 +30,7 @@ def test_what_is_missing_far_ahead_is_fetched_as_soon_as_it_is_in_sight(count: i
         visit(r, block, DEVICE)
     if when == "before":
         r.invalidate(far, DEVICE)
-    assert r.expect(DEVICE, Schedule([(block,) for block in range(count)], periodic=False)) == []
+    assert r.expect(DEVICE, Schedule([(block,) for block in range(count)])) == []
     assert use(r, 0, DEVICE) == []
     if when == "meanwhile":
         r.invalidate(far, DEVICE)
@@ -46,7 +46,7 @@ def test_a_prefetch_gives_up_only_what_is_needed_later() -> None:
     r = residency(HOST, HOST, HOST, device=2, lookahead=4)
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
-    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)], periodic=False)) == []
+    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)])) == []
     assert use(r, 0, DEVICE) == [], "0 is in use, and 1 is used before 2"
     assert r.release(0, DEVICE) == [], "the next use begins as soon"
     assert use(r, 1, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
@@ -57,7 +57,7 @@ def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
     r = residency(HOST, HOST, HOST, device=2, lookahead=4)
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
-    assert r.expect(DEVICE, Schedule([(0,), (2,), (1,), (2,), (1,), (0,)], periodic=False)) == []
+    assert r.expect(DEVICE, Schedule([(0,), (2,), (1,), (2,), (1,), (0,)])) == []
     assert use(r, 0, DEVICE) == []
     assert r.release(0, DEVICE) == []
     assert use(r, 2, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
@@ -66,7 +66,7 @@ def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
 def test_staging_prefetches_never_take_turns_in_one_slot() -> None:
     """Found as a read without end: each gave up the other, which was needed sooner."""
     r = residency(NVME, NVME, host=1, lookahead=2)
-    assert r.expect(HOST, Schedule([(0,), (1,)], periodic=False)) == [read(0, 0)]
+    assert r.expect(HOST, Schedule([(0,), (1,)])) == [read(0, 0)]
     assert r.done(read(0, 0)) == []
     assert use(r, 0, HOST) == []
     assert r.release(0, HOST) == [Drop(0, HOST, 0), read(1, 0)]
@@ -75,12 +75,12 @@ def test_staging_prefetches_never_take_turns_in_one_slot() -> None:
 def test_a_prefetch_touches_neither_dirty_copies_nor_copies_in_use() -> None:
     r = residency(NVME, NVME, host=1, lookahead=2)
     visit(r, 0, HOST, dirty=True)
-    assert r.expect(HOST, Schedule([(1,)], periodic=False)) == []
+    assert r.expect(HOST, Schedule([(1,)])) == []
     assert r.settle(0) == [Write(0, 0)]
     assert r.done(Write(0, 0)) == [Drop(0, HOST, 0), read(1, 0)]
     in_use = residency(HOST, HOST, device=1, lookahead=2)
     bring(in_use, 0, DEVICE)
-    assert in_use.expect(DEVICE, Schedule([(1,)], periodic=False)) == in_use.prefetch(1, DEVICE) == []
+    assert in_use.expect(DEVICE, Schedule([(1,)])) == in_use.prefetch(1, DEVICE) == []
 
 
 def test_nothing_behind_the_barrier_is_prefetched_but_it_counts_for_eviction() -> None:

@@ -70,7 +70,7 @@ def test_staging_waits_for_a_write_only_where_what_is_clean_is_needed_soon(far: 
     r = residency(NVME, NVME, NVME, host=2)
     visit(r, 0, HOST, dirty=True)
     visit(r, 1, HOST)
-    r.expect(HOST, Schedule([(2,), (0,), (1,)] if far else [(1,), (2,), (0,)], periodic=False))
+    r.expect(HOST, Schedule([(2,), (0,), (1,)] if far else [(1,), (2,), (0,)]))
     assert r.settle(0) == [Write(0, 0)]
     assert r.acquire(2, HOST) == ([Drop(1, HOST, 1), read(2, 1)] if far else [])
 
@@ -243,7 +243,7 @@ def test_a_large_block_takes_the_place_whose_blocks_are_needed_last() -> None:
     r = residency(NVME, NVME, NVME, NVME, Block("large", NVME, span=2), host=4)
     for block in range(4):
         visit(r, block, HOST)
-    assert r.expect(HOST, Schedule([(3,), (1,), (0,), (2,)], periodic=False)) == []
+    assert r.expect(HOST, Schedule([(3,), (1,), (0,), (2,)])) == []
     assert r.acquire(4, HOST) == [Drop(0, HOST, 0), Drop(1, HOST, 1), read(4, 0)]
 
 
@@ -251,7 +251,7 @@ def test_a_large_block_takes_the_slots_of_those_that_are_needed_last_wherever_th
     r = residency(HOST, HOST, HOST, HOST, Block("large", HOST, span=2), device=4)
     for block in range(4):
         visit(r, block, DEVICE)
-    assert r.expect(DEVICE, Schedule([(3,), (1,), (0,), (2,)], periodic=False)) == []
+    assert r.expect(DEVICE, Schedule([(3,), (1,), (0,), (2,)])) == []
     assert r.acquire(4, DEVICE) == [Drop(2, DEVICE, 2), Drop(0, DEVICE, 0), up(4, 4)]
     assert (r.used_slots(DEVICE), r.free_slots(DEVICE)) == (4, [0, 2, 6])
 

@@ -279,15 +279,14 @@ class ResidencyMachine(RuleBasedStateMachine):
     @rule(
         tier=st.sampled_from([DEVICE, HOST]),
         numbers=st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=2), max_size=8),
-        periodic=st.booleans(),
         barrier=st.none() | st.integers(0, 8),
     )
-    def expect(self, tier: Tier, numbers: list[list[int]], periodic: bool, barrier: int | None) -> None:
+    def expect(self, tier: Tier, numbers: list[list[int]], barrier: int | None) -> None:
         wanted = range(self.params) if tier is DEVICE else range(len(self.world.blocks))
         known = [b for b in wanted if self.world.blocks[b].home > tier]
         if known:
             blocks = [tuple(dict.fromkeys(known[n % len(known)] for n in use)) for use in numbers]
-            self.event_with("expect", lambda: (tier, Schedule(blocks, periodic=periodic, barrier=barrier)))
+            self.event_with("expect", lambda: (tier, Schedule(blocks, barrier=barrier)))
 
     @rule(number=st.integers(0, 5), tier=st.sampled_from([DEVICE, HOST]))
     def prefetch(self, number: int, tier: Tier) -> None:

@@ -17,8 +17,8 @@ uses = st.lists(st.lists(blocks, min_size=1, max_size=3, unique=True).map(tuple)
 class NaiveSchedule:
     """The same promises, kept by looking at one use after the other."""
 
-    def __init__(self, uses: list[tuple[int, ...]], *, periodic: bool, segment: int = NEVER) -> None:
-        self.uses = uses * 40 if periodic else uses
+    def __init__(self, uses: list[tuple[int, ...]], segment: int = NEVER) -> None:
+        self.uses = uses * 40
         self.segment = segment
         self.position = 0
         self.unmet: set[int] = set()
@@ -44,19 +44,18 @@ class NaiveSchedule:
 
 @given(
     uses,
-    st.booleans(),
     st.none() | st.integers(0, 8),
     st.lists(st.tuples(st.integers(0, 7), st.lists(blocks, max_size=2)), max_size=20),
 )
 def test_reaching_uses_moves_on_as_if_every_use_was_looked_at(
-    uses: list[tuple[int, ...]], periodic: bool, segment: int | None, reached: list[tuple[int, list[int]]]
+    uses: list[tuple[int, ...]], segment: int | None, reached: list[tuple[int, list[int]]]
 ) -> None:
     end = NEVER if segment is None else segment
-    schedule = Schedule(uses, periodic=periodic, segment=end)
-    naive = NaiveSchedule(uses, periodic=periodic, segment=end)
+    schedule = Schedule(uses, segment=end)
+    naive = NaiveSchedule(uses, segment=end)
     for number, met in reached:
         blocks = uses[number] if number < len(uses) else (0, 1, 2, 3)
-        assert schedule.reach(blocks) == naive.reach(blocks, len(uses) if periodic else 0)
+        assert schedule.reach(blocks) == naive.reach(blocks, len(uses))
         for block in met:
             schedule.met.add(block)
             naive.unmet.discard(block)
@@ -64,26 +63,23 @@ def test_reaching_uses_moves_on_as_if_every_use_was_looked_at(
         assert [schedule.next_use(b) for b in range(6)] == [naive.next_use(b) for b in range(6)]
 
 
-@given(uses, st.booleans(), st.integers(0, 20))
-def test_the_next_use_from_any_start_is_the_first_one_there(
-    uses: list[tuple[int, ...]], periodic: bool, start: int
-) -> None:
-    schedule, naive = Schedule(uses, periodic=periodic), NaiveSchedule(uses, periodic=periodic)
+@given(uses, st.integers(0, 20))
+def test_the_next_use_from_any_start_is_the_first_one_there(uses: list[tuple[int, ...]], start: int) -> None:
+    schedule, naive = Schedule(uses), NaiveSchedule(uses)
     for block in range(6):
         assert schedule.next_use(block, start) == naive.next_use_from(block, start)
 
 
 @given(
     uses,
-    st.booleans(),
     st.none() | st.integers(0, 10),
     st.lists(st.integers(0, 7), max_size=12),
     st.integers(0, 12),
 )
 def test_between_now_and_the_horizon_lie_the_next_uses_in_order_up_to_the_barrier(
-    uses: list[tuple[int, ...]], periodic: bool, barrier: int | None, reached: list[int], count: int
+    uses: list[tuple[int, ...]], barrier: int | None, reached: list[int], count: int
 ) -> None:
-    schedule, naive = Schedule(uses, periodic=periodic, barrier=barrier), NaiveSchedule(uses, periodic=periodic)
+    schedule, naive = Schedule(uses, barrier=barrier), NaiveSchedule(uses)
     for number in reached:
         schedule.reach(uses[number % len(uses)] if uses else ())
     end = schedule.position + count
