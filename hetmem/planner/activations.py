@@ -101,10 +101,6 @@ def _less(event: Event, nbytes: int) -> Event:
     return replace(event, live_bytes=live, during=phase(event.during), after=phase(event.after))
 
 
-def _nothing() -> None:
-    """It stays in host memory."""
-
-
 @dataclass(slots=True, eq=False)
 class _Away:
     """A storage that has left. `state`: "home" (in host memory), "disk", "reading", "coming", or "here"."""
@@ -140,6 +136,7 @@ class SimulatedActivations:
         self._away: dict[int, _Away] = {}
         self._next = self._next_read = self._reading_bytes = self._ahead = 0
         self._spilled: set[int] = set()
+        self._leaving: dict[int, int] = {}
         for at in sorted(range(len(moves)), key=lambda at: moves[at].leaves_at):
             if spilled_bytes > 0:
                 self._spilled.add(at)
@@ -170,12 +167,19 @@ class SimulatedActivations:
             nbytes = self._sizes[at]
             self._away[at] = away = _Away(nbytes)
             self._next = self._next_read = 0
-            arrived = partial(self._spill, away) if at in self._spilled else _nothing
             if traffic.device_to_host.rate.by_the_caller:
                 traffic.send_home(nbytes)
-                arrived()
-            else:
-                traffic.send_gradient(-1, nbytes, nbytes, arrived)
+                self._arrived(at, away)
+                continue
+            self._leaving[at] = nbytes
+            traffic.send_beside(nbytes, nbytes, partial(self._arrived, at, away))
+            while len(self._leaving) > AT_ONCE and sum(self._leaving.values()) > self._window:
+                traffic.wait_for_one()
+
+    def _arrived(self, at: int, away: _Away) -> None:
+        self._leaving.pop(at, None)
+        if at in self._spilled:
+            self._spill(away)
 
     def _spill(self, away: _Away) -> None:
         def written() -> None:

@@ -1,5 +1,5 @@
-"""Names blocks, their copies and slots on the tiers, the policies that rank copies, commands, links, and how far ahead
-of uses copies come.
+"""Names blocks, their copies and slots on the tiers, the policies that rank copies and the order that ranks give,
+commands, links, and how far ahead of uses copies come.
 
 `Residency` owns the transitions between the states of a copy. The names of links are the same where transfers are made
 and where they are simulated. Commands are named tuples: many are made, and a frozen dataclass takes three times as long
@@ -7,6 +7,10 @@ to make.
 
 `NextUse` is Belady's MIN (L. A. Belady, "A study of replacement algorithms", IBM Systems Journal 5(2), 1966) over
 the schedule of the trace; `LRU` and `FIFO` are there to compare with, and LRU is what NextUse does without a trace.
+
+Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between
+two questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to
+put one of a few thousand in, or to take it out, moves a few KiB, and to read from the end on costs what is read.
 
 Note "slots": slots of a pool are equal, so nothing fragments for blocks of one slot. A block with a larger span needs
 its slots in a row. Where all slots are one piece of memory (`SlotMap`), it lies at a multiple of its span, so that
@@ -19,12 +23,13 @@ long.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from hetmem.schedule.trace import Tier
+from hetmem.schedule.trace import NEVER, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,86 @@ class FIFO:
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
         """A tuple of one: the longer ago the fetch was, the greater."""
         return (-facts.fetched,)
+
+
+NOTHING = -2 * NEVER
+"""Less than any rank begins with."""
+Rank = tuple[int, ...]
+"""The greatest is given up first. Its last number is the block, the one before tells copies of equal rank apart."""
+
+
+class Order:
+    """The blocks of `copies` by `rank(block)`; those without one (None) may not be given up.
+
+    Call `touch` after a change of what `rank` depends on. A question costs O(log blocks) comparisons for each
+    block that was touched since the last one.
+    """
+
+    def __init__(self, copies: Mapping[int, object], rank: Callable[[int], Rank | None]) -> None:
+        self._copies = copies
+        self._rank = rank
+        self._rank_of: dict[int, Rank] = {}
+        self._ranks: list[Rank] = []
+        self._touched: set[int] = set()
+        self.touch: Callable[[Iterable[int]], None] = self._touched.update
+        """The ranks of so many blocks may have changed."""
+        self._outdated = False
+
+    def renew(self) -> None:
+        """Every rank may have changed."""
+        self._outdated = True
+
+    def ranks(self) -> Sequence[Rank]:
+        """All ranks, the greatest last, as they are until the next `touch`."""
+        if self._outdated:
+            found = map(self._rank, self._copies)
+            self._rank_of = {rank[-1]: rank for rank in found if rank is not None}
+            self._ranks = sorted(self._rank_of.values())
+            self._outdated = False
+            self._touched.clear()
+        elif self._touched:
+            self._update()
+        return self._ranks
+
+    def at_least(self, least: int) -> Sequence[Rank]:
+        """The ranks that do not begin with less than `least`, the greatest first."""
+        ranks = self.ranks()
+        return ranks[bisect_left(ranks, (least,)) :][::-1]
+
+    def _update(self) -> None:
+        ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
+        for block in self._touched:
+            rank, before = rank_now(block), rank_of[block] if block in rank_of else None  # noqa: SIM401 - without a call
+            if before is not None:
+                if rank == before:
+                    continue
+                del ranks[bisect_left(ranks, before)]
+                if rank is None:
+                    del rank_of[block]
+            if rank is not None:
+                insort(ranks, rank)
+                rank_of[block] = rank
+        self._touched.clear()
+
+    def first(
+        self, slots: int, span: Callable[[int], int], least: int = NOTHING, spared: Collection[int] = ()
+    ) -> list[int]:
+        """The first blocks that take `slots` slots together, all there are if they do not suffice.
+
+        Without those whose rank begins with less than `least`, and without `spared`.
+        """
+        ranks = self.ranks() if self._touched or self._outdated else self._ranks
+        if slots == 1 and ranks and ranks[-1][0] >= least and ranks[-1][-1] not in spared:
+            return [ranks[-1][-1]]  # as the loop would, most often
+        chosen: list[int] = []
+        for rank in reversed(ranks):
+            if slots <= 0 or rank[0] < least:
+                break
+            block = rank[-1]
+            if block not in spared:
+                chosen.append(block)
+                slots -= span(block)
+        return chosen
 
 
 class Fetch(NamedTuple):
@@ -341,7 +426,7 @@ class PlaceMap:
         ]
 
     def _of(self, span: int) -> _SpanPlaces:
-        places = self._places.get(span)
+        places = self._places[span] if span in self._places else None  # noqa: SIM401 - asked for each copy
         if places is None:
             count = self.count // span
             places = self._places[span] = _SpanPlaces(self._numbers, span, (1 << count) - 1)

@@ -1,9 +1,5 @@
 """Knows one cached tier: its slots, the copies in them, what its schedule misses, and what to evict. Pure.
 
-Note "sorted late": a rank depends on the next use of a block and on its copy, and both change for few blocks between
-two questions. So `touch` only notes blocks, and the next question ranks those again. The ranks are one sorted list: to
-put one of a few thousand in, or to take it out, moves a few KiB, and to read from the end on costs what is read.
-
 Note "scans": forwards without backwards use all weights in the same order, again and again. MIN then evicts what was
 used just now, but where the misses gather the link has too much to do, and elsewhere nothing. So a part of the blocks
 that is spread evenly over a round is `kept`, and all others pass through the few slots that are left, as far ahead as
@@ -13,12 +9,13 @@ what is missing, MIN decides, and at most two blocks are ahead of their use, as 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Container, Sequence
 from itertools import accumulate, chain
 
 from hetmem.schedule.blocks import (
     LOADING,
+    NOTHING,
     STALE,
     VALID,
     Block,
@@ -26,93 +23,15 @@ from hetmem.schedule.blocks import (
     CopyFacts,
     EvictionPolicy,
     NextUse,
+    Order,
     PlaceMap,
+    Rank,
     SlotMap,
 )
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier, UseSequence
 
-NOTHING = -2 * NEVER
-"""Less than any rank begins with."""
 _KEPT = -1
 """What the rank of a copy that is kept begins with: less than any use."""
-
-Rank = tuple[int, ...]
-"""The greatest is given up first. Its last number is the block, the one before tells copies of equal rank apart."""
-
-
-class Order:
-    """The blocks of `copies` by `rank(block)`; those without one (None) may not be given up.
-
-    Call `touch` after a change of what `rank` depends on. A question costs O(log blocks) comparisons for each
-    block that was touched since the last one.
-    """
-
-    def __init__(self, copies: Mapping[int, object], rank: Callable[[int], Rank | None]) -> None:
-        self._copies = copies
-        self._rank = rank
-        self._rank_of: dict[int, Rank] = {}
-        self._ranks: list[Rank] = []
-        self._touched: set[int] = set()
-        self.touch: Callable[[Iterable[int]], None] = self._touched.update
-        """The ranks of so many blocks may have changed."""
-        self._outdated = False
-
-    def renew(self) -> None:
-        """Every rank may have changed."""
-        self._outdated = True
-
-    def ranks(self) -> Sequence[Rank]:
-        """All ranks, the greatest last, as they are until the next `touch`."""
-        if self._outdated:
-            found = map(self._rank, self._copies)
-            self._rank_of = {rank[-1]: rank for rank in found if rank is not None}
-            self._ranks = sorted(self._rank_of.values())
-            self._outdated = False
-            self._touched.clear()
-        elif self._touched:
-            self._update()
-        return self._ranks
-
-    def at_least(self, least: int) -> Sequence[Rank]:
-        """The ranks that do not begin with less than `least`, the greatest first."""
-        ranks = self.ranks()
-        return ranks[bisect_left(ranks, (least,)) :][::-1]
-
-    def _update(self) -> None:
-        ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
-        for block in self._touched:
-            rank, before = rank_now(block), rank_of.get(block)
-            if before is not None:
-                if rank == before:
-                    continue
-                del ranks[bisect_left(ranks, before)]
-                if rank is None:
-                    del rank_of[block]
-            if rank is not None:
-                insort(ranks, rank)
-                rank_of[block] = rank
-        self._touched.clear()
-
-    def first(
-        self, slots: int, span: Callable[[int], int], least: int = NOTHING, spared: Collection[int] = ()
-    ) -> list[int]:
-        """The first blocks that take `slots` slots together, all there are if they do not suffice.
-
-        Without those whose rank begins with less than `least`, and without `spared`.
-        """
-        ranks = self.ranks() if self._touched or self._outdated else self._ranks
-        if slots == 1 and ranks and ranks[-1][0] >= least and ranks[-1][-1] not in spared:
-            return [ranks[-1][-1]]  # as the loop would, most often
-        chosen: list[int] = []
-        for rank in reversed(ranks):
-            if slots <= 0 or rank[0] < least:
-                break
-            block = rank[-1]
-            if block not in spared:
-                chosen.append(block)
-                slots -= span(block)
-        return chosen
-
 
 _AHEAD = 16
 """One slot in so many is used to fetch ahead in a scan, or in so many of what is streamed, if that is less."""
@@ -306,7 +225,9 @@ class Cache:
         tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
         """
         schedule, copies, held = self.schedule, self.copies, self.held
-        start, end = max(schedule.position, self.complete), schedule.horizon(lookahead)
+        start, end = schedule.position, schedule.horizon(lookahead)
+        if start < self.complete:
+            start = self.complete
         if start >= end:
             return []
         missing: list[int] = []
@@ -464,7 +385,7 @@ class Cache:
         return at
 
     def _demand_rank(self, block: int) -> Rank | None:
-        copy = self.copies.get(block)
+        copy = self.copies[block] if block in self.copies else None  # noqa: SIM401 - without a call, as it is asked often
         if copy is None or copy.uses or copy.writing:
             return None
         if copy.state is not VALID and copy.state is not STALE and not (copy.state is LOADING and self.tier is DEVICE):
@@ -476,7 +397,7 @@ class Cache:
         return (*self._policy.rank(facts), -copy.number, block)
 
     def _ahead_rank(self, block: int) -> Rank | None:
-        copy = self.copies.get(block)
+        copy = self.copies[block] if block in self.copies else None  # noqa: SIM401
         if copy is None or copy.uses or copy.dirty or block in self.unused:
             return None  # what is being written is dirty
         if copy.state is not VALID and copy.state is not STALE:

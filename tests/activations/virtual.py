@@ -57,6 +57,7 @@ class VirtualDevice(LazyDevice):
 
     def __init__(self, bytes_per_second: float) -> None:
         super().__init__()
+        self.bytes_per_second = bytes_per_second
         self._moved = threading.local()
         self.streams = VirtualStreams(bytes_per_second, self._moved)
 

@@ -16,8 +16,10 @@ from hetmem import testing
 from hetmem.base.hardware import HardwareProfile
 from hetmem.planner import load_profile
 from hetmem.planner.plan import Plan
-from tests.activations.test_offload import KIB, ROWS, SAVED, WIDTH, Deep, family
+from tests.activations.test_offload import INPUTS, KIB, ROWS, SAVED, WIDTH, Deep, family
+from tests.activations.virtual import Timed, VirtualDevice
 from tests.engine.harness import assert_same_weights
+from tests.planner.tested import TracedCall, trace
 
 BATCH = torch.zeros(ROWS, WIDTH)
 
@@ -175,6 +177,48 @@ def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(
     assert best.device_update_share == 1
     first = f"checkpoint the first {best.layers['recomputed']} of the 6 layers" if recomputed else "checkpoint none"
     assert first in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize(
+    ("size", "activations", "share"),
+    [
+        (1024, "offload", 0.5),
+        (512, "auto", 1.5),
+        pytest.param(2457, "offload", 1.5, marks=pytest.mark.nightly),
+        pytest.param(512, "offload", 1.5, marks=pytest.mark.nightly),
+        pytest.param(512, "auto", 0.5, marks=pytest.mark.nightly),
+        pytest.param(1024, "offload", 1.5, marks=pytest.mark.nightly),
+    ],
+)
+def test_times_and_peaks_are_those_of_a_run_on_a_clock(size: int, activations: Any, share: float) -> None:
+    """Forwards of 6 seconds, backwards of 12, and a link that takes `share` of the forward to move all activations."""
+    device = VirtualDevice(36 * SAVED / (6 * share))
+    chunks = {} if size > 2000 else {"device_chunks": 192 * KIB}
+    budget, batch = hetmem.Budget(device=size * KIB, host="32MiB", **chunks), INPUTS[0]
+    link = beside(device.bytes_per_second)
+    link = replace(link, host=replace(link.host, update_bytes_per_second=1e12))
+    link = replace(link, device=replace(link.device, operator_seconds=0.0, bytes_per_second=1e15))
+    seconds = trace(TracedCall(Deep, batch)).compute_seconds(link.device)
+    link = replace(link, device=replace(link.device, matrix_flops={"float32": 1e9 * seconds / 18}))
+    plan = hetmem.plan(Deep, batch, budget, link, chunk_bytes=16 * KIB, activations=activations)
+
+    def timed(x: torch.Tensor) -> torch.Tensor:
+        return Timed.apply(x, device.spend, 0.5)
+
+    def layer(block: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + timed(block.down(nn.functional.gelu(timed(block.up(block.norm(x))))))
+
+    model = hetmem.manage(Deep(layer), budget, device=device, chunk_bytes=16 * KIB, activations=activations)
+    optimizer, began = hetmem.AdamW(model.parameters()), 0.0
+    for _ in range(5):
+        began = device.now()
+        model(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    took, peak = device.now() - began, hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"]
+    hetmem.release(model)
+    assert plan.step_seconds == pytest.approx(took, rel=0.1)
+    assert plan.peak_bytes["device"] == pytest.approx(peak, rel=0.03)
 
 
 def test_the_pasted_block_computes_the_first_layers_again() -> None:

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from hetmem.base.hardware import DeviceProfile, HostProfile, Rate
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.schedule.blocks import FIFO, LRU, Block, Command, CopyState, Drop, Fetch, NextUse, PlaceMap, SlotMap, Write
-from hetmem.schedule.cache import NOTHING, Cache, Order
+from hetmem.schedule.blocks import (
+    FIFO,
+    LRU,
+    NOTHING,
+    Block,
+    Command,
+    CopyState,
+    Drop,
+    Fetch,
+    NextUse,
+    Order,
+    PlaceMap,
+    SlotMap,
+    Write,
+)
+from hetmem.schedule.cache import Cache
 from hetmem.schedule.gradients import GradientSends, Lending, Send, set_aside, wait_until
 from hetmem.schedule.layout import (
     ALIGNMENT_ELEMENTS,

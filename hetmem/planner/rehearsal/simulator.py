@@ -293,12 +293,16 @@ class SimulatedTraffic:
             arrived()
             return
         send = self.gradients.send(chunk, nbytes)
+        self.send_beside(nbytes, device_bytes, partial(self._gradient_arrived, chunk, send, arrived))
+        self.gradients.wait_for_room()
+
+    def send_beside(self, nbytes: int, device_bytes: int, arrived: Callable[[], None]) -> None:
+        """Send `nbytes` home, a gradient or an activation; until they are there they take `device_bytes`."""
         self.now += self._transfer_seconds
         end = self.device_to_host.send(self.now, nbytes)
         self._gradient_ends.append((end, device_bytes))
         self._gradient_bytes += device_bytes
-        self.later(end, partial(self._gradient_arrived, chunk, send, arrived))
-        self.gradients.wait_for_room()
+        self.later(end, arrived)
 
     def _gradient_arrived(self, chunk: int, send: Send, arrived: Callable[[], None]) -> None:
         self.gradients.arrived(chunk, send)
