@@ -234,7 +234,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Ctrl-C comes between pieces": Mutation(
         "memory/interrupts.py",
-        "        if not self._depth:\n            self._deliver()\n            return\n",
+        "        if not self.depth:\n            self._deliver()\n            return\n",
         "        self._deliver()\n        return\n",
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),

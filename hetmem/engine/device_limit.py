@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -60,7 +61,7 @@ class DeviceRoom:
         self._left = -1
         """The bytes of homes on the device when nothing took any of that."""
         memory.device.peak_bytes()  # what the process had there before is no need of this model
-        traffic.gradients.sent = weakly(self.gradient_sent)
+        traffic.gradients.sent = WeakMethod(self.gradient_sent)
 
     # ---- what is needed ----------------------------------------------------------------------------------------
 
@@ -154,11 +155,11 @@ class DeviceRoom:
     def gradient_sent(self) -> None:
         """A gradient has begun its way home: from here on the trace knows what else there is."""
         if self._memory.device.watched:
-            own_bytes = 0
             if self._tracer.measured:
                 live_bytes = self.monitor.live_bytes  # before the others, which may die any time
-                own_bytes = live_bytes - self.leaving_bytes
-            self._tracer.sent(own_bytes)
+                self._tracer.sent(live_bytes - self.leaving_bytes)
+            else:
+                self._tracer.gradients_sent += 1
             if self._traffic.gradients.leaving or self.leaving or self.ahead:
                 self._wait_for_leaving()
 

@@ -25,13 +25,15 @@ from hetmem.engine.param_views import Bindings
 from hetmem.engine.sampling import Fingerprints, TornReads
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.live_bytes import is_unseen
 from hetmem.memory.transfer import Finished, TransferEngine
-from hetmem.schedule.blocks import Command, Drop, Fetch, Link, Write
+from hetmem.schedule.blocks import SMALL_BYTES, Command, Drop, Fetch, Link, Write
 from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
 
 _tuple: Any = tuple.__new__
+_AS_IT_IS = nullcontext()
 
 
 class _ClearsFrames(ContextDecorator):
@@ -159,18 +161,17 @@ class Executor:
 
     # ---- waiting -----------------------------------------------------------------------------------------------
 
-    @_CLEARS_FRAMES
-    @HELD_BACK
     def _note_all(self) -> bool:
         noted = False
-        while (finished := self._engine.take(wait=False)) is not None:
-            noted = True
-            self._note(finished)
+        with _CLEARS_FRAMES, HELD_BACK:
+            while (finished := self._engine.take(wait=False)) is not None:
+                noted = True
+                self._note(finished)
         return noted
 
     def poll(self) -> None:
         """Take note of what has ended meanwhile; workers go on if anything has."""
-        if self._engine.anything_over() and self._note_all():
+        if not self._engine.nothing_over() and self._note_all():
             self.pump()
 
     @_CLEARS_FRAMES
@@ -261,7 +262,7 @@ class Executor:
         first: BaseException | None = None
         self._executing = True
         try:
-            with self.unwatched():
+            with _AS_IT_IS if is_unseen() else self.unwatched():
                 while self._commands:
                     try:
                         self._carry_out(*self._commands.popleft())
@@ -298,11 +299,13 @@ class Executor:
 
     def _carry_out(self, command: Command, now: bool) -> None:
         if type(command) is Drop:
-            self._events.copies.append(CopyChange(self._events.now(), command.block, command.tier, False))
+            change = self._events.now(), command.block, command.tier, False
+            self._events.copies.append(_tuple(CopyChange, change))
             self._drop(command)
             return
         if type(command) is Fetch:
-            self._events.copies.append(CopyChange(self._events.now(), command.block, command.target, True))
+            change = self._events.now(), command.block, command.target, True
+            self._events.copies.append(_tuple(CopyChange, change))
             if command.target is DEVICE:
                 self._fetch_to_device(command, now=now)
                 return
@@ -383,8 +386,8 @@ class GradientCopies:
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
         self.lost: Callable[[Chunk], None] = lambda chunk: None
         """Called where a gradient of a chunk was sent and did not arrive."""
-        self.sent: Callable[[], None] = lambda: None
-        """Called where a gradient was sent."""
+        self.sent: Callable[[], Callable[[], None] | None] = lambda: None
+        """Refers to what is called where a gradient was sent."""
         self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """The memory of gradients in flight, by the number of each send."""
 
@@ -399,7 +402,7 @@ class GradientCopies:
         """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`: a small one at once, others behind the
         backward, and until then they take memory of the device. At the end the lease of the staged role is over."""
         home = chunk.homes[Role.GRAD]
-        if home.tier is Tier.DEVICE or (self._unlimited and self.sends.at_once(nbytes)):
+        if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
             try:
                 if home.tier is Tier.DEVICE:
                     work()
@@ -408,7 +411,8 @@ class GradientCopies:
             finally:
                 if home.tier is Tier.NVME:
                     self._end_lease(home)
-            self.sent()
+            if (sent := self.sent()) is not None:
+                sent()
             if home.tier is Tier.NVME:
                 self._write_back(chunk, home)
             return
@@ -417,7 +421,8 @@ class GradientCopies:
         self.leaving[send.number] = memory
         ended = partial(weakly(self._arrived), chunk, send)
         self._executor.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
-        self.sent()
+        if (sent := self.sent()) is not None:
+            sent()
         self.sends.wait_for_room()
 
     def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
@@ -465,4 +470,5 @@ class GradientCopies:
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
     """A function of the log alone: the engine's threads must not keep a model alive."""
     block = -1 if tag is None or type(tag) is int else tag.block
-    events.transfers.append(_tuple(Transfer, (link, block, start, end, nbytes)))
+    transfers = events.transfers
+    transfers += (_tuple(Transfer, (link, block, start, end, nbytes)),)

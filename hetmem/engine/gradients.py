@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +32,8 @@ from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role, stored
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
+
+_HOOKS = attrgetter("_backward_hooks")
 
 
 class GradientListener(Protocol):
@@ -197,8 +200,12 @@ class GradientSink:
                 arrived = arrived + previous if dense_first else previous + arrived
             show_gradient(parameter, arrived)
             return
+        unseen = self.segments.unseen and not torch.is_grad_enabled()
+        if unseen and not self.told and type(parameter) is managed.kind:
+            self._take(managed, arrived, previous)
+            return
         with torch_private.NoFunctionsOfSubclasses():  # each look at a parameter that is not bound would be one
-            if self.segments.unseen and not torch.is_grad_enabled():
+            if unseen:
                 self._take(managed, arrived, previous)
                 return
             with self.runtime.unwatched(), torch.no_grad():
@@ -206,7 +213,6 @@ class GradientSink:
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
-        take_gradient(parameter)
         if previous is None or is_home(previous, managed):
             try:
                 self._send(managed, arrived, adds=previous is not None)
@@ -262,8 +268,10 @@ class GradientSink:
             runtime.uses.release_working()
 
     def _look_at_parameters(self) -> None:
+        hooks = map(_HOOKS, [managed.parameter for managed in self.runtime.parameters])
+        ordered = max(map(len, filter(None, hooks)), default=0) < 2
         for managed in self.runtime.parameters:
-            if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
+            if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += self._hooks.order(self, managed.parameter, self._before[id(managed)].id)
             gradient = managed.parameter.grad
             if (

@@ -116,7 +116,8 @@ class Bindings:
             managed.device = managed.device_view = None
             if managed.numel:
                 del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
-                if kept is not None and _is_as_made(view, managed):
+                held = references(managed.device_storage) > managed.device_references
+                if kept is not None and not held and view.data_ptr() == managed.device_address:
                     counted = managed.device_storage, managed.device_address, managed.device_references
                     views[managed] = view, made, *counted
         if kept is not None and views:
@@ -242,12 +243,6 @@ class Bindings:
             )
         del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
         managed.device = managed.device_view = None
-
-
-def _is_as_made(view: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Return whether no other tensor has the memory of `view`, the device view of `managed`, which is still there."""
-    held = references(managed.device_storage) > managed.device_references
-    return not held and view.data_ptr() == managed.device_address
 
 
 references: Any = torch_private.storage_references

@@ -20,7 +20,6 @@ from hetmem.engine.traffic import Traffic, param_block
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
-from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
@@ -80,24 +79,43 @@ class Uses:
             or chunk_bytes + expected > peaks.device_peak_bytes
         ):
             peaks.device_in_use(chunk_bytes, expected)
-        seen = self._events.now(), operator, blocks, chunk_bytes, expected
-        self._events.moments.append(_tuple(MomentSeen, seen))
+        moments, seen = self._events.moments, (self._events.now(), operator, blocks, chunk_bytes, expected)
+        moments += (_tuple(MomentSeen, seen),)
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Bind `used` to their device copies. Nothing is bound if this raises."""
-        if self._held or self._traffic.engine.anything_over():
+        if self._held or not self._traffic.engine.nothing_over():
             with self._unwatched():
                 self.let_go()
                 self._traffic.executor.poll()
-        if self._use_again(operator, used):
+        unsure, as_seen = self._writes.unsure, not _functions_around()
+        for managed in used if as_seen else ():
+            if unsure and managed.chunk in unsure:
+                with self._unwatched():
+                    self._writes.make_sure(managed.chunk)
+            parameter = managed.parameter
+            kind, parameter.__class__ = type(parameter), managed.kind
+            version, parameter.__class__ = parameter._version, kind  # as `version_now`
+            as_seen = as_seen and version == managed.version
+        try:
+            acquired = as_seen and self._acquire_again(operator, used)
+        except BaseException:
+            if self._bindings.away:
+                with self._unwatched():
+                    self._bindings.rest(used)
+            raise
+        if not acquired:  # writes are to be honoured first, or bytes counted
+            with self._unwatched():
+                self._use(operator, used)
             return
-        if is_unseen():
-            self._use(operator, used)
-            return
-        with self._unwatched():
-            self._use(operator, used)
+        for managed in used:
+            assert managed.device is not None
+            parameter = managed.parameter
+            parameter.__class__ = managed.kind
+            parameter.data = managed.device
+            parameter.__class__ = managed.bound_kind
 
     def _use(self, operator: str, used: list[ManagedParameter]) -> None:
         """`use` where no mode sees what is asked of parameters."""
@@ -124,36 +142,6 @@ class Uses:
                 self._bindings.rest(used)
             raise
         self._bindings.bind(used)
-
-    def _use_again(self, operator: str, used: list[ManagedParameter]) -> bool:
-        """`use`, as mostly; False, and nothing is bound, where writes are to be honoured first, or bytes counted."""
-        if _functions_around():
-            return False
-        unsure = self._writes.unsure
-        for managed in used:
-            if unsure and managed.chunk in unsure:
-                with self._unwatched():
-                    self._writes.make_sure(managed.chunk)
-            parameter = managed.parameter
-            kind, parameter.__class__ = type(parameter), managed.kind
-            version, parameter.__class__ = parameter._version, kind  # as `version_now`
-            if version != managed.version:
-                return False
-        try:
-            if not self._acquire_again(operator, used):
-                return False
-        except BaseException:
-            if self._bindings.away:
-                with self._unwatched():
-                    self._bindings.rest(used)
-            raise
-        for managed in used:
-            assert managed.device is not None
-            parameter = managed.parameter
-            parameter.__class__ = managed.kind
-            parameter.data = managed.device
-            parameter.__class__ = managed.bound_kind
-        return True
 
     def _acquire_again(self, operator: str, used: Sequence[ManagedParameter]) -> bool:
         """A moment that uses `used`, with one more use of each. False, and nothing is done, where the segment is
@@ -253,8 +241,12 @@ class Uses:
         if self._memory.resident:
             self._traffic.release_all(over)
             return
+        traffic = self._traffic
         for block in over:
-            self._traffic.release(block, DEVICE, uses=over[block])
+            if traffic.engine.ordered:
+                traffic.release(block, DEVICE, uses=over[block])
+            elif commands := traffic.residency.release(block, DEVICE, uses=over[block]):
+                traffic.execute(commands)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions are not seen. Of a region `.data` is not seen either: writes through that
@@ -304,7 +296,7 @@ class Uses:
             return managed.home
         if self._held:
             self.let_go()
-        if self._traffic.engine.anything_over():
+        if not self._traffic.engine.nothing_over():
             self._traffic.executor.poll()
         operator = f"backward of {managed.name}"
         if managed in self._held:

@@ -21,6 +21,7 @@ operators, NumPy) count no version:
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -32,6 +33,8 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.trace import Tier
+
+_VERSION = attrgetter("_version")
 
 
 class WriteCheck:
@@ -165,8 +168,12 @@ class WriteCheck:
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as the backward that is over has left them."""
-        for managed in arrived:
-            self._gradients_left[managed] = _gradient(managed)
+        there = [managed for managed in arrived if managed.parameter.grad is not None]
+        gradients = [managed.parameter.grad for managed in there]
+        self._gradients_left.update(dict.fromkeys(arrived))
+        self._gradients_left.update(
+            zip(there, zip(map(id, gradients), map(_VERSION, gradients), strict=True), strict=True)
+        )
 
     def edited_gradients(self) -> list[ManagedParameter]:
         """Return the parameters whose gradients were cleared, or written to with a version, since the last backwards:

@@ -177,7 +177,9 @@ class Compute:
         """Its innermost call, which is over, if that is of `module` by `frame`, and not the one that began it."""
         calls = self.calls
         if calls[1:2] and calls[-1].number == id(frame) and calls[-1].module() is module:
-            return calls.pop()
+            call = calls[-1]
+            del calls[-1]
+            return call
         return None
 
     def enter_functions(self, handler: Handler) -> None:

@@ -51,17 +51,11 @@ class BeforeForward(_OfThisModule):
             return None
         if self._tracing.region and torch.compiler.is_compiling():
             return None
-        return self._tell(module, args, kwargs)
-
-    @opaque
-    def _tell(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, dict[str, Any]] | None:
         hooked = self._hooked()
-        if hooked is not None:
-            called_with: tuple[Any, dict[str, Any]] | None = hooked.before_forward(module, args, kwargs)
-            return called_with
-        return None
+        if hooked is None:
+            return None
+        called_with: tuple[Any, dict[str, Any]] | None = hooked.before_forward(module, args, kwargs)
+        return called_with
 
 
 class AfterForward(_OfThisModule):
@@ -75,13 +69,9 @@ class AfterForward(_OfThisModule):
         if self._tracing.quiet and self._tracing.where() is not module:
             return
         if not (self._tracing.region and torch.compiler.is_compiling()):
-            self._tell(module, output)
-
-    @opaque
-    def _tell(self, module: torch.nn.Module, output: Any) -> None:
-        hooked = self._hooked()
-        if hooked is not None:
-            hooked.after_forward(module, output)
+            hooked = self._hooked()
+            if hooked is not None:
+                hooked.after_forward(module, output)
 
 
 class PartHooks:
@@ -274,11 +264,17 @@ class AfterArrival:
         sink = self._sink()
         by_id = {} if sink is None else sink.runtime.bindings.by_id
         if sink is not None and self._key in by_id:
-            compiler = set_compiler(None)
+            compiler, main = set_compiler(None), HERE.is_main and HELD_BACK.segments > 0
+            HELD_BACK.depth += main
             try:
-                with HELD_BACK:
+                if HERE.is_main and not main:  # an interrupt was delivered, and has not raised
+                    HELD_BACK(sink.after)(by_id[self._key])
+                else:
                     sink.after(by_id[self._key])
             finally:
+                HELD_BACK.depth -= main
+                if main and HELD_BACK.came:
+                    HELD_BACK.leave()
                 if compiler is not None:
                     set_compiler(compiler)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -32,7 +33,7 @@ from hetmem.intercept.diagnostics import (
     refuse_a_surrounding,
     refuse_conversion,
 )
-from hetmem.intercept.dynamo import hook_forwards, set_compiler, skipped
+from hetmem.intercept.dynamo import hook_forwards, opaque, set_compiler
 from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
 from hetmem.intercept.forward_scope import (
     CALLS,
@@ -53,10 +54,10 @@ from hetmem.intercept.hooks import (
     hook_conversions,
 )
 from hetmem.intercept.leases import Leases, Regions
-from hetmem.intercept.phases import StepSegments, signature
+from hetmem.intercept.phases import StepSegments, signature, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.interrupts import HELD_BACK, HERE
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
 from hetmem.torch_private import tree_leaves, tree_map
@@ -152,7 +153,7 @@ class Interception:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    @skipped
+    @opaque
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
@@ -162,15 +163,23 @@ class Interception:
         """
         compiles = compiler = set_compiler(None)
         try:
-            frame: FrameType | None = sys._getframe(3)
+            frame: FrameType | None = sys._getframe(2)
             here = self._computes.here
-            if compiler is None and here and frame is not None and frame.f_code is CALLS:
+            main = HERE.is_main
+            held = HELD_BACK.segments or not main
+            if compiler is None and here and held and frame is not None and frame.f_code is CALLS:
                 if self._regions.may_begin or "forward" in module.__dict__:
                     pass
                 elif here[-1].is_computing(frame.f_back):  # a part of that, and nothing else, as most calls are
-                    with HELD_BACK:
-                        here[-1].calls.append(call := Call(module, frame))
+                    HELD_BACK.depth += main
+                    try:
+                        calls, call = here[-1].calls, Call(module, frame)
+                        calls += (call,)
                         self.leases.begin(call, module, recomputed=here[-1].task >= 0)
+                    finally:
+                        HELD_BACK.depth -= main
+                        if main and HELD_BACK.came:
+                            HELD_BACK.leave()
                     return None
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
@@ -269,7 +278,7 @@ class Interception:
                 if transformed:
                     runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
                 runtime.writes.notice_all()
-                key, size, tokens = signature(module, args, kwargs)
+                key, size, tokens = signature(module, args, kwargs, held=runtime.memory.device.watched)
                 runtime.events.feed(tokens, trains=torch.is_grad_enabled())
             for managed in runtime.parameters if runtime.memory.uses_copies else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
@@ -280,7 +289,7 @@ class Interception:
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()
             with runtime.unwatched():
-                runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
+                runtime.monitor.count("inputs", chain.from_iterable(map(tensors_within, tree_leaves((args, kwargs)))))
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
@@ -338,21 +347,27 @@ class Interception:
         finally:
             self.runtime.monitor.left = False
 
-    @skipped
+    @opaque
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
         compiles = set_compiler(None)
         try:
-            frame: FrameType | None = sys._getframe(3)
+            frame: FrameType | None = sys._getframe(2)
             here = self._computes.here
             assert frame is not None
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
-            elif here and not self._regions.may_end:
-                with HELD_BACK:
+            elif here and not self._regions.may_end and (HELD_BACK.segments or not HERE.is_main):
+                main = HERE.is_main
+                HELD_BACK.depth += main
+                try:
                     if (call := here[-1].pop(module, frame)) is not None:  # it has returned, and something goes on
                         self.leases.end(call)
                         return
+                finally:
+                    HELD_BACK.depth -= main
+                    if main and HELD_BACK.came:
+                        HELD_BACK.leave()
             error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):

@@ -88,7 +88,7 @@ class Leases:
         if top is not None and type(top[0]) is not Pack:
             call.displaced = self._saved.displace_others(used)
         if not call.used:
-            self._bound.append(call)
+            self._bound += (call,)
         for managed in used:
             managed.bound += 1
         call.used += used
@@ -110,13 +110,12 @@ class Leases:
         if call.left is not None:
             self.casts.enter_cache_again(call.left)
             call.left = None
-        if call.used:
-            self._let_go(call)
-
-    def _let_go(self, call: Call) -> None:
-        used, call.used = call.used, []
+        used = call.used
+        if not used:
+            return
+        call.used = []
         if self._bound[-1] is call:
-            self._bound.pop()
+            del self._bound[-1]
         else:
             self._bound.remove(call)
         for managed in used:
@@ -135,7 +134,7 @@ class Leases:
         """Something needs room on the device: the weights of the outermost call are unbound. False if there is none."""
         if not self._bound:
             return False
-        self._let_go(self._bound[0])
+        self.end(self._bound[0])
         return True
 
 

@@ -20,7 +20,7 @@ from hetmem.intercept.dynamo import called_by_autograd, set_compiler, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
 from hetmem.intercept.phases import StepSegments
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.interrupts import HELD_BACK, HERE
 from hetmem.memory.live_bytes import is_unseen
 
 _AUTOGRAD: Any = torch_private.autograd
@@ -343,12 +343,17 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     if kind is Saved:  # most are not, and cost as little as they can
         if not whose.runtime.in_backward:
             whose.on_backward()
-        compiler = set_compiler(None)
+        compiler, main = set_compiler(None), HERE.is_main and HELD_BACK.segments > 0
+        HELD_BACK.depth += main
         try:
-            with HELD_BACK:
-                unpacked: torch.Tensor = whose.unpack(kept)
-                return unpacked
+            if HERE.is_main and not main:  # an interrupt was delivered, and has not raised
+                return HELD_BACK(whose.unpack)(kept)  # type: ignore[no-any-return]
+            unpacked: torch.Tensor = whose.unpack(kept)
+            return unpacked
         finally:
+            HELD_BACK.depth -= main
+            if main and HELD_BACK.came:
+                HELD_BACK.leave()
             if compiler is not None:
                 set_compiler(compiler)
     saved = None if whose is None else whose()

@@ -56,24 +56,26 @@ class HeldBack(ContextDecorator):
     """A context, or a decorator, to be entered any number of times within itself, in which interrupts wait."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._segments = 0
+        self.depth = 0
+        """How often this is entered. Where `segments` run, what is called for each module counts here itself, as that
+        costs no call, and calls `leave` at the end if an interrupt `came`."""
+        self.segments = 0
         self._theirs: Any = None
-        self._came = False
+        self.came = False
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
     def begin_segment(self) -> None:
         """A forward, a backward or a step begins, which enters this often: until `end_segment` the handler stays, and
         does what theirs does wherever nothing is held back."""
-        if HERE.is_main and (self._segments or self._depth or self._take()):
-            self._segments += 1
+        if HERE.is_main and (self.segments or self.depth or self._take()):
+            self.segments += 1
 
     def end_segment(self) -> None:
         """Once for each `begin_segment`; nothing happens if that was forgotten."""
-        if self._segments and HERE.is_main:
-            self._segments -= 1
-            if not (self._segments or self._depth):
+        if self.segments and HERE.is_main:
+            self.segments -= 1
+            if not (self.segments or self.depth):
                 self._give_back()
 
     def _take(self) -> bool:
@@ -87,19 +89,23 @@ class HeldBack(ContextDecorator):
         return True
 
     def __enter__(self) -> None:
-        if HERE.is_main and (self._depth or self._segments or self._take()):
-            self._depth += 1
+        if HERE.is_main and (self.depth or self.segments or self._take()):
+            self.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._depth and HERE.is_main:
-            self._depth -= 1
-            if not self._depth and (self._came or not self._segments):
-                self._give_back()
+        if self.depth and HERE.is_main:
+            self.depth -= 1
+            self.leave()
+
+    def leave(self) -> None:
+        """End what was entered, if all is: an interrupt that came is raised."""
+        if not self.depth and (self.came or not self.segments):
+            self._give_back()
 
     def raise_here(self) -> None:
         """Call before a wait: an interrupt that came before is raised instead."""
-        if self._came and HERE.is_main:
-            self._came = False
+        if self.came and HERE.is_main:
+            self.came = False
             self._deliver()
 
     def wait(self, wait: Callable[[], Any], wake: Callable[[], None]) -> Any:
@@ -108,7 +114,7 @@ class HeldBack(ContextDecorator):
             return wait()
         self._wake = wake
         try:
-            if self._came:
+            if self.came:
                 wake()
             return wait()
         finally:
@@ -116,35 +122,35 @@ class HeldBack(ContextDecorator):
 
     def forget(self) -> None:
         """Forget, in a forked process, what its parent has entered and got."""
-        self._came, self._wake, self._segments = False, None, 0
+        self.came, self._wake, self.segments = False, None, 0
         self._give_back()
 
     def _remember(self, _: int, __: FrameType | None) -> None:
-        if not self._depth:
+        if not self.depth:
             self._deliver()
             return
-        if self._came:  # the second one
+        if self.came:  # the second one
             self._give_back()
             self._deliver()  # for a handler that counts them, and has not raised
             return
-        self._came = True
+        self.came = True
         if self._wake is not None:
             self._wake()
 
     def _give_back(self) -> None:
         """Nothing is held back any more."""
-        came, self._came = self._came, False
-        self._depth = 0
-        if not self._segments and _SIGNALS.getsignal(_INTERRUPT) == self._ours:
+        came, self.came = self.came, False
+        self.depth = 0
+        if not self.segments and _SIGNALS.getsignal(_INTERRUPT) == self._ours:
             _SIGNALS.signal(_INTERRUPT, self._theirs)
-        if came or self._came:
-            self._came = False
+        if came or self.came:
+            self.came = False
             self._deliver()
 
     def _deliver(self) -> None:
         """What an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward
         without a word. So no segment runs from here on."""
-        self._segments = 0
+        self.segments = 0
         if _SIGNALS.getsignal(_INTERRUPT) == self._ours:
             _SIGNALS.signal(_INTERRUPT, self._theirs)
         if callable(self._theirs):

@@ -220,6 +220,8 @@ class TransferEngine:
         self._by_caller = {link for link in self._copied if not self.ordered and self._copier.unlimited(link)}
         """Links over which the caller copies as the copier would."""
         self.clock = self._copier.clock
+        self.nothing_over: Callable[[], bool] = self._finished.empty if not self.ordered else self._nothing_over
+        """Whether `take` has nothing to give. Asked at each use of a weight: it mostly has not."""
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int, after: Sequence[Any] = ()) -> None:
@@ -243,14 +245,12 @@ class TransferEngine:
         """Write host memory to `extent` on NVMe."""
         self._submit(tag, partial(self._nvme().write, extent, source), Link.NVME_WRITE, len(source))
 
-    def anything_over(self) -> bool:
-        """Whether `take` may have something to give. Asked at each use of a weight, where there is mostly nothing."""
-        if self.ordered:
-            self._copier.poll()
-        return not self._finished.empty()
+    def _nothing_over(self) -> bool:
+        self._copier.poll()
+        return self._finished.empty()
 
     def take(self, *, wait: bool) -> Finished | None:
-        """One finished job: None if none was seen to be over yet (see `anything_over`), or with `wait` as soon as there
+        """One finished job: None if none was seen to be over yet (see `nothing_over`), or with `wait` as soon as there
         is one.
 
         Raises `StoreError` instead of waiting for a disk that hangs; see `NvmeStore.patience_seconds`. The job is not

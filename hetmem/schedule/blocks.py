@@ -169,7 +169,7 @@ class Order:
     def _update(self) -> None:
         ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
         for block in self._touched:
-            rank, before = rank_now(block), rank_of.get(block)
+            rank, before = rank_now(block), rank_of[block] if block in rank_of else None  # noqa: SIM401 - without a call
             if before is not None:
                 if rank == before:
                     continue
@@ -426,7 +426,7 @@ class PlaceMap:
         ]
 
     def _of(self, span: int) -> _SpanPlaces:
-        places = self._places.get(span)
+        places = self._places[span] if span in self._places else None  # noqa: SIM401 - asked for each copy
         if places is None:
             count = self.count // span
             places = self._places[span] = _SpanPlaces(self._numbers, span, (1 << count) - 1)

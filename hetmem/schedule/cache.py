@@ -225,7 +225,9 @@ class Cache:
         tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
         """
         schedule, copies, held = self.schedule, self.copies, self.held
-        start, end = max(schedule.position, self.complete), schedule.horizon(lookahead)
+        start, end = schedule.position, schedule.horizon(lookahead)
+        if start < self.complete:
+            start = self.complete
         if start >= end:
             return []
         missing: list[int] = []
@@ -383,7 +385,7 @@ class Cache:
         return at
 
     def _demand_rank(self, block: int) -> Rank | None:
-        copy = self.copies.get(block)
+        copy = self.copies[block] if block in self.copies else None  # noqa: SIM401 - without a call, as it is asked often
         if copy is None or copy.uses or copy.writing:
             return None
         if copy.state is not VALID and copy.state is not STALE and not (copy.state is LOADING and self.tier is DEVICE):
@@ -395,7 +397,7 @@ class Cache:
         return (*self._policy.rank(facts), -copy.number, block)
 
     def _ahead_rank(self, block: int) -> Rank | None:
-        copy = self.copies.get(block)
+        copy = self.copies[block] if block in self.copies else None  # noqa: SIM401
         if copy is None or copy.uses or copy.dirty or block in self.unused:
             return None  # what is being written is dirty
         if copy.state is not VALID and copy.state is not STALE:

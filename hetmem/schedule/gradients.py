@@ -99,44 +99,44 @@ class GradientSends(Generic[ChunkT]):
     def __init__(self, waiting: Waiting, most_bytes: int) -> None:
         self._waiting, self._most_bytes = waiting, most_bytes
         self._numbers = count()
-        self._on_their_way: Counter[ChunkT] = Counter()
+        self.on_their_way: Counter[ChunkT] = Counter()
         self._bytes = 0
         self.complete: Complete[ChunkT] = Complete()
 
     def send(self, chunk: ChunkT, nbytes: int) -> Send:
         """A gradient of `chunk` was made, of `nbytes` at home."""
-        self._on_their_way[chunk] += 1
+        self.on_their_way[chunk] += 1
         self._bytes += nbytes
         return Send(next(self._numbers), nbytes)
 
     def at_once(self, nbytes: int) -> bool:
         """Whether the thread that made a gradient of `nbytes` copies it itself, if it can: a small one, behind none."""
-        return nbytes < SMALL_BYTES and not self._on_their_way
+        return nbytes < SMALL_BYTES and not self.on_their_way
 
     def arrived(self, chunk: ChunkT, send: Send) -> None:
         """`send`, of a gradient of `chunk`, is over."""
         self._bytes -= send.nbytes
-        self._on_their_way[chunk] -= 1
-        if not self._on_their_way[chunk]:
-            del self._on_their_way[chunk]
+        self.on_their_way[chunk] -= 1
+        if not self.on_their_way[chunk]:
+            del self.on_their_way[chunk]
 
     def arriving(self, chunk: ChunkT) -> bool:
         """Whether gradients of `chunk` are on their way."""
-        return chunk in self._on_their_way
+        return chunk in self.on_their_way
 
     def to_be_written(self, chunk: ChunkT) -> bool:
         """Whether all gradients of `chunk` that this backward has are in staging: then they are written to NVMe."""
-        return chunk in self.complete and chunk not in self._on_their_way
+        return chunk in self.complete and chunk not in self.on_their_way
 
     @property
     def under_way(self) -> bool:
         """Whether any gradient is on its way."""
-        return bool(self._on_their_way)
+        return bool(self.on_their_way)
 
     def wait_for_room(self) -> None:
         """Take note of those that have arrived, so that updates begin; wait while too many bytes are on their way."""
         self._waiting.poll()
-        while self._bytes > self._most_bytes and self._on_their_way.total() > 1:
+        while self._bytes > self._most_bytes and self.on_their_way.total() > 1:
             self._waiting.wait_for_one()
 
     # ---- places ------------------------------------------------------------------------------------------------

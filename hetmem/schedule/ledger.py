@@ -6,6 +6,7 @@ It makes all commands. When to give one, and what for, is not its business.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from hetmem.errors import StateError
 from hetmem.schedule.blocks import (
@@ -23,6 +24,9 @@ from hetmem.schedule.blocks import (
 )
 from hetmem.schedule.cache import Cache
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
+
+_tuple: Any = tuple.__new__
+"""Makes a named tuple of a tuple, without Python."""
 
 
 class Ledger:
@@ -94,7 +98,7 @@ class Ledger:
             staging.copies[block].uses += 1
             staging.touch(block)
         self._history[block].append((self.tick, "fetch to", tier))
-        commands.append(Fetch(block, source, tier, copy.slot))
+        commands += (_tuple(Fetch, (block, source, tier, copy.slot)),)
 
     def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
         """Write `copy`, the dirty one of `block` in HOST staging, home."""
@@ -115,7 +119,7 @@ class Ledger:
         cache.remove(block)
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
-            commands.append(Drop(block, tier, copy.slot))
+            commands += (_tuple(Drop, (block, tier, copy.slot)),)
         self._history[block].append((self.tick, "dropped on", tier))
 
     def evict(self, block: int, tier: Tier, commands: list[Command]) -> None:

@@ -204,14 +204,20 @@ class Residency:
             state = copies[block].state
             if state is not VALID and not (coming and state is LOADING):
                 return None
+        schedule, unused, changed = cache.schedule, cache.unused, cache.touch
         for block in uses:
-            cache.meet(block)
+            schedule.met.add(block)  # as `Cache.meet`
+            if block in unused:
+                unused.remove(block)
+            changed(block)
             copy, more = copies[block], uses[block]
             ledger.tick = copy.last_use = ledger.tick + 1
             copy.uses += more
         commands: list[Command] = []
-        if not self._supply.waiting:
-            self._supply.prefetch(cache, commands)
+        supply, (device, host) = self._supply, self._caches
+        known = cache is device and not (host.slots.count or device.fed_ahead or device.kept)  # as `Supply.prefetch`
+        if not (supply.waiting or (known and device.complete >= schedule.position + supply.lookahead)):
+            supply.prefetch(cache, commands)
         return commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:

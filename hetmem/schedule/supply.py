@@ -30,7 +30,7 @@ class Supply:
         self._ledger = ledger
         self._blocks = ledger.blocks
         self._caches = ledger.caches
-        self._lookahead = lookahead
+        self.lookahead = lookahead
         self._fed_ahead = _FED_AHEAD * lookahead
         self._at_once = at_once
         self.waiting: list[tuple[Tier, int]] = []
@@ -148,7 +148,7 @@ class Supply:
         if self.waiting:
             return
         known = cache is device and not (staging.slots.count or device.fed_ahead or device.kept)
-        if known and device.complete >= device.schedule.position + self._lookahead:
+        if known and device.complete >= device.schedule.position + self.lookahead:
             return
         self._begin(cache, commands)
         if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
@@ -157,7 +157,7 @@ class Supply:
     def _has_enough(self, cache: Cache) -> bool:
         """Return whether nothing more is fetched ahead: on the device by the copies whose uses have not come, so that
         it does not depend on when transfers end; in staging by the loads in flight, which keep the drive busy."""
-        ahead = cache.loading if cache.tier is HOST else cache.fetched_ahead(self._lookahead)
+        ahead = cache.loading if cache.tier is HOST else cache.fetched_ahead(self.lookahead)
         return ahead >= self._at_once[cache.tier]
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
@@ -168,9 +168,9 @@ class Supply:
         more = self._at_once[cache.tier] - (cache.loading if cache is staging else 0)
         if cache.schedule.scan:
             more = min(more, _AHEAD_IN_A_SCAN)
-        missing = cache.missing(self._lookahead, more) if more > 0 else []
+        missing = cache.missing(self.lookahead, more) if more > 0 else []
         if missing and cache is device and cache.unused:
-            missing = missing[: max(0, more - cache.fetched_ahead(self._lookahead))]
+            missing = missing[: max(0, more - cache.fetched_ahead(self.lookahead))]
         if missing and cache is staging and self._comes_later(missing[0]):
             return
         if cache is device and device.fed_ahead:
@@ -191,7 +191,7 @@ class Supply:
     def _comes_later(self, block: int) -> bool:
         """Return whether staging is for the device now, and `block`, which is used in host memory, has time."""
         device, staging = self._caches
-        return device.fed_ahead > 0 and staging.needed(block) - 2 * self._lookahead > staging.clock()
+        return device.fed_ahead > 0 and staging.needed(block) - 2 * self.lookahead > staging.clock()
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
@@ -285,7 +285,7 @@ class Supply:
             if not cache.writing or cache.writing_slots(span) < span:
                 victims = cache.victims(span, spared)
             else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
-                victims = cache.harmless_victims(span, cache.clock() + 2 * self._lookahead, spared)
+                victims = cache.harmless_victims(span, cache.clock() + 2 * self.lookahead, spared)
         if not victims:
             return None
         dirty = [block for block in victims if cache.copies[block].dirty]

@@ -233,14 +233,14 @@ class Schedule:
         it must not look far away, and be given up, while the other blocks of that use are brought in.
         """
         if start is not None:
-            known = self._next.get(block, -1)
+            known = self._next[block] if block in self._next else -1  # noqa: SIM401 - as here, without a call
             return known if known >= start >= self.position else self._first_use(block, start)
         if block in self.now and block not in self.met:
             return self.position - 1
-        known = self._next.get(block, -1)
+        known = self._next[block] if block in self._next else -1  # noqa: SIM401 - as in all that is asked so often
         position = self.position
         if known < position:
-            where, known = self._positions.get(block), NEVER
+            where, known = self._positions[block] if block in self._positions else None, NEVER  # noqa: SIM401
             if where is not None:  # as `_first_use`, which is asked most often here
                 inside = position % self._count
                 index = bisect_left(where, inside)
@@ -249,7 +249,7 @@ class Schedule:
         return known
 
     def _first_use(self, block: int, start: int) -> int:
-        where = self._positions.get(block)
+        where = self._positions[block] if block in self._positions else None  # noqa: SIM401
         if not where:
             return NEVER
         inside = start % self._count

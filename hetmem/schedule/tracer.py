@@ -43,7 +43,7 @@ class StepTracer:
         """Those of the segment that runs, but none as long as it `_follows` what is known of it, `_count` moments."""
         self._follows, self._at_once, self._count = False, False, 0
         self._opening = self._expected = _BEGIN
-        self._sent = 0
+        self.gradients_sent = 0
         self._host: list[int] = []
         self._overwritten: set[int] = set()
         self._departures: dict[Hashable, int] = {}
@@ -97,7 +97,7 @@ class StepTracer:
         seen = self.has_seen(key, size) if self.known is None else size > self._measured_sizes.get(key, 0)
         self.is_unseen = measured and not seen
         self._count = 0 if self.known is None else len(self.known.moments)
-        self.position = self._sent = 0
+        self.position = self.gradients_sent = 0
         self._moments, self._host, self._overwritten = [], [], set()
         self._follows, self._at_once = self.known is not None and not measured, False
         self._opening = _BEGIN
@@ -146,7 +146,7 @@ class StepTracer:
         if self._at_once:
             return self._expected
         at, known = self.position, self.known
-        self._sent = 0
+        self.gradients_sent = 0
         if known is None or self.measured:
             expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
             self._moments.append(expected)
@@ -190,7 +190,7 @@ class StepTracer:
 
     def sent(self, own_bytes: int) -> None:
         """A gradient was sent home within the last moment; beside those on their way `own_bytes` are no chunks."""
-        self._sent += 1
+        self.gradients_sent += 1
         if self.measured:
             now = self._now
             self._now = Moment(now.operator, now.blocks, now.non_model_bytes, (*now.own_bytes, own_bytes))
@@ -198,7 +198,7 @@ class StepTracer:
     @property
     def own_bytes(self) -> int:
         """The most to expect, up to the next moment or gradient, that is neither chunks nor gradients on their way."""
-        return self._expected.own_after(self._sent)
+        return self._expected.own_after(self.gradients_sent)
 
     @property
     def _now(self) -> Moment:

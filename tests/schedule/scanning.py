@@ -71,7 +71,7 @@ def scan_unfed(device: Cache) -> int | None:
     assert isinstance(device, ComparedCache)
     assert device._farther is not None
     schedule, supply, staging = device.schedule, device.supply, device._farther
-    for at in range(schedule.position, schedule.horizon(4 * supply._lookahead)):
+    for at in range(schedule.position, schedule.horizon(4 * supply.lookahead)):
         for block in schedule.uses[at % len(schedule.uses)]:
             there = block in device.copies or block in staging.copies or block in supply._suspended
             if not there and device._blocks[block].home is Tier.NVME:
