@@ -54,7 +54,8 @@ def _train(
     hetmem.manage(model, budget, device="cuda", mixed_precision=torch.bfloat16, activations=how)
     try:
         optimizer = hetmem.AdamW(model.parameters(), lr=1e-4)
-        steps = Steps(training_step(model, optimizer, tokens), 1 if notes.small else 4, 8.0, warm_up=3)
+        warm_up = 8 if how == "auto" else 3  # which looks at the times of some steps, and measures once more
+        steps = Steps(training_step(model, optimizer, tokens), 1 if notes.small else 4, 8.0, warm_up=warm_up)
         report = hetmem.report(model).to_dict()
     finally:
         hetmem.release(model)

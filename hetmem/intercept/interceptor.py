@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -53,7 +54,7 @@ from hetmem.intercept.hooks import (
     hook_conversions,
 )
 from hetmem.intercept.leases import Leases, Regions
-from hetmem.intercept.phases import StepSegments, signature
+from hetmem.intercept.phases import StepSegments, signature, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
@@ -277,7 +278,7 @@ class Interception:
                 if transformed:
                     runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
                 runtime.writes.notice_all()
-                key, size, tokens = signature(module, args, kwargs)
+                key, size, tokens = signature(module, args, kwargs, held=runtime.memory.device.watched)
                 runtime.events.feed(tokens, trains=torch.is_grad_enabled())
             for managed in runtime.parameters if runtime.memory.uses_copies else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
@@ -288,7 +289,7 @@ class Interception:
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()
             with runtime.unwatched():
-                runtime.monitor.count("inputs", tree_leaves((args, kwargs)))
+                runtime.monitor.count("inputs", chain.from_iterable(map(tensors_within, tree_leaves((args, kwargs)))))
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -29,10 +29,33 @@ _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
 
-def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, int, int]:
+def tensors_within(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
+    """The tensors of an input, also of an object that holds some, as a cache of keys and values does."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, (torch.nn.Module, type)):
+        held = (
+            value
+            if isinstance(value, (list, tuple))
+            else (value if isinstance(value, dict) else _fields(value)).values()
+        )
+        for each in held:
+            yield from tensors_within(each, depth - 1)
+
+
+def _fields(value: object) -> dict[str, Any]:
+    try:
+        return vars(value)
+    except TypeError:
+        return {}
+
+
+def signature(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, held: bool = False
+) -> tuple[Hashable, int, int]:
     """Return what makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and
     not their shapes), the bytes of its inputs, which its memory grows with, and its tokens: the elements of the largest
-    integer input."""
+    integer input. `held`: the bytes are also those of tensors that objects among the inputs hold."""
     kinds: list[Any] = []
     nbytes = tokens = 0
     for leaf in tree_leaves((args, kwargs)):  # at each token that is generated
@@ -44,6 +67,8 @@ def signature(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
                 tokens = count
         else:
             kinds.append(type(leaf))
+            if held:
+                nbytes += sum(each.numel() * each.itemsize for each in tensors_within(leaf))
     key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), tuple(kinds))
     return key, nbytes, tokens
 

@@ -15,6 +15,7 @@ from tests.activations.test_offload import BATCHES, DEVICES, INPUTS, KIB, SAVED,
 from tests.activations.virtual import Timed, VirtualDevice
 from tests.engine import harness
 from tests.engine.harness import pair, train_both
+from tests.engine.lazy_device import UnwatchedDevice
 
 
 def trained(tmp_path: Path, device_bytes: int, *, steps: int = 4, **options: Any) -> tuple[Any, list[int]]:
@@ -161,3 +162,29 @@ def test_of_a_slow_link_states_leave_the_device_and_activations_stay(tmp_path: P
     assert left[3] == left[-1] <= SAVED
     assert there[3] == there[-1]
     assert took[-1] == pytest.approx(took[3])
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_what_compiled_blocks_save_leaves_too(tmp_path: Path) -> None:
+    """On a device that nobody watches, as torch compiles nothing under a mode that watches; its allocator says that a
+    few of the activations have no room."""
+    device = UnwatchedDevice(900 * KIB)
+    plain, managed = deep(tmp_path, limits=budget(device=1 << 20), activations="auto", device=device, sanitize=False)
+    graphs: list[Any] = []
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+
+    for block in managed.blocks:
+        block.compile(backend=kept, fullgraph=True)
+    optimizers, moved = harness.adamws(plain, managed), []
+    for _ in range(4):
+        before = testing.of(managed).link_bytes()["device_to_host"]
+        train_both(plain, managed, INPUTS[:1], harness.Recipe(steps=1), optimizers=optimizers)
+        moved.append(testing.of(managed).link_bytes()["device_to_host"] - before)
+    assert graphs
+    gradients = sum(p.numel() * 4 for p in plain.parameters())
+    assert moved[0] <= gradients < gradients + SAVED <= moved[-1]
+    assert testing.of(managed).memory().activation_bytes == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
+from hetmem.errors import DeviceOutOfMemoryError
 
 LAYERS, WIDTH = 40, 64
 
@@ -78,3 +81,32 @@ def test_a_model_that_is_frozen_before_it_is_managed_is_whole_where_its_weights_
     assert testing.of(whole).memory().resident
     assert not testing.of(streamed).memory().resident
     assert "requires_grad_(False) before manage" in str(hetmem.report(streamed)).replace("\n", " ")
+
+
+class Remembering(nn.Module):
+    """Keeps what it makes of each token in the object that it is given, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        cache.kept.append(self.layers(x))
+        last: torch.Tensor = cache.kept[-1]
+        return last
+
+
+def test_a_cache_that_grows_by_each_token_counts_within_the_budget() -> None:
+    model = Remembering()
+    limits = hetmem.Budget(device="256KiB", host="1MiB", device_chunks="48KiB")
+    hetmem.manage(model, limits, device=hetmem.SimDevice(), chunk_bytes="16KiB")
+    cache = SimpleNamespace(kept=[])
+
+    @torch.no_grad()
+    def generate() -> None:
+        for _ in range(100):
+            model(torch.ones(64, WIDTH), cache)
+
+    with pytest.raises(DeviceOutOfMemoryError, match="forward without gradients"):
+        generate()
+    assert 5 <= len(cache.kept) <= 15, "of 16 KiB each"

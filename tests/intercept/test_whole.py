@@ -91,7 +91,8 @@ def one_more_step(managed: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[s
 
 
 def test_a_forward_is_one_moment_and_a_backward_none(tmp_path: Path) -> None:
-    managed = manage(Tower(), "resident", tmp_path, sanitize=False, mixed_precision=torch.bfloat16)
+    how: dict[str, Any] = {"mixed_precision": torch.bfloat16, "activations": "keep"}  # else each use is a moment
+    managed = manage(Tower(), "resident", tmp_path, sanitize=False, **how)
     seen = [one_more_step(managed, batch) for batch in token_batches(4)]
     assert len(seen[0]) > 10
     assert seen[2:] == [["Tower"]] * 2
@@ -99,7 +100,8 @@ def test_a_forward_is_one_moment_and_a_backward_none(tmp_path: Path) -> None:
 
 
 def test_copies_stay_where_they_are_until_something_else_is_to_be_there(tmp_path: Path) -> None:
-    managed = manage(Tower(), "resident", tmp_path, sanitize=False, mixed_precision=torch.bfloat16)
+    how: dict[str, Any] = {"mixed_precision": torch.bfloat16, "activations": "keep"}  # else each use is a moment
+    managed = manage(Tower(), "resident", tmp_path, sanitize=False, **how)
     (batch,) = token_batches(1)
     for _ in range(3):
         managed(*batch).backward()

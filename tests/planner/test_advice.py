@@ -126,7 +126,9 @@ def test_what_is_pasted_runs_within_the_planned_peaks(
         optimizer.zero_grad()
     tiers = hetmem.report(model).to_dict()["tiers"]
     for tier in ("host", "nvme"):
-        assert tiers[tier]["peak_bytes"] <= plan.peak_bytes[tier], tier
+        lent = "activations" in plan.role_bytes[tier]  # in pages, with gaps between them
+        assert tiers[tier]["peak_bytes"] <= plan.peak_bytes[tier] + lent * 16 * 4096, tier
+        assert tiers[tier]["peak_bytes"] <= plan.budget_bytes[tier], tier
         shared = {"staging", "activations"} | ({"grad"} if "gradients" in plan.optimizer else set())  # no chunk's own
         roles = {role: nbytes for role, nbytes in plan.role_bytes[tier].items() if role not in shared}
         assert KEPT in roles or tiers[tier]["homes"] == roles, tier
