@@ -3,7 +3,7 @@
 - After a step with `overlap="forward"`, parameters whose update still runs are marked: a read waits for that update.
 - Between a forward or backward and the step, while copies stay on the device, all are marked: a read or write of one
   whose update has begun raises, and a function that may write without counting a version (`p.data.mul_()`) makes its
-  copies stale.
+  copies stale. From the step to the next forward frozen ones are, as their copies outlive it.
 
 A marked parameter gets a subclass of its class, whose `__torch_function__` torch calls first; torch itself does so for
 parameters without a shape (`torch.nn.parameter.UninitializedParameter`). The object and `isinstance` stay as they are.
@@ -71,7 +71,7 @@ class Trailing:
         self._marked: dict[int, ManagedParameter] = {}
         self._marks: dict[type, type] = {}
         self._unmarks: dict[type, type] = {}
-        self._goes_on = self._watches = False
+        self._goes_on = self._watches = self._stepped = False
         self._process = os.getpid()
 
     def begin(self) -> None:
@@ -86,13 +86,14 @@ class Trailing:
     def resume(self) -> None:
         """End compute: mark again."""
         if self._watches and not self.step_runs():
-            managed_ones = self._all.values()  # of which C++ is asked without a call of Python for each
+            watched = self._watched()
+            managed_ones = watched.values()  # of which C++ is asked without a call of Python for each
             now = map(references, map(_HOME, managed_ones))
             for managed in compress(managed_ones, map(gt, now, map(_EXPECTED, managed_ones))):
                 if managed.numel:
                     self._touched(managed)  # perhaps, through a tensor that shares its memory (`kept = p.data`)
-            self._mark(self._all)
-        elif self._goes_on:
+            self._mark(watched)
+        if self._goes_on and not (self._watches and not self._stepped):
             trailing = [chunk for chunk in self._chunks if self._traffic.trails(chunk)]
             self._goes_on = bool(trailing)
             self._mark({id(managed.parameter): managed for chunk in trailing for managed in chunk.parameters})
@@ -105,12 +106,25 @@ class Trailing:
     def pause(self) -> None:
         """Begin compute, which leaves copies of parameters on the device."""
         self.unmark_all()
-        self._watches = bool(self._traffic.executor.chunk_of_block)
+        self._watches, self._stepped = bool(self._traffic.executor.chunk_of_block), False
+
+    def begin_step(self) -> None:
+        """Mark frozen parameters alone: a step begins, which makes the copies of all others stale."""
+        self.unmark_all()
+        self._stepped = True
+        if self._watches:
+            self._mark(self._watched())
 
     def stop(self) -> None:
-        """Mark no more: a step begins, which makes all copies stale, or the model is released."""
+        """Mark no more: the model is released."""
         self.unmark_all()
         self._watches = False
+
+    def _watched(self) -> dict[int, ManagedParameter]:
+        """The parameters whose copies stay on the device though the program may write to them."""
+        if not self._stepped:
+            return self._all
+        return {key: managed for key, managed in self._all.items() if not managed.parameter.requires_grad}
 
     def unmark_all(self) -> None:
         """Unmark all parameters until `resume`."""
@@ -137,8 +151,9 @@ class Trailing:
         with self._monitor.unwatched(), without_graph():
             self._traffic.wait_for_update(managed.chunk)
             self._traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
-        for each in managed.chunk.parameters if not self._watches else ():
-            if self._marked.pop(id(each.parameter), None) is not None:
+        for each in managed.chunk.parameters:
+            watched = self._watches and not (self._stepped and each.parameter.requires_grad)
+            if not watched and self._marked.pop(id(each.parameter), None) is not None:
                 _unmark(each.parameter)
 
     @contextmanager

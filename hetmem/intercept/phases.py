@@ -236,7 +236,7 @@ class StepSegments:
         """The optimizer's step begins."""
         self.step_began()
         self.settle()
-        self._runtime.trailing.stop()
+        self._runtime.trailing.begin_step()
         self._runtime.enter(TrainingPhase.STEP)
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)

@@ -60,7 +60,7 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         _taken.setdefault(get_ident(), []).append((runtime.turn, section))
         if not in_backward():  # an optimizer within a backward steps a part of the model
             runtime.events.begin_segment("step")
-            runtime.trailing.stop()
+            runtime.trailing.begin_step()
             runtime.trailing.step_runs = runs
             runtime.trailing.resume()
 

@@ -202,6 +202,27 @@ def test_single_elements_of_frozen_weights_that_are_written_reach_the_next_forwa
 
 
 @pytest.mark.each
+@pytest.mark.parametrize("place", ["all copies", "nvme"])
+@pytest.mark.parametrize("optimizer", ["off", "forward", "torch"])
+def test_after_a_step_of_others_they_do_so_too(optimizer: str, place: str, tmp_path: Path) -> None:
+    plain, managed = placed(place, tmp_path, None)
+    for module in (plain, managed):
+        module[2].requires_grad_(False)
+    if optimizer == "torch":
+        optimizers = [torch.optim.AdamW(module.parameters(), fused=True) for module in (plain, managed)]
+    else:
+        optimizers = [*adamws(plain, managed, overlap=optimizer)]
+    for batch in vector_batches(4, 2, WIDTH):
+        losses = [loss_of(module, batch) for module in (plain, managed)]
+        assert_same(*losses, "loss")
+        for module, loss, stepper in zip((plain, managed), losses, optimizers, strict=True):
+            loss.backward()
+            stepper.step()
+            stepper.zero_grad()
+            module[2].weight.numpy()[7, 9] += 1.0
+
+
+@pytest.mark.each
 @everywhere
 @precisions
 @pytest.mark.parametrize(
