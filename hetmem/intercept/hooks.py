@@ -272,9 +272,10 @@ class AfterArrival:
                 else:
                     sink.after(by_id[self._key])
             finally:
-                HELD_BACK.depth -= main
-                if main and HELD_BACK.came:
-                    HELD_BACK.leave()
+                if main and HELD_BACK.depth:  # else a second interrupt has ended it
+                    HELD_BACK.depth -= 1
+                    if HELD_BACK.came:
+                        HELD_BACK.leave()
                 if compiler is not None:
                     set_compiler(compiler)
 

@@ -177,9 +177,10 @@ class Interception:
                         calls += (call,)
                         self.leases.begin(call, module, recomputed=here[-1].task >= 0)
                     finally:
-                        HELD_BACK.depth -= main
-                        if main and HELD_BACK.came:
-                            HELD_BACK.leave()
+                        if main and HELD_BACK.depth:  # else a second interrupt has ended it
+                            HELD_BACK.depth -= 1
+                            if HELD_BACK.came:
+                                HELD_BACK.leave()
                     return None
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
@@ -365,9 +366,10 @@ class Interception:
                         self.leases.end(call)
                         return
                 finally:
-                    HELD_BACK.depth -= main
-                    if main and HELD_BACK.came:
-                        HELD_BACK.leave()
+                    if main and HELD_BACK.depth:  # else a second interrupt has ended it
+                        HELD_BACK.depth -= 1
+                        if HELD_BACK.came:
+                            HELD_BACK.leave()
             error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):

@@ -351,9 +351,10 @@ def _unpack(packed: _Packed) -> torch.Tensor:
             unpacked: torch.Tensor = whose.unpack(kept)
             return unpacked
         finally:
-            HELD_BACK.depth -= main
-            if main and HELD_BACK.came:
-                HELD_BACK.leave()
+            if main and HELD_BACK.depth:  # else a second interrupt has ended it
+                HELD_BACK.depth -= 1
+                if HELD_BACK.came:
+                    HELD_BACK.leave()
             if compiler is not None:
                 set_compiler(compiler)
     saved = None if whose is None else whose()

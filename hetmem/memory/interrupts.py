@@ -68,7 +68,7 @@ class HeldBack(ContextDecorator):
     def begin_segment(self) -> None:
         """A forward, a backward or a step begins, which enters this often: until `end_segment` the handler stays, and
         does what theirs does wherever nothing is held back."""
-        if HERE.is_main and (self.segments or self.depth or self._take()):
+        if HERE.is_main and (self.depth or self._take()):
             self.segments += 1
 
     def end_segment(self) -> None:
@@ -79,17 +79,19 @@ class HeldBack(ContextDecorator):
                 self._give_back()
 
     def _take(self) -> bool:
-        """Have interrupts come here; False if they cannot."""
+        """Have interrupts come here, if they do not; False if they cannot. A segment may have been forgotten, by a
+        forward that ended without a word, and the handler of the program be another one since."""
         theirs = _SIGNALS.getsignal(_INTERRUPT)
         if theirs is None:  # set by C: it could not be set again
             return False
-        if theirs != self._ours:  # left behind by another signal, which raised in here
-            self._theirs = theirs
+        if theirs == self._ours:
+            return True
+        self._theirs = theirs
         _SIGNALS.signal(_INTERRUPT, self._ours)  # until here one may be raised, and nothing has begun
         return True
 
     def __enter__(self) -> None:
-        if HERE.is_main and (self.depth or self.segments or self._take()):
+        if HERE.is_main and (self.depth or self._take()):
             self.depth += 1
 
     def __exit__(self, *_: object) -> None:

@@ -15,7 +15,9 @@ from tests.memory.tested import HELD_BACK, Link, SimDevice, TransferEngine
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.default_int_handler  # not that of a forward of another test which ended without a word
+    signal.signal(signal.SIGINT, before)
+    HELD_BACK.forget()
     yield
     assert signal.getsignal(signal.SIGINT) == before
     signal.signal(signal.SIGINT, before)
@@ -245,3 +247,17 @@ def test_a_transfer_that_ends_as_the_interrupt_comes_is_taken_first(monkeypatch:
         work()
     assert [finished and finished.tag for finished in taken] == ["one", None]
     transfers.close()
+
+
+def test_a_segment_that_was_forgotten_holds_back_under_a_handler_that_came_later() -> None:
+    HELD_BACK.begin_segment()  # and the forward is dropped
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        with HELD_BACK:
+            ctrl_c()
+            assert not came
+        assert came == [signal.SIGINT]
+    finally:
+        HELD_BACK.forget()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
