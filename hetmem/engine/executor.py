@@ -164,9 +164,12 @@ class Executor:
     def _note_all(self) -> bool:
         noted = False
         with _CLEARS_FRAMES, HELD_BACK:
-            while (finished := self._engine.take(wait=False)) is not None:
-                noted = True
-                self._note(finished)
+            try:
+                while (finished := self._engine.take(wait=False)) is not None:
+                    noted = True
+                    self._note(finished)
+            finally:
+                finished = None  # its error would hold itself, by this function's variables
         return noted
 
     def poll(self) -> None:
