@@ -93,7 +93,7 @@ class Trailing:
                 if managed.numel:
                     self._touched(managed)  # perhaps, through a tensor that shares its memory (`kept = p.data`)
             self._mark(watched)
-        if self._goes_on and not (self._watches and not self._stepped):
+        if self._goes_on:
             trailing = [chunk for chunk in self._chunks if self._traffic.trails(chunk)]
             self._goes_on = bool(trailing)
             self._mark({id(managed.parameter): managed for chunk in trailing for managed in chunk.parameters})

@@ -81,8 +81,8 @@ def _links() -> Iterator[Finding]:
             continue
         rate = _LANE_GBS.get(here[0], 0) * here[1]
         found = f"generation {here[0]}, {here[1]} lanes: at most {rate:.0f} GB/s each way"
-        slow = here[0] < able[0] or here[1] < able[1]
-        advice = f"the GPU could use generation {able[0]}, {able[1]} lanes: try another slot" if slow else ""
+        could = f"the GPU could use generation {able[0]}, {able[1]} lanes: try another slot"
+        advice = could if here < able else ""
         yield Finding("PCIe link", found, advice=advice)
 
 
