@@ -19,13 +19,13 @@ from weakref import ref
 
 import torch
 
-from hetmem.activations import offload
 from hetmem.base.hardware import HardwareProfile
 from hetmem.cpu import square_sum
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.param_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.schedule import saved
 from hetmem.schedule.trace import Tier, segment_name
 
 POINTS = {
@@ -330,7 +330,7 @@ def of(module: torch.nn.Module) -> Inside:
 
 def move_all_activations() -> None:
     """Have models that are managed from now on move activations of any size."""
-    offload.LEAST_BYTES = 1
+    saved.LEAST_BYTES = 1
 
 
 def is_managed(parameter: torch.Tensor) -> bool:

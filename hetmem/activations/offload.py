@@ -29,14 +29,8 @@ from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Role
 from hetmem.memory.host_pool import Loan
 from hetmem.schedule.blocks import Link, in_flight_bytes
-from hetmem.schedule.saved import AT_ONCE
+from hetmem.schedule.saved import AT_ONCE, LOOKED_AT, least_bytes
 
-LEAST_BYTES = 256 << 10
-"""Below this a copy takes longer to ask for than to make, and a step saves many such."""
-_LEAST_PART = 4096
-"""A storage below this part of the device is none that counts either."""
-_LOOKED_AT = 16
-"""So many of those saved last are looked at each time; of those before, most stay where they are."""
 _LOOKED_BACK = 64
 """So many of those saved before the one that is asked for are looked at to be fetched ahead."""
 
@@ -50,7 +44,7 @@ class Activations:
         memory = runtime.memory
         runtime.room.shortage.activations = weakref.ref(self)
         self._memory, self._engine, self._executor = memory, runtime.traffic.engine, runtime.traffic.executor
-        self.least_bytes = max(1, min(LEAST_BYTES, memory.device_bytes // _LEAST_PART))
+        self.least_bytes = least_bytes(memory.device_bytes)
         self._window = in_flight_bytes(memory.device_bytes)
         beside = not self._engine.unlimited(Link.HOST_TO_DEVICE)
         self.choice: Choice = Everything() if all_leave else WhatMust(runtime, beside=beside)
@@ -60,12 +54,14 @@ class Activations:
         self._by_address: dict[int, weakref.ref[SavedStorage]] = {}
         self._staying: dict[int, weakref.ref[SavedStorage]] = {}
         """Those on the device that have not left, by number."""
-        self._look_at_all = _LOOKED_AT
+        self._look_at_all = LOOKED_AT
         """So many of them let all be looked at."""
         self._numbered: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._leaving, self._ahead = runtime.room.leaving, runtime.room.ahead
         self._between: dict[int, weakref.ref[SavedStorage]] = {}
         """Those of which nodes have asked for some views, and not for all."""
+        self._used: set[int] = set()
+        """Those of which the backward that runs has asked for all, so that they are not fetched again for nothing."""
         self._any_left = False
         self._unreserved: tuple[int, int] = (-1, 0)
         self._spill = Spill(runtime, weakly(self._unreserved_bytes))  # type: ignore[arg-type]
@@ -110,7 +106,7 @@ class Activations:
                 if number in self._due and self._leave(storage):
                     self.choice.left(number, storage.nbytes, forced=False)
         if look_at_all:
-            self._look_at_all = 2 * len(looked_at) + _LOOKED_AT
+            self._look_at_all = 2 * len(looked_at) + LOOKED_AT
 
     def _free(self, number: int) -> SavedStorage | None:
         """Return the storage with that number if it is on the device and only graphs hold it."""
@@ -207,6 +203,7 @@ class Activations:
         """Return the bytes of `storage` on the device, for a node that asked for `view`."""
         with self._runtime.unwatched(), torch.no_grad():
             if view.unpacked:  # by the backward before
+                self._used.clear()
                 for other in storage.alive():
                     other.unpacked = False
             view.unpacked = True
@@ -215,14 +212,16 @@ class Activations:
                 self._fetch(storage)
             self._leaving.pop(storage.number, None)  # from here on it is the backward's
             self._ahead.pop(storage.number, None)
+            self._fetch_before(storage.number)
             self._wait_for(storage)
             flat = storage.device
             assert flat is not None
             if storage.is_between():
                 self._between[storage.number] = weakref.ref(storage)
-            elif not storage.leaving:
-                self._drop(storage)
-            self._fetch_before(storage.number)
+            else:
+                self._used.add(storage.number)
+                if not storage.leaving:
+                    self._drop(storage)
             return flat
 
     def met(self, storage: SavedStorage) -> None:
@@ -303,7 +302,7 @@ class Activations:
         """Yield what was saved before `number` and is not on the device, the last first."""
         for before in range(number - 1, max(0, number - _LOOKED_BACK), -1):
             storage = self._numbered.get(before)
-            if storage is not None and storage.is_away:
+            if storage is not None and storage.is_away and before not in self._used:
                 yield storage
 
     # ---- room ----------------------------------------------------------------------------------------------------
@@ -311,7 +310,7 @@ class Activations:
     @property
     def ahead_bytes(self) -> int:
         """What chunks are to leave, as long as they have enough, to what comes before it is asked for."""
-        return self._window if self._count and not self._engine.unlimited(Link.HOST_TO_DEVICE) else 0
+        return self._window if self._any_left and not self._engine.unlimited(Link.HOST_TO_DEVICE) else 0
 
     def give_way(self) -> bool:
         """Drop one storage that is on the device before its use, or between two, and lies at home as well; False if
@@ -327,7 +326,8 @@ class Activations:
     def make_room(self, nbytes: int) -> bool:
         """Let `nbytes` leave, or all, of those that only graphs hold, those saved first before others; return whether
         any does."""
-        missing, began = self.choice.to_go(nbytes, sum(self._leaving.values())), False
+        other_bytes = sum(self._leaving.values()) + sum(self._ahead.values())  # that gives way
+        missing, began = self.choice.to_go(nbytes, other_bytes), False
         for number in [*self._staying] if missing > 0 else ():
             storage = self._free(number)
             if storage is not None and self._leave(storage):
@@ -370,6 +370,7 @@ class Activations:
         if storage.arriving is None:
             self._ahead.pop(storage.number, None)
         self._between.pop(storage.number, None)
+        self._used.discard(storage.number)
         self._spill.forget(storage)
         self._forget_address(storage)
 
@@ -383,4 +384,4 @@ def _last_of(numbers: dict[int, Any]) -> list[int]:
     """The last few of `numbers`, the last one first."""
     while True:
         with suppress(RuntimeError):  # the garbage collector has found one of them that nothing holds, and taken it out
-            return list(islice(reversed(numbers), _LOOKED_AT))
+            return list(islice(reversed(numbers), LOOKED_AT))

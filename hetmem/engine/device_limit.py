@@ -21,12 +21,10 @@ from hetmem.engine.shortage import Refusals, Shortage
 from hetmem.engine.traffic import Traffic
 from hetmem.memory.device import lies_in_a_slot
 from hetmem.memory.live_bytes import DeviceMonitor
+from hetmem.schedule.saved import MANY_CHUNKS
 from hetmem.schedule.trace import Moment, Tier
 from hetmem.schedule.tracer import StepTracer
 from hetmem.schedule.update_split import left_beside
-
-_MANY_CHUNKS = 4
-"""Of so many copies, the largest, chunks need not give any for activations that come before their use."""
 
 
 class DeviceRoom:
@@ -53,7 +51,7 @@ class DeviceRoom:
         self.ahead: dict[int, int] = {}
         """The same of those that have come, or are coming, and that no node has asked for yet."""
         self._all_slots = sum(chunk.spec.span for chunk in memory.chunks)
-        self._many_slots = _MANY_CHUNKS * max(chunk.spec.span for chunk in memory.chunks)
+        self._many_slots = MANY_CHUNKS * max(chunk.spec.span for chunk in memory.chunks)
         self._limit = memory.device_pool.slots
         self._most_non_model = 0
         self._harmless = memory.usable_bytes - memory.device_chunk_bytes

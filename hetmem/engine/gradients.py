@@ -332,7 +332,7 @@ class GradientSink:
         if home.tier is Tier.DEVICE and chunk in self.lent:
             arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
             self.stayed_bytes += managed.grad_home.nbytes
-        if traffic.engine.ordered and home.tier is not Tier.DEVICE and arrived.device == managed.grad_home.device:
+        elif traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME

@@ -15,15 +15,9 @@ from hetmem.planner.reservation import OWN, arrange
 from hetmem.planner.workload import Event, Move, Phase, Workload
 from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.placement import Capacities, NoRoom
-from hetmem.schedule.saved import AT_ONCE, to_leave
+from hetmem.schedule.saved import AT_ONCE, MANY_CHUNKS, SavedInterval, least_bytes, to_leave
 from hetmem.schedule.trace import NEVER
 from hetmem.schedule.update_split import left_beside
-
-LEAST_BYTES = 256 << 10
-"""As `activations.offload` has it."""
-_LEAST_PART = 4096
-_MANY_CHUNKS = 4
-"""So many of the largest chunks have room for copies, if the model has so many."""
 
 
 def moving(
@@ -31,12 +25,32 @@ def moving(
 ) -> Workload:
     """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto", and
     then so that a `home_part` of homes that may lie on the device has room there."""
-    least = max(1, min(LEAST_BYTES, capacities.device_bytes // _LEAST_PART))
-    saved = [each for each in workload.saved if each.nbytes >= least and each.free_at < each.used_at < NEVER]
-    needed = [event.peak_bytes for event in workload.events]
+    saved, events, needed = _worth_moving(workload, least_bytes(capacities.device_bytes))
     room, lag = room_bytes(workload, capacities, home_part), 0 if by_the_caller else AT_ONCE
-    chosen = set(range(len(saved))) if all_leave else to_leave(saved, needed, room, lag)
-    return without(workload, tuple(Move(saved[at].free_at, saved[at].used_at, saved[at].nbytes) for at in chosen))
+    chosen = range(len(saved)) if all_leave else sorted(to_leave(saved, needed, room, lag))
+    moves = (Move(max(0, events[saved[at].free_at] - 1), events[saved[at].used_at], saved[at].nbytes) for at in chosen)
+    made = without(workload, tuple(move for move in moves if move.leaves_at < move.used_at))
+    return replace(made, fills_device=bool(made.moves) and not all_leave)
+
+
+def _worth_moving(workload: Workload, least_bytes: int) -> tuple[list[SavedInterval], list[int], list[int]]:
+    """What is saved of `least_bytes` or more, on a clock that ticks for these alone; the event of each tick, and what
+    it needs."""
+    large = [each for each in workload.saved if each.nbytes >= least_bytes]
+    ticking = {0, *(each.saved_at for each in large), *(each.used_at for each in large)}
+    events, needed, tick_at = list[int](), list[int](), list[int]()
+    for at, (event, nbytes) in enumerate(workload.ticks):
+        if at in ticking:
+            events.append(event)
+            needed.append(nbytes)
+        needed[-1] = max(needed[-1], nbytes)
+        tick_at.append(len(events) - 1)
+    saved = [
+        SavedInterval(each.nbytes, *(tick_at[at] for at in (each.saved_at, each.free_at, each.used_at)))
+        for each in large
+        if max(each.free_at, each.used_at) < NEVER
+    ]
+    return saved, events, needed
 
 
 def room_bytes(workload: Workload, capacities: Capacities, home_part: float = 0.0) -> int:
@@ -54,7 +68,7 @@ def room_bytes(workload: Workload, capacities: Capacities, home_part: float = 0.
         homes = sum(ground.home_bytes(chunk, role) for chunk in ground.trainable for role in OWN)
         chunks = int(home_part * homes) + sum(spans) * ground.slot_bytes + in_flight_bytes(capacities.device_bytes)
         return left_beside(capacities.usable_bytes, capacities.chunk_cap_bytes, chunks)
-    copies = min(sum(spans), _MANY_CHUNKS * max(spans)) * ground.slot_bytes
+    copies = min(sum(spans), MANY_CHUNKS * max(spans)) * ground.slot_bytes
     return capacities.usable_bytes - min(copies, capacities.chunk_cap_bytes)
 
 
@@ -90,7 +104,8 @@ def scaled(workload: Workload, factor: float) -> Workload:
         for event in workload.events
     )
     saved = tuple(replace(each, nbytes=int(each.nbytes * factor)) for each in workload.saved)
-    return replace(workload, events=events, saved=saved)
+    ticks = tuple((event, int(nbytes * factor)) for event, nbytes in workload.ticks)
+    return replace(workload, events=events, saved=saved, ticks=ticks)
 
 
 def _less(event: Event, nbytes: int) -> Event:
@@ -118,7 +133,7 @@ class SimulatedActivations:
     def __init__(
         self,
         traffic: SimulatedTraffic,
-        moves: tuple[Move, ...],
+        workload: Workload,
         window_bytes: int,
         has_room: Callable[[int], bool],
         spilled_bytes: int = 0,
@@ -128,8 +143,11 @@ class SimulatedActivations:
         self._traffic, self._window, self._has_room = traffic, window_bytes, has_room
         self._out: dict[int, list[int]] = defaultdict(list)
         self._in: dict[int, list[int]] = defaultdict(list)
+        moves = workload.moves
+        self._using = {workload.ticks[each.used_at][0] for each in workload.saved if each.used_at < NEVER}
+        """The events at which a node of the backward asks for what was saved, whether it has left or not."""
         self._sizes = [move.nbytes for move in moves]
-        self._order = sorted(range(len(moves)), key=lambda at: moves[at].used_at)
+        self._order = sorted(range(len(moves)), key=lambda at: (moves[at].used_at, -at))
         for at, move in enumerate(moves):
             self._out[move.leaves_at].append(at)
             self._in[move.used_at].append(at)
@@ -144,7 +162,7 @@ class SimulatedActivations:
 
     def before(self, event: int) -> None:
         """Have what the event uses on the device."""
-        for at in self._in.get(event, ()):
+        for at in reversed(self._in.get(event, ())):
             away = self._away.pop(at, None)
             if away is None:
                 continue
@@ -154,10 +172,12 @@ class SimulatedActivations:
                 self._traffic.wait_for_one()
             if away.state == "home":
                 self._fetch(away)
-            while away.state != "here":
-                self._traffic.wait_for_one()
             self._traffic.ahead_bytes -= away.nbytes
             self._ahead -= away.ahead
+            self._fetch_ahead()
+            while away.state != "here":
+                self._traffic.wait_for_one()
+        if event in self._using:
             self._fetch_ahead()
 
     def after(self, event: int) -> None:

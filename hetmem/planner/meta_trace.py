@@ -21,15 +21,12 @@ from torch.overrides import TorchFunctionMode
 from hetmem.placing.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
-from hetmem.schedule.saved import SavedInterval
-from hetmem.schedule.trace import NEVER
+from hetmem.schedule.saved import LOOKED_AT, SavedRound
 from hetmem.torch_private import TorchDispatchMode, storage_references, tree_leaves, tree_map
 
 _NAMED_BYTES = 1 << 16
 """Smaller tensors are not what fills a device."""
 _KINDS = 5
-_LOOKED_AT = 16
-"""So many of those saved last are looked at each time, as in a run."""
 _WIDE = 4
 """A weight that is so many times higher than wide is a table of a vocabulary, or of logits."""
 
@@ -99,10 +96,13 @@ class _Tracer:
         self._uses = _Uses(self)
         self._depth = 0
         self._in_backward = False
-        self._saved: dict[int, SavedInterval] = {}
-        """What autograd has saved and not used yet, by the storage."""
+        self._round = SavedRound()
+        """What autograd saves, as a run records it."""
+        self._event_at = [0]
+        """The event of each tick of its clock."""
+        self._saved: dict[int, int] = {}
+        """The numbers of those not used yet, by the storage."""
         self._held_by_graph: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-        self._intervals: list[SavedInterval] = []
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor] | None
@@ -144,7 +144,8 @@ class _Tracer:
             *rows_and_tokens((args, kwargs)),
             self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
             *self._at_peak(),
-            saved=tuple(self._intervals),
+            saved=tuple(self._round.intervals.values()),
+            ticks=tuple(zip(self._event_at, self._round.needed_bytes, strict=True)),
         )
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
@@ -220,16 +221,17 @@ class _Tracer:
     def _pack(self, tensor: torch.Tensor) -> Any:
         index = self._owners.get(self._key(tensor)) if tensor.layout is torch.strided else None
         if index is None:
-            kept = tensor if tensor.grad_fn is None else tensor.detach()
+            kept = tensor.detach()  # the program may hold `tensor`, an input, itself
             self._save(kept)
             return kept
         return _Saved(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Saved):
-            interval = self._saved.pop(self._key(packed), None) if packed.layout is torch.strided else None
-            if interval is not None:
-                interval.used_at = len(self._events) - 1
+            number = self._saved.pop(self._key(packed), None) if packed.layout is torch.strided else None
+            if number is not None:
+                self._round.use(number, self.live_bytes)
+                self._event_at.append(self._next_to_work())
             return packed  # type: ignore[no-any-return]
         self._boundary(Kind.SAVED, f"backward of {self._specs[packed.index].name}", (packed.index,))
         view = self._view(packed.index)
@@ -244,17 +246,22 @@ class _Tracer:
         """Note what autograd saves in the forward, and from when on only the graph holds it, as a run looks for it."""
         if self._in_backward or kept.layout is not torch.strided:
             return
-        key, now = self._key(kept), len(self._events) - 1
+        key = self._key(kept)
         if key in self._sizes:
             if key not in self._saved:
-                self._saved[key] = SavedInterval(self._sizes[key], now)
-                self._intervals.append(self._saved[key])
+                self._saved[key] = number = len(self._round.intervals)
+                self._round.save(number, (None, number), self._sizes[key], self.live_bytes)
+                self._event_at.append(self._next_to_work())
             self._held_by_graph.setdefault(key, []).append(weakref.ref(kept))
-        for other, interval in list(self._saved.items())[-_LOOKED_AT:]:
-            if interval.free_at == NEVER:
-                held = sum(reference() is not None for reference in self._held_by_graph.get(other, ()))
-                if storage_references(other) <= held + 1:  # Python's own object of it
-                    interval.free_at = now
+        for other, number in list(self._saved.items())[-LOOKED_AT:]:
+            held = sum(reference() is not None for reference in self._held_by_graph.get(other, ()))
+            if storage_references(other) <= held + 1:  # Python's own object of it
+                self._round.free(number)
+
+    def _next_to_work(self) -> int:
+        """The event whose operators come next: the one that runs, if it has run none yet."""
+        event, at = self._events[-1], len(self._events) - 1
+        return at + any(phase.work.matrix or phase.work.moved_bytes for phase in (event.during, event.after))
 
     def _gradient(self, parameter: torch.Tensor) -> None:
         index = self.by_id[id(parameter)]
@@ -283,6 +290,7 @@ class _Tracer:
             weakref.finalize(storage, self._forget, key).atexit = False
         if self.live_bytes > self._phase.peak_bytes:
             self._phase.peak_bytes = self.live_bytes
+        self._round.need(self.live_bytes)
 
     def _forget(self, key: int) -> None:
         nbytes = self._sizes.pop(key, 0)

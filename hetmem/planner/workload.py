@@ -114,11 +114,16 @@ class Workload:
     logits_bytes: int = 0
     """Of them, those whose last dimension is that of the vocabulary."""
     saved: tuple[SavedInterval, ...] = ()
-    """What autograd saves of anything but parameters; its clock are the events."""
+    """What autograd saves of anything but parameters, on the clock of `schedule.saved`."""
+    ticks: tuple[tuple[int, int], ...] = ()
+    """Of each tick of that clock, the event before which it comes, and the most that is not parameters until the
+    next."""
     moves: tuple[Move, ...] = ()
     """What of it leaves the device meanwhile."""
     away_bytes: int = 0
     """The most that is in host memory at one time then."""
+    fills_device: bool = False
+    """Whether the first step of a run, which knows of none of `moves`, moves nothing before the device is full."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.dtype, self.rows, len(self.parameters), len(self.events)))  # of thousands
@@ -178,8 +183,9 @@ def with_rows(workload: Workload, times: float) -> Workload:
         for event in workload.events
     )
     saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
+    ticks = tuple((event, of_bytes(nbytes)) for event, nbytes in workload.ticks)
     rows, tokens = round(times * workload.rows), round(times * workload.tokens)
-    return replace(workload, events=events, saved=saved, rows=rows, tokens=tokens)
+    return replace(workload, events=events, saved=saved, ticks=ticks, rows=rows, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,19 @@ from hetmem.schedule.update_split import WORTH
 
 AT_ONCE = 2
 """So many storages may cross a link at one time, however large: one crosses while the next is asked for."""
+LEAST_BYTES = 256 << 10
+"""Below this a copy takes longer to ask for than to make, and a step saves many such."""
+_LEAST_PART = 4096
+"""A storage below this part of the device is none that counts either."""
+LOOKED_AT = 16
+"""So many of those saved last are looked at each time; of those before, most stay where they are."""
+MANY_CHUNKS = 4
+"""Of so many copies, the largest, chunks need not give any for activations that come before their use."""
+
+
+def least_bytes(device_bytes: int) -> int:
+    """Return the bytes of the smallest storage that is worth moving."""
+    return max(1, min(LEAST_BYTES, device_bytes // _LEAST_PART))
 
 
 @dataclass(slots=True)

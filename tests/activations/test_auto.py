@@ -12,10 +12,9 @@ import torch
 import hetmem
 from hetmem import testing
 from tests.activations.test_offload import BATCHES, DEVICES, INPUTS, KIB, SAVED, budget, deep, family, peak
-from tests.activations.virtual import Timed, VirtualDevice
 from tests.engine import harness
 from tests.engine.harness import pair, train_both
-from tests.engine.lazy_device import UnwatchedDevice
+from tests.engine.lazy_device import ClockedDevice, Products, UnwatchedDevice
 
 
 def trained(tmp_path: Path, device_bytes: int, *, steps: int = 4, **options: Any) -> tuple[Any, list[int]]:
@@ -120,24 +119,21 @@ def steps_on_a_clock(tmp_path: Path, share: float) -> tuple[list[float], list[in
     """Steps with a forward of 6 seconds, a backward of 12, an update on the host of what is not on the device, and a
     link that takes `share` of the forward to move all activations: the seconds of each, the bytes of homes on the
     device in it, and those of activations that have left it."""
-    device = VirtualDevice(36 * SAVED / (6 * share))
-
-    def timed(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return Timed.apply(block(x), device.spend, 1.0)
-
+    device = ClockedDevice(36 * SAVED / (6 * share), behind=False)
     limits = hetmem.Budget(device=2457 * KIB, host="32MiB")
-    plain, managed = deep(tmp_path, timed, limits=limits, device=device, activations="auto", sanitize=False)
+    plain, managed = deep(tmp_path, limits=limits, device=device, activations="auto", sanitize=False)
     plain_optimizer, optimizer = harness.adamws(plain, managed)
     states, gradients = (times * sum(p.numel() for p in plain.parameters()) for times in (16, 4))
     took, there, left = [], [], []
     for _ in range(10):
-        began, before = device.now(), testing.of(managed).link_bytes()["device_to_host"]
-        managed(*INPUTS[0]).backward()
+        began, before = device.clock.now(), testing.of(managed).link_bytes()["device_to_host"]
+        with Products(device, 0.5):
+            managed(*INPUTS[0]).backward()
         there.append(testing.of(managed).memory().device_home_bytes)
-        device.spend(UPDATE * max(0.0, 1 - there[-1] / states))
+        device.runs(UPDATE * max(0.0, 1 - there[-1] / states))
         optimizer.step()
         optimizer.zero_grad()
-        took.append(device.now() - began)
+        took.append(device.clock.now() - began)
         on_host = max(0.0, 1 - there[-1] / states)
         left.append(testing.of(managed).link_bytes()["device_to_host"] - before - int(on_host * gradients))
     for _ in took:

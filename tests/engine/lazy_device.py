@@ -21,6 +21,7 @@ from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.stream_copier import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
+from hetmem.torch_private import TorchDispatchMode
 
 
 class Event:
@@ -104,7 +105,7 @@ class LazyDevice(SimDevice):
         self.streams = self.made_streams()
         return StreamCopier(self.streams, seen, finished)
 
-    def made_streams(self) -> LazyStreams:
+    def made_streams(self) -> Any:
         return LazyStreams()
 
 
@@ -171,6 +172,7 @@ class Clocked:
     """`Streams` whose events are times that are known as soon as they are asked for."""
 
     rate: float
+    behind: bool
     host: float = 0.0
     compute: float = 0.0
     copied_bytes: int = 0
@@ -196,6 +198,8 @@ class Clocked:
 
     def order_compute(self, event: float) -> None:
         self.compute = max(self.compute, event)
+        if not self.behind:
+            self.wait(event)
 
     def passed(self, event: float) -> bool:
         return event <= self.host
@@ -207,8 +211,9 @@ class Clocked:
         return event
 
 
-class ClockedDevice(SimDevice):
-    """Has a clock of its own, on which compute runs behind the host and each thing takes as long as it is told to.
+class ClockedDevice(LazyDevice):
+    """Has a clock of its own, on which compute runs `behind` the host, or is the host's, and each thing takes as long
+    as it is told to.
 
     Values are computed when they are asked for; what runs behind is time. The host's clock goes on where a test
     launches something, and where the host waits; compute's goes on by what was launched, behind the host and the copies
@@ -216,12 +221,12 @@ class ClockedDevice(SimDevice):
     same seconds each time, and they can be added up by hand. Updates on the host take none.
     """
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, *, behind: bool = True) -> None:
         super().__init__()
-        self.clock = Clocked(rate)
+        self.clock = Clocked(rate, behind)
 
-    def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        return StreamCopier(self.clock, seen, finished)
+    def made_streams(self) -> Clocked:
+        return self.clock
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(target, source)
@@ -231,7 +236,22 @@ class ClockedDevice(SimDevice):
         super().gradient_out(target, arrived, add=add)
         self.clock.copied_bytes += target.nbytes
 
-    def runs(self, seconds: float, *, launch: float) -> None:
+    def runs(self, seconds: float, *, launch: float = 0.0) -> None:
         """The host takes `launch` to ask for something that takes compute `seconds`."""
         self.clock.host += launch
         self.clock.compute = max(self.clock.compute, self.clock.host) + seconds
+        if not self.clock.behind:
+            self.clock.host = self.clock.compute
+
+
+class Products(TorchDispatchMode):
+    """Has each product of matrices take so many `seconds` of the clock of `device`."""
+
+    def __init__(self, device: ClockedDevice, seconds: float) -> None:
+        super().__init__()
+        self._device, self._seconds = device, seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            self._device.runs(self._seconds)
+        return func(*args, **(kwargs or {}))

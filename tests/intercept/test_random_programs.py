@@ -213,6 +213,6 @@ def test_a_random_program_gives_the_bits_of_torch(seed: int, tmp_path: Path, mon
     monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)  # see docs/limits.md
     program = drawn(seed)
     if program.activations != "keep":
-        monkeypatch.setattr(testing.offload, "LEAST_BYTES", 1)
+        monkeypatch.setattr(testing.saved, "LEAST_BYTES", 1)
     print(program)
     run(program, tmp_path)

@@ -17,8 +17,8 @@ from hetmem.base.hardware import HardwareProfile
 from hetmem.planner import load_profile
 from hetmem.planner.plan import Plan
 from tests.activations.test_offload import INPUTS, KIB, ROWS, SAVED, WIDTH, Deep, family
-from tests.activations.virtual import Timed, VirtualDevice
 from tests.engine.harness import assert_same_weights
+from tests.engine.lazy_device import ClockedDevice, Products
 from tests.planner.tested import TracedCall, trace
 
 BATCH = torch.zeros(ROWS, WIDTH)
@@ -192,30 +192,25 @@ def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(
 )
 def test_times_and_peaks_are_those_of_a_run_on_a_clock(size: int, activations: Any, share: float) -> None:
     """Forwards of 6 seconds, backwards of 12, and a link that takes `share` of the forward to move all activations."""
-    device = VirtualDevice(36 * SAVED / (6 * share))
+    device = ClockedDevice(36 * SAVED / (6 * share), behind=False)
     chunks = {} if size > 2000 else {"device_chunks": 192 * KIB}
     budget, batch = hetmem.Budget(device=size * KIB, host="32MiB", **chunks), INPUTS[0]
-    link = beside(device.bytes_per_second)
+    link = beside(device.clock.rate)
     link = replace(link, host=replace(link.host, update_bytes_per_second=1e12))
     link = replace(link, device=replace(link.device, operator_seconds=0.0, bytes_per_second=1e15))
     seconds = trace(TracedCall(Deep, batch)).compute_seconds(link.device)
     link = replace(link, device=replace(link.device, matrix_flops={"float32": 1e9 * seconds / 18}))
     plan = hetmem.plan(Deep, batch, budget, link, chunk_bytes=16 * KIB, activations=activations)
 
-    def timed(x: torch.Tensor) -> torch.Tensor:
-        return Timed.apply(x, device.spend, 0.5)
-
-    def layer(block: Any, x: torch.Tensor) -> torch.Tensor:
-        return x + timed(block.down(nn.functional.gelu(timed(block.up(block.norm(x))))))
-
-    model = hetmem.manage(Deep(layer), budget, device=device, chunk_bytes=16 * KIB, activations=activations)
+    model = hetmem.manage(Deep(), budget, device=device, chunk_bytes=16 * KIB, activations=activations)
     optimizer, began = hetmem.AdamW(model.parameters()), 0.0
     for _ in range(5):
-        began = device.now()
-        model(*batch).backward()
+        began = device.clock.now()
+        with Products(device, 0.5):
+            model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    took, peak = device.now() - began, hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"]
+    took, peak = device.clock.now() - began, hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"]
     hetmem.release(model)
     assert plan.step_seconds == pytest.approx(took, rel=0.1)
     assert plan.peak_bytes["device"] == pytest.approx(peak, rel=0.03)

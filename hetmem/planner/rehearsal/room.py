@@ -12,6 +12,7 @@ from hetmem.base.units import format_size
 from hetmem.errors import CapacityError
 from hetmem.planner.rehearsal.simulator import SimulatedTraffic
 from hetmem.schedule.placement import Capacities, Ground, NoRoom
+from hetmem.schedule.saved import MANY_CHUNKS
 from hetmem.schedule.trace import DEVICE, STEP
 from hetmem.schedule.tracer import StepTracer
 from hetmem.schedule.update_split import idle_bytes, room_bytes
@@ -41,14 +42,24 @@ class Notes:
     """The segments and moments of one run, and what chunks may take of the device at each.
 
     `home_bytes` are homes on the device, and what else stays there beside copies; `kept_bytes` gradients that do.
-    Without slots on the device nothing is limited.
+    `ahead_bytes` are left to activations that come before their use, by copies that are many. Without slots on the
+    device nothing is limited.
     """
 
-    def __init__(self, traffic: SimulatedTraffic, capacities: Capacities, ground: Ground, home_bytes: int) -> None:
-        self._traffic, self._capacities, self._slot_bytes = traffic, capacities, ground.slot_bytes
+    def __init__(
+        self,
+        traffic: SimulatedTraffic,
+        capacities: Capacities,
+        ground: Ground,
+        home_bytes: int,
+        ahead_bytes: int = 0,
+    ) -> None:
+        self._traffic, self.capacities, self._slot_bytes = traffic, capacities, ground.slot_bytes
         self._streams = ground.device_slots > 0
         self._limit = ground.device_slots
         self._copy_bytes = sum(chunk.span for chunk in ground.chunks) * ground.slot_bytes
+        self._many_slots = MANY_CHUNKS * max((chunk.span for chunk in ground.chunks), default=0)
+        self._ahead_bytes = ahead_bytes
         self.home_bytes = home_bytes
         self.kept_bytes = 0
         self.peaks = Peaks()
@@ -90,7 +101,8 @@ class Notes:
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
         """`operator` uses `blocks` next; `live_bytes` are not chunks, gradients on their way aside."""
         self._traffic.poll()
-        moment = self._tracer.moment(operator, blocks, live_bytes + self._traffic.gradient_bytes())
+        leaving = self._traffic.gradient_bytes()
+        moment = self._tracer.moment(operator, blocks, live_bytes + leaving, leaving)
         self._set_limit(moment.non_model_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
@@ -114,7 +126,7 @@ class Notes:
 
     def idle_bytes(self) -> int:
         """See `schedule.update_split`."""
-        capacities = self._capacities
+        capacities = self.capacities
         return idle_bytes(
             capacities.usable_bytes, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes
         )
@@ -129,13 +141,13 @@ class Notes:
         traffic = self._traffic
         live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
         self._set_limit(live)
-        while self.chunk_bytes() + live > self._capacities.usable_bytes and (
+        while self.chunk_bytes() + live > self.capacities.usable_bytes and (
             traffic.residency.in_flight() or traffic.gradients.under_way
         ):
             traffic.wait_for_one()
             live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
-        self._tracer.grew(live)
-        missing = self.chunk_bytes() + live - self._capacities.usable_bytes
+        self._tracer.grew(live, traffic.gradient_bytes())
+        missing = self.chunk_bytes() + live - self.capacities.usable_bytes
         if missing > 0:
             raise NoRoom(
                 f"activations and other tensors take {format_size(live)} and chunks in use "
@@ -145,17 +157,31 @@ class Notes:
             )
         self.peaks.note(self.chunk_bytes(), live)
 
+    def sent(self, live_bytes: int) -> None:
+        """A gradient has begun its way home; `live_bytes` are left that are not chunks, those on their way aside."""
+        if self._tracer.measured:
+            self._tracer.sent(live_bytes)
+        else:
+            self._tracer.gradients_sent += 1
+
     def has_room(self, nbytes: int) -> bool:
         """Whether an activation of `nbytes` may come before it is used."""
         needed = self._tracer.own_bytes + self._traffic.gradient_bytes() + nbytes
-        return self.chunk_bytes() + needed <= self._capacities.usable_bytes
+        copies = min(self._limit * self._slot_bytes, self._copy_bytes)
+        return max(self.chunk_bytes(), copies + self.home_bytes) + needed <= self.capacities.usable_bytes
 
     def _set_limit(self, non_model_bytes: int) -> None:
         if not self._streams:
             return
-        capacities = self._capacities
-        room = room_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, non_model_bytes, self.home_bytes)
-        limit = max(0, room // self._slot_bytes)
+        limit = self._slots(non_model_bytes)
+        if self._ahead_bytes:  # as `DeviceRoom` does
+            limit = max(self._slots(non_model_bytes + self._ahead_bytes), min(limit, self._many_slots))
         if limit != self._limit:
             self._limit = limit
             self._traffic.execute(self._traffic.residency.limit(DEVICE, limit))
+
+    def _slots(self, non_model_bytes: int) -> int:
+        """The slots that chunks may take beside `non_model_bytes`."""
+        capacities = self.capacities
+        room = room_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, non_model_bytes, self.home_bytes)
+        return max(0, room // self._slot_bytes)

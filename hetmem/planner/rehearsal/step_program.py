@@ -53,12 +53,13 @@ class Rehearsal:
         self._blocks: dict[tuple[str, int], int] = {}
         self._register()
         there = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
-        self._notes = Notes(self._traffic, capacities, ground, there)
+        window = in_flight_bytes(capacities.device_bytes)
+        ahead = window if workload.moves and not hardware.host_to_device.by_the_caller else 0
+        self._notes = Notes(self._traffic, capacities, ground, there, ahead)
         self._activations: SimulatedActivations | None = None
         if workload.moves:
-            window = in_flight_bytes(capacities.device_bytes)
             self._activations = SimulatedActivations(
-                self._traffic, workload.moves, window, self._notes.has_room, arrangement.spilled_bytes
+                self._traffic, workload, window, self._notes.has_room, arrangement.spilled_bytes
             )
         self._seconds = [
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
@@ -108,7 +109,7 @@ class Rehearsal:
 
     def step(self) -> StepResult:
         """One step. Raises `NoRoom` where the run would be out of device memory."""
-        traffic = self._traffic
+        traffic, capacities = self._traffic, self._notes.capacities
         events, before = traffic.events, self._reading()
         self._updates.seconds = 0.0
         self._sink.begin_step()
@@ -129,7 +130,7 @@ class Rehearsal:
             stalled,
             {"compute": compute, "update": self._updates.seconds, **dict(zip(traffic.links, loads[4:], strict=True))},
             {name: int(nbytes) for name, nbytes in zip(traffic.links, loads[:4], strict=True)},
-            self._notes.peaks.device,
+            capacities.usable_bytes if self._workload.fills_device else self._notes.peaks.device,
             self._notes.peaks.chunk,
             self._notes.peaks.other,
             int(fetches),
@@ -183,19 +184,17 @@ class Rehearsal:
             case Kind.GRADIENT:
                 self._traffic.now += self._costs.gradient_seconds
                 self._send(event.parameters[0])
+                self._notes.sent(event.live_bytes)
                 self._arrived(event.parameters[0])
             case Kind.END:
+                self._let_go()
                 self._arrive()
         self._phase(event.during, self._seconds[index][0])
         self._phase(event.after, self._seconds[index][1])
 
     def _use(self, index: int, event: Event) -> None:
         self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
-        for parameter in self._gone:
-            block = self._held.pop(parameter, None)
-            if block is not None:
-                self._traffic.release(block, Tier.DEVICE)
-        self._gone.clear()
+        self._let_go()
         used, blocks = self._used.get(index) or self._look_up(index, event)
         self._notes.moment(event.operator, blocks, event.live_bytes)
         new = used if event.kind is Kind.USE else [(p, block) for p, block in used if p not in self._held]
@@ -208,6 +207,14 @@ class Rehearsal:
             else:
                 self._traffic.release(block, Tier.DEVICE)
         self._phase(event.after, self._seconds[index][1])
+
+    def _let_go(self) -> None:
+        """What is used no more is idle."""
+        for parameter in self._gone:
+            block = self._held.pop(parameter, None)
+            if block is not None:
+                self._traffic.release(block, Tier.DEVICE)
+        self._gone.clear()
 
     def _look_up(self, index: int, event: Event) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
         """The parameters and blocks that `event` uses, and its blocks alone; kept while the arrangement is."""
