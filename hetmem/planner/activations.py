@@ -9,12 +9,14 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
+from hetmem.base.units import round_up
 from hetmem.planner.rehearsal.simulator import SimulatedTraffic
 from hetmem.planner.reservation import OWN, arrange
 from hetmem.planner.workload import Event, Move, Phase, Workload
 from hetmem.schedule.blocks import in_flight_bytes
-from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, MANY_CHUNKS, SavedInterval, least_bytes, to_leave
 from hetmem.schedule.trace import NEVER
 from hetmem.schedule.update_split import left_beside
@@ -77,15 +79,14 @@ def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:
     if not moves:
         return workload
     away = [0] * (len(workload.events) + 1)
+    lent = away.copy()  # of host memory, in whole pages
     for move in moves:  # away between the two events, in neither
-        away[move.leaves_at + 1] += move.nbytes
-        away[move.used_at] -= move.nbytes
-    events, most, now = [], 0, 0
-    for event, change in zip(workload.events, away, strict=False):
-        now += change
-        most = max(most, now)
-        events.append(_less(event, now) if now else event)
-    return replace(workload, events=tuple(events), moves=moves, away_bytes=most)
+        for changes, nbytes in ((away, move.nbytes), (lent, round_up(move.nbytes, PAGE_BYTES))):
+            changes[move.leaves_at + 1] += nbytes
+            changes[move.used_at] -= nbytes
+    pairs = zip(workload.events, accumulate(away), strict=False)
+    events = tuple(_less(event, nbytes) if nbytes else event for event, nbytes in pairs)
+    return replace(workload, events=events, moves=moves, away_bytes=max(accumulate(lent)))
 
 
 def scaled(workload: Workload, factor: float) -> Workload:

@@ -102,6 +102,8 @@ class _Tracer:
         """The event of each tick of its clock."""
         self._saved: dict[int, int] = {}
         """The numbers of those not used yet, by the storage."""
+        self._staying: dict[int, None] = {}
+        """Those that something beside the graph holds, or has held when it was looked at last."""
         self._held_by_graph: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def run(
@@ -252,11 +254,15 @@ class _Tracer:
                 self._saved[key] = number = len(self._round.intervals)
                 self._round.save(number, (None, number), self._sizes[key], self.live_bytes)
                 self._event_at.append(self._next_to_work())
+                self._staying[key] = None
             self._held_by_graph.setdefault(key, []).append(weakref.ref(kept))
-        for other, number in list(self._saved.items())[-LOOKED_AT:]:
+        for other in list(self._staying)[-LOOKED_AT:]:
             held = sum(reference() is not None for reference in self._held_by_graph.get(other, ()))
-            if storage_references(other) <= held + 1:  # Python's own object of it
-                self._round.free(number)
+            if other not in self._saved:  # used already, within the forward
+                del self._staying[other]
+            elif storage_references(other) <= held + 1:  # Python's own object of it
+                self._round.free(self._saved[other])
+                del self._staying[other]
 
     def _next_to_work(self) -> int:
         """The event whose operators come next: the one that runs, if it has run none yet."""
