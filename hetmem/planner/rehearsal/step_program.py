@@ -187,7 +187,6 @@ class Rehearsal:
                 self._notes.sent(event.live_bytes)
                 self._arrived(event.parameters[0])
             case Kind.END:
-                self._let_go()
                 self._arrive()
         self._phase(event.during, self._seconds[index][0])
         self._phase(event.after, self._seconds[index][1])
@@ -347,6 +346,7 @@ class Rehearsal:
             self._updates.finish()
             self._traffic.wait_until_written(self._on_nvme("param"))
         self._stepped = True
+        self._let_go()
         self._notes.end()
 
     def _synchronize(self) -> None:
