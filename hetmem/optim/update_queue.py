@@ -38,7 +38,7 @@ class Updates(HostUpdates[ChunkUpdate]):
     def add(self, update: ChunkUpdate) -> None:
         """Queue a pass of `update`."""
         if update.writes:
-            update.had_copy = self._traffic.begin_update(update.chunk, keep_copy=update.keeps_copy)
+            update.had_copy = self._traffic.begin_update(update.chunk)
         if update.on_device is None:
             self._queue.add(update)
         else:
@@ -147,7 +147,6 @@ class Updates(HostUpdates[ChunkUpdate]):
         update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
         update.opened |= {role: self._traffic.asked_role(update.chunk, role) for role in update.staged}
         try:
-            update.copy = self._traffic.hold_copy(update.chunk) if update.keeps_copy else None
             tasks = update.tasks(update)
         except BaseException:
             self._close(update, failed=True)
@@ -200,22 +199,18 @@ class Updates(HostUpdates[ChunkUpdate]):
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises."""
         traffic, chunk = self._traffic, update.chunk
-        back: list[Callable[[], object]] = []
-        if update.copy is not None:
-            back.append(partial(traffic.let_go_of_copy, chunk))
         roles = update.needs if failed else update.staged
-        back += [partial(self._close_role, update, role, failed=failed) for role in roles]
+        back: list[Callable[[], object]] = [partial(self._close_role, update, role, failed=failed) for role in roles]
         if failed and Role.COMPUTE in update.needs:
             back.append(chunk.recast)  # parameters may be what they were, and their copies not
         if failed and update.owed and not update.ruined:
             back.append(partial(self._queue.add, update))  # nothing else would ask for it again
         elif update.writes:
-            renew = update.had_copy and not update.keeps_copy
-            back.append(partial(traffic.end_update, chunk, renew=renew))
+            back.append(partial(traffic.end_update, chunk, renew=update.had_copy))
         if update.writes and update.staged and not failed:
             back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))
-        update.opened, update.copy = {}, None
+        update.opened = {}
         with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             _call_all(iter(back))
 
