@@ -270,11 +270,12 @@ class CompactAdamWRule(Rule):
         )
 
 
-def _moments(states: Mapping[str, torch.Tensor]) -> list[Any]:
+def _moments(states: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     """Both moments of `states`, those in 8 bits with their scales."""
-    names, scales = ("exp_avg", "exp_avg_sq"), (states.get(f"{name}_scale") for name in ("exp_avg", "exp_avg_sq"))
-    pairs = zip(names, scales, strict=True)
-    return [states[name] if scale is None else Codes8Bit(states[name], scale) for name, scale in pairs]
+    if "exp_avg_scale" not in states:
+        return states["exp_avg"], states["exp_avg_sq"]
+    first, second = (Codes8Bit(states[name], states[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq"))
+    return first, second
 
 
 def _by_role(update: ParameterUpdate) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from hetmem.cpu.workers import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
-from hetmem.optim.options import HalfComputedError, LossScale, ParameterUpdate, Rule
+from hetmem.optim.options import LossScale, ParameterUpdate, Rule
 
 _TRIAL = (4, 32)
 _SAMPLE = (4, 1024)
@@ -119,13 +119,11 @@ class TorchRule(Rule):
             raise
 
     def _tile(self, update: ParameterUpdate, numbers: dict[str, Any], tile: slice, first: bool) -> Callable[[], None]:
-        param, states = update.param[tile].data, {name: state[tile].data for name, state in update.states.items()}
+        param, states = update.param[tile], {name: state[tile] for name, state in update.states.items()}
 
         def run() -> None:
             mine = {name: _copied(value) for name, value in numbers.items()}
             mine |= {name: state for name, state in states.items() if name not in update.fresh}
-            if any(part._version for part in (param, *states.values())):
-                raise HalfComputedError("weights of this update are half computed, and of no use: load a checkpoint")
             with torch.inference_mode(False), torch.no_grad(), one_torch_thread():
                 after = self._step(update.group, param, _scaled(update, tile), mine)
                 if update.copy is not None:

@@ -56,8 +56,8 @@ class OffloadedOptimizer(Optimizer):
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
-    update, and its home readable; `step` called again, with the same gradients, does the rest. Where the update itself
-    fails twice in host memory that it has begun to change, every further `step` says that a checkpoint must be loaded.
+    update, and its home readable; `step` called again, with the same gradients, does the rest. Where the arithmetic
+    itself fails in memory that it changes in place, every further `step` says that a checkpoint must be loaded.
     """
 
     writes_homes = True

@@ -19,10 +19,6 @@ from hetmem.memory.chunk import Role
 Task = Callable[[], None]
 
 
-class HalfComputedError(Exception):
-    """A task that failed before has changed some of its memory, so that it cannot run again."""
-
-
 @dataclass(slots=True, eq=False)
 class ParameterUpdate:
     """One parameter's share of a step: 1-D tensors of one length, in the order of the parameter's memory.
@@ -76,8 +72,7 @@ class Rule(ABC):
 
     @abstractmethod
     def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`. A
-        task that raised can run again, or raises `HalfComputedError` then."""
+        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
 
     def equals_host(
         self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None

@@ -10,18 +10,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from hetmem import torch_private
 from hetmem.base.weak import weakly
-from hetmem.cpu.workers import Batch, WorkerPool
+from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.events import Span
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.device_updates import KeptGradients, StreamedUpdates
-from hetmem.optim.options import HalfComputedError
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
 
@@ -164,7 +161,9 @@ class Updates(HostUpdates[ChunkUpdate]):
         assert batch is not None
         try:
             if batch.error is not None:
-                self._once_more(update, batch, batch.error)
+                homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
+                update.ruined = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: in staging
+                raise batch.error
         except BaseException:
             self._close(update, failed=True)
             raise
@@ -176,25 +175,6 @@ class Updates(HostUpdates[ChunkUpdate]):
         if self.idle:
             self._traffic.executor.forget(self._owner())
         self.pump()
-
-    @staticmethod
-    def _once_more(update: ChunkUpdate, batch: Batch, error: BaseException) -> None:
-        """Run the tiles that failed (no memory for a temporary, say) again, alone: others have been computed. What
-        fails again ruins the chunk, unless staging alone was written to, or nothing at all."""
-        again: BaseException | None = None
-        failed = half = 0
-        for task in batch.failed:
-            try:
-                with torch.inference_mode(False), torch.no_grad():
-                    task()
-            except BaseException as caught:  # noqa: PERF203 - each may fail
-                half += isinstance(caught, HalfComputedError)
-                failed, again = failed + 1, caught if again is None or isinstance(caught, HalfComputedError) else again
-        if again is not None:
-            homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
-            in_place = any(home.tier is not Tier.NVME for home in homes)
-            update.ruined = update.writes and in_place and (half > 0 or failed < batch.tasks)
-            raise error from again
 
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises."""
