@@ -72,38 +72,35 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
         raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
     if os.path.exists(path) and not os.path.isfile(path):
         raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file, and a checkpoint takes the place of it")
-    partial = f"{path}.partial"
-    fd = _open_alone(partial)
+    unfinished = f"{path}.partial"
+    fd = _open_alone(unfinished)
     try:
         try:
-            _reserve(fd, partial, nbytes)
+            _reserve(fd, unfinished, nbytes)
             yield fd
-            _flush(fd, f"cannot get {partial!r} onto the disk")
-            _rename(partial, path)
+            with _told(f"cannot get {unfinished!r} onto the disk"):
+                os.fsync(fd)
+            with _told(f"cannot rename {unfinished!r} to {path!r}"):
+                os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(partial)
+                os.unlink(unfinished)
             raise
     finally:
         os.close(fd)
-    failure = f"{path!r} is the new one, but a power failure may bring the earlier one back"
-    try:
+    with _told(f"{path!r} is the new one, but a power failure may bring the earlier one back"):
         folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:  # who may write to a directory may not always read it
-        raise _failure(error, failure) from error
-    try:
-        _flush(folder, failure)
-    finally:
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _open_alone(path: str) -> int:
     """Open or make `path` with a lock that ends with the process, if no other process holds it."""
     while True:
-        try:
+        with _told(f"cannot write {path!r}"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise _failure(error, f"cannot write {path!r}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
@@ -137,18 +134,13 @@ def _reserve(fd: int, path: str, nbytes: int) -> None:
         raise _failure(error, f"cannot reserve {path!r} of {sizes}") from error
 
 
-def _flush(fd: int, failure: str) -> None:
+@contextmanager
+def _told(failure: str) -> Iterator[None]:
+    """Raise errors of the disk in the block as a `StoreError` that says the `failure`."""
     try:
-        os.fsync(fd)
+        yield
     except OSError as error:
         raise _failure(error, failure) from error
-
-
-def _rename(source: str, target: str) -> None:
-    try:
-        os.replace(source, target)
-    except OSError as error:
-        raise _failure(error, f"cannot rename {source!r} to {target!r}") from error
 
 
 def _failure(error: OSError, what: str, done: int | None = None) -> StoreError:
