@@ -214,7 +214,7 @@ def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_p
     chunk = next(chunk for chunk in runtime.chunks if chunk.parameters[0].name == "0.weight")
     block = chunk.homes[Role.PARAM].block
     assert block is not None
-    traffic.execute(residency.expect(Tier.DEVICE, Schedule([(block,)])))
+    traffic.execute(residency.expect({Tier.DEVICE: Schedule([(block,)])}))
     assert [residency.state(block, tier) for tier in (Tier.HOST, Tier.DEVICE)] == [CopyState.LOADING, None]
     traffic.superseded(chunk, Role.PARAM)
     assert residency.state(block, Tier.DEVICE) is None

@@ -374,7 +374,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def capacity_and_limits_hold(self) -> None:
         for tier, count in self.slots.items():
-            used = self.residency.used_slots(tier)
+            used = self.residency.taken[tier].used
             taken = sum(1 for content in self.world.memory[tier] if content is not None)
             assert used == taken <= count
             assert used <= max(self.limit[tier], self.used_before[tier]), "it took a slot beyond the limit"
