@@ -1,4 +1,4 @@
-"""States of optimizers: what users see of them, whose they are, and where those of a checkpoint belong.
+"""States of optimizers: room for them, what users see of them, whose they are, and where those of a checkpoint belong.
 
 In `optimizer.state` are tensors that are the homes. It knows of no steps; it neither updates nor waits.
 """
@@ -207,13 +207,13 @@ class Owners:
         return self._tokens.get(id(managed)) is owner.token
 
     def check(self, owner: SteppingOptimizer, parameters: Iterable[ManagedParameter]) -> None:
-        """Raise RuntimeError if another optimizer steps any of `parameters`."""
+        """Raise RuntimeError if another optimizer steps any of `parameters`; those that none does are `owner`'s now."""
         for managed in parameters:
-            if not self.owns(owner, managed):
+            if self._tokens.setdefault(id(managed), owner.token) is not owner.token:
                 raise RuntimeError(
-                    f"{managed.name} is another optimizer's, which was made after this one: hetmem keeps the states of "
-                    f"one for a parameter. Load a state_dict into this one to go on with it, or use torch.optim for "
-                    f"one of the two"
+                    f"{managed.name} is another optimizer's, which was made over it, or loaded states of it, after this "
+                    f"one: hetmem keeps the states of one for a parameter. Load a state_dict into this one to go on with "
+                    f"it, or use torch.optim for one of the two"
                 )
 
 

@@ -176,7 +176,7 @@ def test_of_two_optimizers_over_a_parameter_the_one_made_first_may_not_step(plac
     second.train(batches[2:4])
     loss_of(managed, batches[4]).backward()
     before = [parameter.clone() for parameter in managed.parameters()]
-    with pytest.raises(RuntimeError, match=r" is another optimizer's, which was made after this one"):
+    with pytest.raises(RuntimeError, match=r" is another optimizer's, which was made over it"):
         first.right.step()
     assert all(map(torch.equal, before, managed.parameters()))
     managed.zero_grad()
