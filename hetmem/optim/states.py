@@ -211,9 +211,9 @@ class Owners:
         for managed in parameters:
             if self._tokens.setdefault(id(managed), owner.token) is not owner.token:
                 raise RuntimeError(
-                    f"{managed.name} is another optimizer's, which was made over it, or loaded states of it, after this "
-                    f"one: hetmem keeps the states of one for a parameter. Load a state_dict into this one to go on with "
-                    f"it, or use torch.optim for one of the two"
+                    f"{managed.name} is another optimizer's, which was made over it, or loaded states of it, after "
+                    f"this one: hetmem keeps the states of one for a parameter. Load a state_dict into this one to go "
+                    f"on with it, or use torch.optim for one of the two"
                 )
 
 
