@@ -305,7 +305,8 @@ if path:
     mutated.install(path, before, after)
 if kernels:
     numba.config.CACHE_DIR = kernels
-status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--all-cases", *tests])
+options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=native"]  # other tracebacks parse each source that they show
+status = pytest.main([*options, "--all-cases", *tests])
 sys.stdout.flush()
 os._exit(status)  # what is left is to be dropped piece by piece otherwise
 """
