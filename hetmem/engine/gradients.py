@@ -16,7 +16,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import WeakOnes, weakly
-from hetmem.engine.param_views import (
+from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
     is_home,

@@ -18,7 +18,7 @@ from hetmem.engine.executor import Executor, GradientCopies
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, without_graph
+from hetmem.memory.chunk import Chunk, Home, Role, without_graph
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.gradients import wait_until
@@ -221,7 +221,7 @@ class Traffic:
     def _placed(self, chunk: Chunk) -> torch.Tensor | None:
         """Return the device copy of `chunk` as a flat tensor, if it is VALID."""
         block = chunk.operand_block
-        if block is None or self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
+        if block < 0 or self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
             return None
         return self.executor.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
 
@@ -229,15 +229,15 @@ class Traffic:
         """Return the device copy of `chunk` as a flat tensor, once it has arrived, or None. One that waits for room is
         none: the caller may be what it waits for."""
         block = chunk.operand_block
-        while block is not None and self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
+        while block >= 0 and self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
             self.wait_for_one()
         return self._placed(chunk)
 
     def copy_counts(self, chunk: Chunk) -> bool:
         """Return whether operators that are asked for from now on may see the copy on the device."""
         block = chunk.operand_block
-        state = None if block is None else self.residency.state(block, Tier.DEVICE)
-        if block is None or state is not CopyState.LOADING:
+        state = self.residency.state(block, Tier.DEVICE)
+        if state is not CopyState.LOADING:
             return state is CopyState.VALID
         return self.executor.order_compute_after(block)
 
@@ -253,7 +253,7 @@ class Traffic:
     def copy_home_again(self, chunk: Chunk) -> None:
         """Make the copy of `chunk`, whose home is on the device too, anew. Waits for nothing."""
         block = chunk.operand_block
-        if block is None or chunk in self.updating:
+        if block < 0 or chunk in self.updating:
             return
         if Role.COMPUTE in chunk.homes:
             chunk.recast()
@@ -446,7 +446,7 @@ class Traffic:
         self.wait_for_update(chunk)
         self.updating.add(chunk)
         block = chunk.operand_block
-        if block is None:
+        if block < 0:
             return False
         self.residency.suspend(block)
         self.hold(chunk)
@@ -465,7 +465,7 @@ class Traffic:
         the home of operands says, on the device."""
         self.updating.discard(chunk)
         block = chunk.operand_block
-        if block is not None:
+        if block >= 0:
             self.copy_equals_home(chunk)
             self.executor.near = None if near is None else (chunk, near)
             try:
@@ -498,14 +498,11 @@ class Traffic:
         """Lease the device copy of `chunk`, if there is one, until `let_go_of_copy`."""
         copy = self.device_copy(chunk)
         if copy is not None:
-            block = chunk.operand_block
-            assert block is not None
-            self.ask(block, Tier.DEVICE)  # it is there
+            self.ask(chunk.operand_block, Tier.DEVICE)  # it is there
         return copy
 
     def let_go_of_copy(self, chunk: Chunk) -> None:
         """End the lease of `hold_copy`."""
-        assert chunk.operand_block is not None
         self.release(chunk.operand_block, Tier.DEVICE)
 
     def wait_for_update(self, chunk: Chunk) -> None:
@@ -530,11 +527,3 @@ class Traffic:
 def staged_block(home: Home) -> int | None:
     """Return the block of `home` if it is on NVMe, and is used by way of staging."""
     return home.block if home.tier is Tier.NVME else None
-
-
-def param_block(managed: ManagedParameter) -> int:
-    """Return the block of what operators see of the chunk of `managed`, whose home is not on the device."""
-    homes = managed.chunk.homes  # asked at every use of a weight
-    block = homes[Role.COMPUTE if Role.COMPUTE in homes else Role.PARAM].block
-    assert block is not None, f"{managed.name} has its home on the device"
-    return block

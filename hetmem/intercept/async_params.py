@@ -23,8 +23,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.param_views import references, storage_references
+from hetmem.engine.runtime import Turn
 from hetmem.engine.traffic import Traffic
-from hetmem.engine.turns import Turn
 from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, without_graph

@@ -16,6 +16,7 @@ and what arrives there becomes what the parameter is.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +29,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
-from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import RUNNING, Section, Turn, in_backward
+from hetmem.engine.runtime import RUNNING, Runtime, Section, Turn, in_backward
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
@@ -71,7 +71,7 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as around:
             if outermost and _may_cross(began):
                 around.enter_context(torch.autograd.set_multithreading_enabled(False))
-            lacking = [each.runtime for each in began if each.may_lack_memory()] if outermost else []
+            lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
             if lacking:
                 around.enter_context(_RunsAgain(lacking))
             return _engine(outputs, *args, **kwargs)
@@ -134,7 +134,7 @@ def _tell_of_begin(began: list[Interception]) -> None:
     """All that it may be of are told, and are in `began` then."""
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
-        if interception.may_be_of():
+        if _may_be_of(interception):
             interception.backward_begins()
             began.append(interception)
 
@@ -146,6 +146,20 @@ def _tell_of_end(began: list[Interception]) -> None:
         began.pop().backward_ends()
     forget_what_is_over()
     HELD_BACK.end_segment()
+
+
+def _may_be_of(interception: Interception) -> bool:
+    """Whether a backward of this thread may compute something of this model, also one whose forward had no graph, as a
+    checkpoint around it has none."""
+    last = interception.last_forward
+    mine = last is not None and last.thread == threading.get_ident()
+    return os.getpid() == interception.process and (mine or interception.runtime.turn.is_mine())
+
+
+def _may_lack_memory(runtime: Runtime) -> bool:
+    """Whether a backward may ask the device for memory that is not known of, and refused without a look at it."""
+    unknown = runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1
+    return runtime.memory.uses_copies and not runtime.memory.device.watched and unknown
 
 
 def _may_cross(began: list[Interception]) -> bool:

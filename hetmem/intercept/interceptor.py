@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -21,8 +21,7 @@ from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section, in_backward
+from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.intercept.async_params import Trailing
 from hetmem.intercept.diagnostics import (
     explain,
@@ -31,7 +30,6 @@ from hetmem.intercept.diagnostics import (
     refuse_a_capture,
     refuse_a_fork,
     refuse_a_surrounding,
-    refuse_conversion,
 )
 from hetmem.intercept.dynamo import hook_forwards, opaque, set_compiler
 from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
@@ -41,15 +39,12 @@ from hetmem.intercept.forward_scope import (
     Compute,
     calling_frame,
     forget_what_is_over,
-    outermost_of_modules,
-    running,
 )
 from hetmem.intercept.hooks import (
     HOOKS,
     AfterForward,
     BeforeForward,
     BeforeStateDict,
-    Convert,
     PartHooks,
     hook_conversions,
 )
@@ -57,7 +52,7 @@ from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, signature, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK, HERE
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
 from hetmem.torch_private import tree_leaves, tree_map
@@ -102,9 +97,8 @@ class Interception:
         self.process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
-        self._forward: Compute | None = None
+        self.last_forward: Compute | None = None
         """The last one."""
-        self._reading: Section | None = None
         self._saved = SavedTensors(runtime, self.segments, self.activations)
         self._faults = Faults(runtime, self.gradients, self._saved, self)
         self.leases = Leases(runtime, self.gradients, self._saved)
@@ -153,6 +147,7 @@ class Interception:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
+    @HELD_BACK.covers
     @opaque
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,22 +160,13 @@ class Interception:
         try:
             frame: FrameType | None = sys._getframe(2)
             here = self._computes.here
-            main = HERE.is_main
-            held = HELD_BACK.segments or not main
-            if compiler is None and here and held and frame is not None and frame.f_code is CALLS:
+            if compiler is None and here and frame is not None and frame.f_code is CALLS:
                 if self._regions.may_begin or "forward" in module.__dict__:
                     pass
                 elif here[-1].is_computing(frame.f_back):  # a part of that, and nothing else, as most calls are
-                    HELD_BACK.depth += main
-                    try:
-                        calls, call = here[-1].calls, Call(module, frame)
-                        calls += (call,)
-                        self.leases.begin(call, module, recomputed=here[-1].task >= 0)
-                    finally:
-                        if main and HELD_BACK.depth:  # else a second interrupt has ended it
-                            HELD_BACK.depth -= 1
-                            if HELD_BACK.came:
-                                HELD_BACK.leave()
+                    calls, call = here[-1].calls, Call(module, frame)
+                    calls += (call,)
+                    self.leases.begin(call, module, recomputed=here[-1].task >= 0)
                     return None
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
@@ -205,6 +191,8 @@ class Interception:
             compiles = compiler
             raise
         finally:
+            if HELD_BACK.came:
+                HELD_BACK.leave()
             if compiles is not None:
                 set_compiler(compiles)
 
@@ -250,7 +238,7 @@ class Interception:
         compute = self._begin(call)
         compute.compiler = compiler
         if compute.task < 0:
-            self._forward = compute
+            self.last_forward = compute
             self._regions.compile_for(compiler)
         try:
             dtype = self.runtime.memory.mixed_precision
@@ -330,15 +318,6 @@ class Interception:
             self._backwards += 1
             bindings.leave_home(backward=True)
 
-    def may_lack_memory(self) -> bool:
-        """Whether a backward may ask the device for memory that is not known of, and refused without a look at it."""
-        runtime = self.runtime
-        return (
-            runtime.memory.uses_copies
-            and not runtime.memory.device.watched
-            and (runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1)
-        )
-
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
         device until there is no memory for this."""
@@ -348,6 +327,7 @@ class Interception:
         finally:
             self.runtime.monitor.left = False
 
+    @HELD_BACK.covers
     @opaque
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
@@ -358,18 +338,9 @@ class Interception:
             assert frame is not None
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
-            elif here and not self._regions.may_end and (HELD_BACK.segments or not HERE.is_main):
-                main = HERE.is_main
-                HELD_BACK.depth += main
-                try:
-                    if (call := here[-1].pop(module, frame)) is not None:  # it has returned, and something goes on
-                        self.leases.end(call)
-                        return
-                finally:
-                    if main and HELD_BACK.depth:  # else a second interrupt has ended it
-                        HELD_BACK.depth -= 1
-                        if HELD_BACK.came:
-                            HELD_BACK.leave()
+            elif here and not self._regions.may_end and (call := here[-1].pop(module, frame)) is not None:
+                self.leases.end(call)  # it has returned, and something goes on
+                return
             error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
@@ -385,6 +356,8 @@ class Interception:
                     compiles = compute.compiler
                     self._leave(compute, output)
         finally:
+            if HELD_BACK.came:
+                HELD_BACK.leave()
             if compiles is not None:
                 set_compiler(compiles)
 
@@ -401,12 +374,6 @@ class Interception:
                 self.runtime.monitor.watch_backward(output)
 
     # ---- backward ------------------------------------------------------------------------------------------------
-
-    def may_be_of(self) -> bool:
-        """Whether a backward of this thread may compute something of this model, also one whose forward had no graph,
-        as a checkpoint around it has none."""
-        mine = self._forward is not None and self._forward.thread == threading.get_ident()
-        return os.getpid() == self.process and (mine or self.runtime.turn.is_mine())
 
     def backward_begins(self) -> None:
         """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
@@ -499,12 +466,8 @@ class Interception:
         while compute in here:
             ended = here.pop()
             over.append(ended)
-            while ended.calls:
-                self.leases.end(ended.calls.pop())
+            self._unbind(ended)
             ended.end()
-            if ended.works:
-                ended.works = False
-                self.working.end()
             if ended.thread == threading.get_ident():
                 HELD_BACK.end_segment()
             if ended.task < 0:
@@ -523,61 +486,47 @@ class Interception:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
         self._current(sys._getframe())
         forget_what_is_over()
-        if not self._computes.here and self._forward is not None and not self._forward.runs():
-            self._regions.abandon([self._forward])
-            self._rest_of(self._forward)
+        if not self._computes.here and self.last_forward is not None and not self.last_forward.runs():
+            self._regions.abandon([self.last_forward])
+            self._rest_of(self.last_forward)
 
     def _rest_of(self, compute: Compute) -> None:
         """`compute` was interrupted, perhaps on another thread."""
-        while compute.calls:
-            self.leases.end(compute.calls.pop())
-        if compute.works:
-            compute.works = False
-            self.working.end()
+        self._unbind(compute)
         if not in_backward():
             self._backwards = 0
             self.runtime.bindings.all_home()
 
-    def before_state_dict(self, by: FrameType | None = None) -> None:
-        """What users read, or write over, is what the last step made. It is this thread's as long as `by` runs, which
-        is what a module does for them."""
-        turn = self.runtime.turn
-        if by is not None and not (self._reading is not None and turn.is_mine() and not self._reading.is_over()):
-            if self._reading is not None:
-                turn.give(self._reading)
-            self._reading = turn.take("a state dict", running(outermost_of_modules(by)), self.is_whole)
-        with turn.held("a state dict"):
+    def _unbind(self, compute: Compute) -> None:
+        while compute.calls:
+            self.leases.end(compute.calls.pop())
+        works, compute.works = compute.works, False
+        if works:
+            self.working.end()
+
+    def settle_for_reading(self) -> None:
+        """What users read, or write over, is what the last step made."""
+        with self.runtime.turn.held("a state dict"):
             self._forget_interrupted()
             self.runtime.traffic.wait_for_updates()
 
-    def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
-        """`Module.to` and the like of `parameters`: managed ones, and their gradients, stay where they are, as they
-        come to the device for operators. Raises `ManageError` where they would get another dtype, or strides."""
-        with self.runtime.turn.held("a conversion"):
+    def is_computing(self) -> bool:
+        """Whether a forward of the model runs on this thread."""
+        with self.runtime.turn.held("a look at a model"):
             self._forget_interrupted()
-        by_id, memory = self.runtime.bindings.by_id, self.runtime.memory
-        converted = [by_id[id(parameter)] for parameter in parameters if id(parameter) in by_id]
-        with self.runtime.unwatched(), torch.no_grad():
-            mixed = memory.mixed_precision is not None
-            refuse_conversion(
-                converted, convert, memory.device.torch_device, computes=bool(self._computes.here), mixed=mixed
-            )
-        kept = [each for managed in converted for each in (managed.parameter, managed.parameter.grad)]
-        return [each for each in kept if each is not None]
+        return bool(self._computes.here)
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
-        with self.runtime.turn.held("a checkpoint"):
-            self._forget_interrupted()
-        return not self._computes.here and not in_backward()
+        return not self.is_computing() and not in_backward()
 
     def reset(self) -> None:
         """No module of the model is running."""
         here = self._computes.here
         if here:
             self._end(here[0])
-        if self._forward is not None:
-            self._rest_of(self._forward)
+        if self.last_forward is not None:
+            self._rest_of(self.last_forward)
         self._computes = _OfThread()
         forget_what_is_over()
 

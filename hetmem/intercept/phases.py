@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.runtime import Runtime, TrainingPhase
-from hetmem.engine.turns import RUNNING, Section, in_backward
+from hetmem.engine.runtime import RUNNING, Runtime, Section, TrainingPhase, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen

@@ -13,8 +13,9 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
+from hetmem.engine.gradient_views import UsedUp, is_home_gradient, move_gradient
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import UsedUp, is_home_gradient, is_shared, move_gradient, rest_of, storage_references
+from hetmem.engine.param_views import is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.schedule.blocks import Link
@@ -187,7 +188,6 @@ class ResidentShare:
 
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
-        assert block is not None
         if not traffic.residency.uses(block, Tier.DEVICE):
             traffic.copy_home_again(chunk)  # outside a forward, writes of the program were not looked for yet
         for role, home in chunk.homes.items():

@@ -21,8 +21,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import weakly
+from hetmem.engine.gradient_views import Given, leave_working, let_arrive, show_gradient, take_arrived, working_weight
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import Given, leave_working, let_arrive, show_gradient, take_arrived, working_weight
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Moment
@@ -127,7 +127,7 @@ class WorkingWeights:
         for all that is needed beside them, also in `backward`. Leases the copies until `release`."""
         runtime = self._runtime
         memory, tracer, residency, room = runtime.memory, runtime.tracer, runtime.traffic.residency, runtime.room
-        found = self._blocks or tuple(block for chunk in memory.chunks if (block := chunk.operand_block) is not None)
+        found = self._blocks or tuple(block for chunk in memory.chunks if (block := chunk.operand_block) >= 0)
         if not memory.resident or len(found) < len(memory.chunks) or not residency.all_on_device(found):
             return False
         moment, later = tracer.all_ahead(found), None if backward is None else tracer.book.get(backward)
