@@ -156,8 +156,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`jacrev`": Mutation(
         "intercept/interceptor.py",
-        "transformed = torch_private.transform_level() is not None",
-        "transformed = False",
+        "runtime.sanitize, torch_private.transform_level() is not None",
+        "runtime.sanitize, False",
         OTHERS + "test_derivatives_by_transforms_have_the_bits_of_torch[kernel-host]",
     ),
     "`functional_call` with other tensors": Mutation(

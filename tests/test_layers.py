@@ -64,6 +64,7 @@ WRITES_TOO = {
         "hetmem.planner.meta_trace",  # a model on the meta device
     },
     "grad": {
+        "hetmem.engine.param_views",  # a gradient from before the parameter was managed
         "hetmem.optim.elementwise",  # the parameter of one tile
         "hetmem.planner.meta_trace",
     },

@@ -1,6 +1,6 @@
 """What `p.grad` is at each moment: the home of the gradient, one that arrives, a sign that an update has used it up.
 
-The one writer of `p.grad`. It moves no gradients and decides nothing.
+The one writer of `p.grad`. Below are the copies of gradients that are on their way from the device to their homes.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
+from functools import partial
 from itertools import repeat
 from operator import is_
 from types import SimpleNamespace
@@ -17,8 +18,15 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.weak import weakly
+from hetmem.engine.executor import Executor
 from hetmem.engine.param_views import is_shared, references, storage_address
-from hetmem.memory.chunk import ManagedParameter, Role, Widened, stored
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, Widened, stored
+from hetmem.memory.transfer import TransferEngine
+from hetmem.schedule.blocks import SMALL_BYTES, Link
+from hetmem.schedule.gradients import GradientSends, Send
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
 
 
 def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -298,3 +306,98 @@ def updated_by_another(name: str) -> str:
         f"{name} was updated during backward by another optimizer, made with overlap=, whose step() was to be called: "
         f"make that with overlap='off', or drop it before the backward"
     )
+
+
+# ---- on their way home -----------------------------------------------------------------------------------------------
+
+
+class GradientCopies:
+    """Carries out what `GradientSends` decides: gradients in flight from the device to their homes."""
+
+    def __init__(self, engine: TransferEngine, residency: Residency, executor: Executor, most_bytes: int) -> None:
+        self._engine, self._residency, self._executor = engine, residency, executor
+        self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
+        self.arriving = self.sends.arriving
+        self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
+        self.told_of_losses: Iterable[Any] = ()
+        """The `GradientListener`s, whose `lost` is called where a gradient of a chunk was sent and did not arrive."""
+        self.sent: Callable[[], Callable[[], None] | None] = lambda: None
+        """Refers to what is called where a gradient was sent."""
+        self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """The memory of gradients in flight, by the number of each send."""
+
+    def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
+        if home.tier is Tier.DEVICE:
+            work()
+        else:
+            self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+
+    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
+        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`: a small one at once, others behind the
+        backward, and until then they take memory of the device. At the end the lease of the staged role is over."""
+        home = chunk.homes[Role.GRAD]
+        if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
+            try:
+                if home.tier is Tier.DEVICE:
+                    work()
+                else:
+                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+            finally:
+                if home.tier is Tier.NVME:
+                    self._end_lease(home)
+            if (sent := self.sent()) is not None:
+                sent()
+            if home.tier is Tier.NVME:
+                self._write_back(chunk, home)
+            return
+        memory = weakref.ref(gradient.untyped_storage())
+        send = self.sends.send(chunk, nbytes)
+        self.leaving[send.number] = memory
+        ended = partial(weakly(self._arrived), chunk, send)
+        self._executor.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
+        if (sent := self.sent()) is not None:
+            sent()
+        self.sends.wait_for_room()
+
+    def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
+        del self.leaving[send.number]
+        self.sends.arrived(chunk, send)
+        home = chunk.homes[Role.GRAD]
+        if home.tier is Tier.NVME:
+            self._end_lease(home)
+        if error is not None:
+            for listener in self.told_of_losses:
+                listener.lost(chunk)
+            raise error
+        if home.tier is Tier.NVME:
+            self._write_back(chunk, home)
+
+    def _end_lease(self, home: Home) -> None:
+        """End the lease of the staged role that was open before its gradient was sent."""
+        assert home.block is not None
+        self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
+
+    def _write_back(self, chunk: Chunk, home: Home) -> None:
+        """Write the gradients of `chunk` to NVMe once all are there: see note "writes of gradients" in
+        `schedule.gradients`."""
+        if self.sends.to_be_written(chunk):
+            assert home.block is not None
+            self._executor.execute(self._residency.settle(home.block))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether any gradient is in flight."""
+        return self.sends.under_way
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Device memory that gradients in flight still take, also if their end was not noted yet."""
+        if not self.leaving:
+            return 0
+        storages = [memory() for memory in self.leaving.values()]
+        return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
+
+    def wait(self) -> None:
+        """Wait until every gradient has arrived; an error is raised when all others have."""
+        self._executor.wait_while(lambda: self.sends.under_way)

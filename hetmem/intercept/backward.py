@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,7 +67,8 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if outermost:
             _begin(outputs, taken)
         _tell_of_begin(began)
-        if any(interception.gradients.counts_arrivals() for interception in began):
+        several = [each.gradients.listeners for each in began if each.segments.several]
+        if any(listener.begins_early for listeners in several for listener in listeners):
             _tell_of_arrivals(outputs)
         with ExitStack() as around:
             if outermost and _may_cross(began):
@@ -135,7 +137,7 @@ def _tell_of_begin(began: list[Interception]) -> None:
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
         if _may_be_of(interception):
-            interception.backward_begins()
+            _begin_of(interception)
             began.append(interception)
 
 
@@ -143,9 +145,44 @@ def _tell_of_begin(began: list[Interception]) -> None:
 @HELD_BACK
 def _tell_of_end(began: list[Interception]) -> None:
     while began:
-        began.pop().backward_ends()
+        _end_of(began.pop())
     forget_what_is_over()
     HELD_BACK.end_segment()
+
+
+def _begin_of(interception: Interception) -> None:
+    """Have parameters rest, as a part of the backward may be computed once more, whether a forward is around it or
+    not."""
+    runtime = interception.runtime
+    if not runtime.memory.uses_copies:
+        return
+    if not interception.backwards:
+        runtime.trailing.pause()
+        runtime.renew_touched()
+    interception.backwards += 1
+    interception.working.begin_backward()
+    runtime.bindings.leave_home(backward=True)
+    interception.gradients.rest_again()
+
+
+def _end_of(interception: Interception) -> None:
+    """End `_begin_of`, also of a backward that has raised."""
+    bindings, gradients, working = interception.runtime.bindings, interception.gradients, interception.working
+    if not interception.backwards:
+        return
+    interception.backwards -= 1
+    if interception.backwards:  # what is computed next may be a function of weights whose gradients have arrived
+        gradients.rest_again()
+    bindings.end_rest()
+    interception.current(sys._getframe())
+    bindings.go_home()
+    if not bindings.away:
+        gradients.sent_home.clear()
+    if not interception.backwards and working.in_backward:
+        working.end_backward()
+        interception.segments.forget_forwards()
+    if not interception.backwards and not interception.stretches.here:
+        interception.runtime.trailing.resume()
 
 
 def _may_be_of(interception: Interception) -> bool:
