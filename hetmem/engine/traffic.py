@@ -49,8 +49,7 @@ class Traffic:
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
         self.updating = self.executor.updating
-        self._unfetched: set[tuple[int, Tier]] = set()
-        """Copies that were asked for to be overwritten, which the log of events does not have yet."""
+        self._unfetched: set[tuple[int, Tier]] = set()  # to be overwritten, and not in the log of events yet
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
                 if role in chunk.homes:
@@ -207,7 +206,8 @@ class Traffic:
 
     def copy_counts(self, chunk: Chunk) -> bool:
         """Return whether operators that are asked for from now on may see the copy on the device."""
-        return self._is_there(chunk.operand_block, Tier.DEVICE)
+        block, state = chunk.operand_block, self.residency.state(chunk.operand_block, Tier.DEVICE)
+        return state is CopyState.VALID or (state in _LOADING and self.executor.order_compute_after(block))
 
     def copy_equals_home(self, chunk: Chunk) -> None:
         """Note that the copy on the device, if there is one, equals the newest copy in host memory."""

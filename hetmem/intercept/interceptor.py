@@ -327,7 +327,7 @@ class Interception:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     def computes(self) -> bool:
-        """Whether what meets a weight on this thread now is of a forward, or of a node of a backward, not between two."""
+        """Whether what meets a weight on this thread now is of a forward, or of a node of a backward."""
         if self.current(sys._getframe()) is not None:
             return True
         if in_backward():
