@@ -146,7 +146,8 @@ class GradientSink:
         handle = managed.parameter.register_post_accumulate_grad_hook(self._hooks.after(self, managed))
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
         self._handles.append(handle)
-        hooks.move_to_end(handle.id, last=False)  # the user's hooks see the gradient that torch would show them
+        for key in [key for key in hooks if key != handle.id]:  # go behind ours, as C reads them (not `move_to_end`):
+            hooks[key] = hooks.pop(key)  # the user's hooks see the gradient that torch would show them
 
     def remove(self) -> None:
         """Take all hooks off."""
