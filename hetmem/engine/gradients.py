@@ -75,7 +75,7 @@ class GradientListener(Protocol):
         """Those of which it has begun an update in the present step."""
 
     def updates_on_device(self) -> set[int]:
-        """The `id`s of parameters whose update has the same bits where it is made on the device, with homes there."""
+        """The `id`s of parameters whose update has the same bits on the device, with homes there."""
 
     def settle(self) -> None:
         """Let nothing be under way."""
@@ -259,8 +259,8 @@ class GradientSink:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += self._hooks.order(self, managed.parameter, self._before[id(managed)].id)
             gradient = managed.parameter.grad
-            ours = gradient is None or gradient is managed.grad_home or gradient is managed.grad_view
-            if ours or gradient.layout is not torch.strided:  # type: ignore[union-attr]
+            known = gradient is managed.grad_home or gradient is managed.grad_view
+            if gradient is None or known or gradient.layout is not torch.strided:
                 continue
             memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
@@ -373,8 +373,7 @@ class GradientSink:
             leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
             managed.close_grad_home(unused=True)
         self.lent.discard(chunk)
-        memory = self.runtime.memory
-        memory.end_loan(memory.take_gradients(chunk))
+        self.runtime.memory.end_loan(self.runtime.memory.take_gradients(chunk))
         for listener in self.listeners:
             listener.consumed(chunk, shown)
 
