@@ -14,7 +14,7 @@ import torch
 
 from hetmem.cpu import square_sum_tasks, square_sums_on_device, sums_of_tiles
 from hetmem.cpu.workers import Batch, Task, WorkerPool
-from hetmem.engine.param_views import take_gradient
+from hetmem.engine.gradient_views import take_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role, address_of, stored

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hetmem.cpu.workers import WorkerPool
+from hetmem.engine.gradient_views import updated_by_another
 from hetmem.engine.gradients import has_hooks_of_the_user
-from hetmem.engine.param_views import updated_by_another
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
