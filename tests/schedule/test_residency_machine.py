@@ -286,7 +286,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         known = [b for b in wanted if self.world.blocks[b].home > tier]
         if known:
             blocks = [tuple(dict.fromkeys(known[n % len(known)] for n in use)) for use in numbers]
-            self.event_with("expect", lambda: (tier, Schedule(blocks, barrier=barrier)))
+            self.event_with("expect", lambda: ({tier: Schedule(blocks, barrier=barrier)},))
 
     @rule(number=st.integers(0, 5), tier=st.sampled_from([DEVICE, HOST]))
     def prefetch(self, number: int, tier: Tier) -> None:
