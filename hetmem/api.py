@@ -15,7 +15,7 @@ import torch
 from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
-from hetmem.engine.param_views import to_host_memory
+from hetmem.engine.gradient_views import to_host_memory
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, registry
@@ -312,7 +312,7 @@ def release(module: torch.nn.Module) -> None:
 
 def _wait_for_what_is_begun(interception: Interception) -> None:
     """Updates that go on after a step, writes, and gradients on their way."""
-    interception.before_state_dict()
+    interception.settle_for_reading()
     interception.runtime.traffic.executor.quiesce()
 
 

@@ -96,7 +96,7 @@ MUTATIONS = {
         "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot[host-fp32-off]",
     ),
     "read gradients before they have arrived": Mutation(
-        "engine/executor.py",
+        "engine/gradient_views.py",
         "self._executor.wait_while(lambda: self.sends.under_way)",
         "pass",
         "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
@@ -305,7 +305,8 @@ if path:
     mutated.install(path, before, after)
 if kernels:
     numba.config.CACHE_DIR = kernels
-status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--all-cases", *tests])
+options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=native"]  # other tracebacks parse each source that they show
+status = pytest.main([*options, "--all-cases", *tests])
 sys.stdout.flush()
 os._exit(status)  # what is left is to be dropped piece by piece otherwise
 """

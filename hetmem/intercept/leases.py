@@ -23,8 +23,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import weakly
+from hetmem.engine.gradient_views import hide_gradients, show_gradient
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import hide_gradients, show_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward

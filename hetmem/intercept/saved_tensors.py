@@ -13,14 +13,13 @@ import torch
 from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.activations.storages import SavedView, modified
-from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import in_backward
+from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.intercept.autocast_casts import Casts
 from hetmem.intercept.dynamo import called_by_autograd, set_compiler, skipped
 from hetmem.intercept.forward_scope import Compute, Hook
 from hetmem.intercept.phases import StepSegments
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK, HERE
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
 
 _AUTOGRAD: Any = torch_private.autograd
@@ -336,6 +335,7 @@ _Packed = tuple[Any, Saved | SavedView | torch.Tensor, int]
 model's that is weak: after an interrupt the hook is still there."""
 
 
+@HELD_BACK.covers
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
     whose, kept, version = packed
@@ -343,18 +343,13 @@ def _unpack(packed: _Packed) -> torch.Tensor:
     if kind is Saved:  # most are not, and cost as little as they can
         if not whose.runtime.in_backward:
             whose.on_backward()
-        compiler, main = set_compiler(None), HERE.is_main and HELD_BACK.segments > 0
-        HELD_BACK.depth += main
+        compiler = set_compiler(None)
         try:
-            if HERE.is_main and not main:  # an interrupt was delivered, and has not raised
-                return HELD_BACK(whose.unpack)(kept)  # type: ignore[no-any-return]
             unpacked: torch.Tensor = whose.unpack(kept)
             return unpacked
         finally:
-            if main and HELD_BACK.depth:  # else a second interrupt has ended it
-                HELD_BACK.depth -= 1
-                if HELD_BACK.came:
-                    HELD_BACK.leave()
+            if HELD_BACK.came:
+                HELD_BACK.leave()
             if compiler is not None:
                 set_compiler(compiler)
     saved = None if whose is None else whose()

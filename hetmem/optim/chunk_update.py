@@ -16,7 +16,7 @@ import torch
 
 from hetmem.cpu import sums_of_tiles
 from hetmem.cpu.workers import Batch, Task
-from hetmem.engine.param_views import take_gradient
+from hetmem.engine.gradient_views import take_gradient
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role, stored
 from hetmem.memory.nvme_store import Look

@@ -17,7 +17,7 @@ from hetmem import torch_private
 from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.param_views import refuse_used_up
+from hetmem.engine.gradient_views import refuse_used_up
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refuse_a_fork
 from hetmem.intercept.dynamo import uncompiled

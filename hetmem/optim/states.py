@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 
+from hetmem.engine.gradient_views import updated_by_another
 from hetmem.engine.gradients import GradientListener, GradientSink
-from hetmem.engine.param_views import is_shared, updated_by_another
+from hetmem.engine.param_views import is_shared
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception

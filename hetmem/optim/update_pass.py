@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
-from hetmem.engine.param_views import is_home_gradient
+from hetmem.engine.gradient_views import is_home_gradient
 from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
