@@ -318,7 +318,7 @@ def _calling_module() -> int:
             return id(frame.f_locals["self"])
         frame = frame.f_back
     node = torch_private.current_node()
-    return 0 if node is None else node.metadata.get(_MODULE, 0)  # type: ignore[no-any-return]
+    return 0 if node is None else node.metadata.get(_MODULE, 0)
 
 
 _CALL = torch.nn.Module.__call__.__code__
