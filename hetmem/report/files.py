@@ -13,22 +13,18 @@ import os
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hetmem.base.whole_files import write_whole
 from hetmem.report.step import TERM_NAMES
 from hetmem.report.text import comparison, made_with, table
 
+T = TypeVar("T")
+
 SCHEMA = "hetmem.report"
 SCHEMA_VERSION = 3
 
 _HOW = "save one with hetmem.report(model).save('run.json')"
-_KEYS = (
-    "created_at model device hardware options versions history parameters steps tiers links fetches evictions faults "
-    "staging_faults stall_seconds host_wait_seconds chunks chunk_bytes chunk_waste bytes_per_parameter missing step "
-    "timeline"
-).split()
-"""What every report has; `updates` and `planned` came later."""
 
 
 def json_text(data: dict[str, Any]) -> str:
@@ -85,41 +81,12 @@ def write_atomically(path: Path, text: str) -> None:
     write_whole(path, text)
 
 
-def _no_number(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
-
-
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dict of a saved `.json` report. Raises ValueError for any other file, OSError if it cannot be read."""
-    name = os.fspath(path)
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not a saved report: {error}; {_HOW}") from error
-    if isinstance(data, dict) and "traceEvents" in data:
-        raise ValueError(f"{name} is a trace for Perfetto, which is not read back: {_HOW}")
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"{name} is not a saved report: {_HOW}")
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"{name} has version {data.get('schema_version')!r} of the report's schema, this hetmem reads "
-            f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
-        )
-    missing = [key for key in _KEYS if key not in data]
-    if missing:
-        raise ValueError(f"{name} is not a whole report: {missing[0]} is missing; {_HOW}")
-    return data
-
-
 # ---- saved reports, shown -------------------------------------------------------------------------------------------
-
-_DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError)
-"""What is raised for a report of which a part is cut off or changed."""
 
 
 def show(path: str | os.PathLike[str]) -> str:
     """The report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
-    return table(_whole(path))
+    return _of_saved(path, table)
 
 
 def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
@@ -127,35 +94,42 @@ def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
     Raises ValueError if `path` is no report or `out` has another ending than ".json", ".html" or ".trace.json".
     """
-    data = _whole(path)
-    try:
-        save(data, Path(out))
-    except _DAMAGED as error:  # the timeline, which only these have
-        raise _no_report(path, error) from error
+    write_atomically(Path(out), _of_saved(path, _format_of(Path(out))))
 
 
 def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> str:
     """Two saved reports side by side, with the change from the first to the second. Raises ValueError as `render`."""
-    a, b = _whole(path_a), _whole(path_b)
     names = [Path(path).name for path in (path_a, path_b)]
     if names[0] == names[1]:
         names = [os.fspath(path) for path in (path_a, path_b)]
+    a, b = (_of_saved(path, lambda data: (data, comparison("", data, "", data))[0]) for path in (path_a, path_b))
     return comparison(names[0], a, names[1], b)
 
 
-def _whole(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The report saved at `path`, of which everything can be shown. Raises ValueError."""
-    data = load(path)
+def _of_saved(path: str | os.PathLike[str], made_of: Callable[[dict[str, Any]], T]) -> T:
+    """What is `made_of` the report saved at `path`. Raises ValueError for any other file, also for a report of which a
+    part is cut off or changed, and OSError if it cannot be read."""
+    name = os.fspath(path)
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not a saved report: {error}; {_HOW}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{name} is not a saved report: {_HOW}")
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{name} has version {data.get('schema_version')!r} of the report's schema, this hetmem reads "
+            f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
+        )
     try:
         table(data)
-        comparison("", data, "", data)
-    except (*_DAMAGED, ValueError) as error:
-        raise _no_report(path, error) from error
-    return data
+        return made_of(data)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(f"{name} is not a whole report ({type(error).__name__}: {error}): {_HOW}") from error
 
 
-def _no_report(path: str | os.PathLike[str], error: Exception) -> ValueError:
-    return ValueError(f"{os.fspath(path)} is not a whole report ({type(error).__name__}: {error}): {_HOW}")
+def _no_number(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
 
 
 # ---- the timeline as Chrome trace events -----------------------------------------------------------------------------
