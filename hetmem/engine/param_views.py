@@ -90,13 +90,13 @@ class Bindings:
     def reopen_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> bool:
         """Take the views of `chunk` of the last time that it was in `slot`, which asks nothing of torch. Return whether
         there are those of all parameters."""
-        known = pool.views[slot].pop(chunk, None) if slot in pool.views else None
+        known: Any = pool.views[slot].pop(chunk, ()) if slot in pool.views else ()
         for managed in chunk.parameters if known else ():
             if managed.device is None and managed in known:
                 device, managed.device_view, *counted = known[managed]
                 managed.device_storage, managed.device_address, managed.device_references = counted
                 self._learn_device(managed, device)
-        return known is not None and len(known) == len(chunk.parameters)
+        return len(known) == len(chunk.parameters)
 
     def _learn_device(self, managed: ManagedParameter, device: torch.Tensor) -> None:
         managed.device = device

@@ -22,7 +22,7 @@ def order(made: Turns[tuple[int, str]]) -> str:
     found = ""
     while (one := made.next(everybody)) is not None:
         found += made.take(one)[1]
-    assert not made
+    assert not made.waiting
     return found
 
 
