@@ -84,8 +84,9 @@ class Bindings:
                 storage = view.untyped_storage()
                 managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
                 del storage  # which counts; that it was asked for once does, too
-                managed.device_references = references(managed.device_storage)
-                self._learn_device(managed, view)
+                managed.device, managed.device_references = view, references(managed.device_storage)
+                if managed.numel:
+                    self.by_address[managed.device_address] = self.by_storage[managed.device_storage] = managed
 
     def reopen_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> bool:
         """Take the views of `chunk` of the last time that it was in `slot`, which asks nothing of torch. Return whether
@@ -93,16 +94,11 @@ class Bindings:
         known: Any = pool.views[slot].pop(chunk, ()) if slot in pool.views else ()
         for managed in chunk.parameters if known else ():
             if managed.device is None and managed in known:
-                device, managed.device_view, *counted = known[managed]
-                managed.device_storage, managed.device_address, managed.device_references = counted
-                self._learn_device(managed, device)
+                managed.device, managed.device_view, storage, address, managed.device_references = known[managed]
+                managed.device_storage, managed.device_address = storage, address
+                if managed.numel:
+                    self.by_address[address] = self.by_storage[storage] = managed
         return len(known) == len(chunk.parameters)
-
-    def _learn_device(self, managed: ManagedParameter, device: torch.Tensor) -> None:
-        managed.device = device
-        if managed.numel:
-            self.by_address[managed.device_address] = managed
-            self.by_storage[managed.device_storage] = managed
 
     def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of
