@@ -18,7 +18,7 @@ import torch
 
 from hetmem.base.units import MIB
 from hetmem.cuda.backend import Backend
-from hetmem.cuda.cast import CASTS, cast
+from hetmem.cuda.kernels import CASTS, cast
 
 PIECE_BYTES = 64 * MIB  # some 1.2 ms of a link of 53 GB/s, twenty times what asking for a piece costs the host
 _BUFFERS = 2
