@@ -227,7 +227,8 @@ def beside_plain(experts: int, rounds: int) -> tuple[int, float]:
 
 def own_bytes(experts: int) -> float:
     """Bytes a parameter that lines of hetmem allocate and hold once a mixture has trained."""
-    hetmem.AdamW(managed_experts(1).parameters())  # what is made once for a process
+    model = managed_experts(1)
+    hetmem.AdamW(model.parameters())  # what is made once for a process
     gc.collect()
     tracemalloc.start()
     model, x = managed_experts(experts), torch.randn(4, 8)
