@@ -67,7 +67,7 @@ class DeviceRoom:
 
     def chunk_bytes(self) -> int:
         """Device bytes that chunks hold now."""
-        slots = self._traffic.residency.used_slots(Tier.DEVICE)
+        slots = self._traffic.residency.taken[Tier.DEVICE].used
         return slots * self._memory.device_pool.slot_bytes + self._memory.device_home_bytes
 
     @property

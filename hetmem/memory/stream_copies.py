@@ -30,7 +30,7 @@ import torch
 
 from hetmem.base.units import MIB
 from hetmem.cuda.backend import Backend
-from hetmem.cuda.cast import CASTS, cast
+from hetmem.cuda.kernels import CASTS, cast
 from hetmem.memory.transfer import ComputeClock, Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
 
