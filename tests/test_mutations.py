@@ -274,8 +274,8 @@ MUTATIONS = {
     ),
     "look at every weight in each call of a module": Mutation(
         "intercept/leases.py",
-        "        by_id, used = self._by_id, list[ManagedParameter]()\n",
-        "        by_id, used = self._by_id, list[ManagedParameter]()\n"
+        "        keys = (*map(id, module._parameters.values()),)\n",
+        "        keys = (*map(id, module._parameters.values()),)\n"
         "        for each in self._runtime.parameters:\n            id(each)\n",
         "tests/intercept/test_call_counts.py::test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is",
     ),

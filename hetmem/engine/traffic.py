@@ -413,7 +413,7 @@ class Traffic:
     def _end_update_here(self, chunk: Chunk) -> None:
         with suppress(Exception):  # what cannot be prefetched is asked for again
             self.end_update(chunk)
-        self.executor.copy_home_again(chunk)
+        self.executor.copy_homes_again([chunk])
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""
