@@ -51,12 +51,11 @@ def test_bytes_and_peaks_are_those_of_a_run(size: int, activations: str) -> None
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    device = hetmem.report(model).to_dict()["tiers"]["device"]
+    tiers = hetmem.report(model).to_dict()["tiers"]
     hetmem.release(model)
-    assert abs(plan.link_bytes["device_to_host"] - moved) <= SAVED, "one storage, that looks held for a little longer"
-    assert device["peak_bytes"] == pytest.approx(plan.peak_bytes["device"], rel=0.03)
-    away = plan.role_bytes["host"].get("activations", 0)
-    assert abs(away - moved + sum(p.numel() * 4 for p in Deep().parameters())) <= SAVED
+    assert plan.link_bytes["device_to_host"] == moved
+    assert tiers["host"]["peak_bytes"] == plan.peak_bytes["host"]
+    assert tiers["device"]["peak_bytes"] == pytest.approx(plan.peak_bytes["device"], rel=0.03)
 
 
 def test_homes_on_nvme_are_those_of_a_run(tmp_path: Path) -> None:
