@@ -217,7 +217,8 @@ def test_times_and_peaks_are_those_of_a_run_on_a_clock(size: int, activations: A
     assert plan.peak_bytes["device"] == pytest.approx(data["tiers"]["device"]["peak_bytes"], rel=0.03)
     crossed = data["activations"]["bytes"]
     assert crossed["host_to_device"] <= crossed["device_to_host"], "what was used is not fetched again"
-    assert crossed["device_to_host"] == plan.link_bytes["device_to_host"] - sum(p.numel() * 4 for p in Deep().parameters())
+    gradients = sum(p.numel() * 4 for p in Deep().parameters())
+    assert crossed["device_to_host"] == plan.link_bytes["device_to_host"] - gradients
 
 
 def test_the_pasted_block_computes_the_first_layers_again() -> None:
