@@ -135,12 +135,8 @@ class Results:
     def __init__(self, *, fuses_dropout: bool = False) -> None:
         self.fuses_dropout = fuses_dropout
         self._known: dict[Any, tuple[Any, Cost]] = {}
-        self._last: Any = ""
-
-    @property
-    def last(self) -> str:
-        """The operator that was really called last, as torch names it."""
-        return str(self._last)
+        self.last: Any = ""
+        """The operator that was really called last."""
 
     def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
         """What `func(*args, **kwargs)` returns, and its cost; None if it touches no elements."""
@@ -153,7 +149,7 @@ class Results:
         if known is not None:
             template, cost = known
             return _filled(template), cost
-        self._last = func
+        self.last = func
         result = _grouped_product(args) if func is _GROUPED_MM else func(*args, **kwargs)
         if operator.only_views:
             return result, None
