@@ -15,7 +15,7 @@ import torch
 from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
-from hetmem.engine.param_views import to_host_memory
+from hetmem.engine.gradient_views import to_host_memory
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, registry
@@ -26,8 +26,7 @@ from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
-from hetmem.placing.filling import BuildingMemory, move_home
-from hetmem.placing.module_building import Building, build_within
+from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
 from hetmem.schedule.blocks import EvictionPolicy, Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
@@ -312,7 +311,7 @@ def release(module: torch.nn.Module) -> None:
 
 def _wait_for_what_is_begun(interception: Interception) -> None:
     """Updates that go on after a step, writes, and gradients on their way."""
-    interception.before_state_dict()
+    interception.settle_for_reading()
     interception.runtime.traffic.executor.quiesce()
 
 

@@ -21,9 +21,8 @@ import torch
 
 from hetmem.activations import offload
 from hetmem.base.hardware import HardwareProfile
-from hetmem.cpu import square_sum
-from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.param_views import UsedUp
+from hetmem.cpu import square_sum_tasks, total
+from hetmem.engine.gradient_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Tier, segment_name
@@ -51,8 +50,8 @@ POINTS = {
     "give a home away": "hetmem.engine.write_check:give_away",
     "give a copy away": "hetmem.engine.param_views:give_away",
     "gradients arrive": "hetmem.engine.gradients:GradientSink.arrive",
-    "send a gradient": "hetmem.engine.executor:GradientCopies.send",
-    "gradient is home": "hetmem.engine.executor:GradientCopies._arrived",
+    "send a gradient": "hetmem.engine.gradient_views:GradientCopies.send",
+    "gradient is home": "hetmem.engine.gradient_views:GradientCopies._arrived",
     "move a home": "hetmem.placing.rehome:_copy",
     "pump updates": "hetmem.schedule.updates:HostUpdates.pump",
     "open an update": "hetmem.schedule.updates:HostUpdates._open",
@@ -68,7 +67,7 @@ POINTS = {
     "backward over": "hetmem.optim.step:Stepper.backward_over",
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
-    "is a gradient kept": "hetmem.engine.param_views:is_kept",
+    "is a gradient kept": "hetmem.engine.gradient_views:is_kept",
     "place of a gradient": "hetmem.optim.device_updates:UpdatePlaces.place_on_device",
     "update there": "hetmem.optim.adamw:AdamWRule.there",
     "next streamed update": "hetmem.schedule.updates:DeviceUpdates._next",
@@ -414,7 +413,11 @@ def is_used_up(gradient: torch.Tensor | None) -> bool:
 
 def norm(tensors: list[torch.Tensor]) -> float:
     """Return the norm that clipping computes of one-dimensional `tensors`."""
-    return float(square_sum(WorkerPool(1), tensors) ** 0.5)
+    made = [square_sum_tasks(tensor) for tensor in tensors]
+    for tasks, _ in made:
+        for task in tasks:
+            task()
+    return float(total(sums for _, sums in made) ** 0.5)
 
 
 def _facts(chunk: Chunk) -> ChunkFacts:

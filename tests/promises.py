@@ -156,8 +156,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`jacrev`": Mutation(
         "intercept/interceptor.py",
-        "transformed = torch_private.transform_level() is not None",
-        "transformed = False",
+        "runtime.sanitize, torch_private.transform_level() is not None",
+        "runtime.sanitize, False",
         OTHERS + "test_derivatives_by_transforms_have_the_bits_of_torch[kernel-host]",
     ),
     "`functional_call` with other tensors": Mutation(
@@ -183,21 +183,21 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     # ---- Threads and views
     "on another thread waits for its turn": Mutation(
-        "engine/turns.py",
+        "engine/runtime.py",
         "            self._wait(section, lambda: self._queue[0] is section and self._is_free())",
         "            pass",
         THREADS
         + "test_what_comes_within_a_forward_or_a_backward_of_another_thread_is_as_after_it[evaluated-fp32-resident]",
     ),
     "half updated": Mutation(
-        "engine/turns.py",
+        "engine/runtime.py",
         "if ready is None or ready():",
         "if True:",
         THREADS
         + "test_between_a_backward_that_updates_and_its_step_nothing_computes_with_these_weights[host-backward]",
     ),
     "Threads that wait for each other": Mutation(
-        "engine/turns.py",
+        "engine/runtime.py",
         "if following.thread == section.thread:",
         "if False:",
         THREADS + "test_threads_that_wait_for_each_other_get_an_error_that_names_both",
@@ -220,7 +220,7 @@ PROMISES: dict[str, Mutation | str] = {
     # ---- Memory, errors, interrupts
     "No tier holds more than its budget": "keep homes on the device when an operator needs their memory",
     "Building a class that `@managed` decorates": Mutation(
-        "placing/module_building.py",
+        "placing/filling.py",
         "            if parameter is not None and _is_placed(parameter):\n",
         "            if False:\n",
         "tests/engine/test_building.py::test_what_no_tier_has_room_for_is_refused_while_it_is_built",
@@ -234,7 +234,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Ctrl-C comes between pieces": Mutation(
         "memory/interrupts.py",
-        "        if not self.depth:\n            self._deliver()\n            return\n",
+        "        if not held:\n            self._deliver()\n            return\n",
         "        self._deliver()\n        return\n",
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),

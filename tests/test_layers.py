@@ -50,12 +50,13 @@ DECIDE_TOO = {
 WRITERS = {
     "homes": "hetmem.engine.homes",
     "data": "hetmem.engine.param_views",
-    "grad": "hetmem.engine.param_views",
+    "grad": "hetmem.engine.gradient_views",
 }
 WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
         "hetmem.placing.filling",  # buffers, and parameters that are not managed yet
+        "hetmem.engine.gradient_views",  # a parameter that is its gradient's kind for as long as it is shown
         "hetmem.engine.uses",  # one weight that is used again, as `Bindings.bind` does, without its calls
         "hetmem.intercept.saved_tensors",  # a view that was saved
         "hetmem.memory.chunk",  # a new view of a home
@@ -63,6 +64,7 @@ WRITES_TOO = {
         "hetmem.planner.meta_trace",  # a model on the meta device
     },
     "grad": {
+        "hetmem.engine.param_views",  # a gradient from before the parameter was managed
         "hetmem.optim.elementwise",  # the parameter of one tile
         "hetmem.planner.meta_trace",
     },
@@ -389,7 +391,7 @@ FLAGGED = {
     ),
     "a second writer of p.grad": (
         {"engine/runtime.py": "def hide(parameter):\n    parameter.grad = None"},
-        "hetmem.engine.runtime:2 writes .grad, which is for hetmem.engine.param_views",
+        "hetmem.engine.runtime:2 writes .grad, which is for hetmem.engine.gradient_views",
     ),
     "os.environ": (
         {"memory/nvme_store.py": "import os as system\nhome = system.environ['HOME']"},

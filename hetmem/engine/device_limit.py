@@ -67,7 +67,7 @@ class DeviceRoom:
 
     def chunk_bytes(self) -> int:
         """Device bytes that chunks hold now."""
-        slots = self._traffic.residency.used_slots(Tier.DEVICE)
+        slots = self._traffic.residency.taken[Tier.DEVICE].used
         return slots * self._memory.device_pool.slot_bytes + self._memory.device_home_bytes
 
     @property
@@ -83,6 +83,7 @@ class DeviceRoom:
     def needs_less(self) -> None:
         """Everything else needs less of the device from now on than it has: what it does is measured once more."""
         self.statistics.forget_non_model_peak()
+        self.monitor.peak.nbytes = 0
         self._most_non_model = 0
         self._tracer.measure_again()
 
@@ -233,6 +234,7 @@ class DeviceRoom:
         if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
             raise self.shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
+        self.monitor.peak.reached(live_bytes, self.statistics.steps + 1)
         if (moves := self._activations) is not None:
             moves.needs(live_bytes - self.leaving_bytes)
 
@@ -297,14 +299,20 @@ class DeviceRoom:
         self._let_homes_go(self._room_seen)
         before = self._limit
         try:
-            self._traffic.limit_device(0, before=before)
+            self._limit_chunks(0, before=before)
             self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
             self._traffic.gradients.wait()  # they are on the device as long as they are on their way
             self._traffic.executor.wait_while(lambda: bool(self.leaving))
             self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), 0)
         finally:
-            self._traffic.limit_device(before, before=before)
+            self._limit_chunks(before, before=before)
             self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else
+
+    def _limit_chunks(self, slots: int, *, before: int) -> None:
+        """Let chunks have `slots` slots from now on; what is less than `before` is given back."""
+        self._traffic.execute(self._traffic.residency.limit(Tier.DEVICE, slots))
+        if slots < before:
+            self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), slots)
 
     @contextmanager
     def moving_homes(self) -> Iterator[None]:
@@ -348,7 +356,7 @@ class DeviceRoom:
         if limit != self._limit:
             before, self._limit = self._limit, limit
             self.look_at_allocator()
-            self._traffic.limit_device(limit, before=before)
+            self._limit_chunks(limit, before=before)
             self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else
 
 

@@ -18,17 +18,17 @@ from typing import Any
 
 import torch
 
-from hetmem.base.weak import WeakOnes, weakly
+from hetmem import torch_private
+from hetmem.base.weak import WeakOnes
 from hetmem.engine.events import CopyChange, EventLog, Transfer
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.sampling import Fingerprints, TornReads
-from hetmem.memory.chunk import Chunk, Home, Role
+from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
 from hetmem.memory.transfer import Finished, TransferEngine
-from hetmem.schedule.blocks import SMALL_BYTES, Command, Drop, Fetch, Link, Write
-from hetmem.schedule.gradients import GradientSends, Send
+from hetmem.schedule.blocks import Command, CopyState, Drop, Fetch, Link, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
 
@@ -70,6 +70,10 @@ class Executor:
         """A chunk with what its home says, as it is on the device now: a copy there needs no link."""
         self.fingerprints = Fingerprints()
         self.torn_reads = TornReads(residency, self.chunk_of_block)
+        self.updating: set[Chunk] = set()
+        """Chunks whose parameters other threads write at home."""
+        self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
+        """See `stand`."""
         self.workers: WeakOnes[Any] = WeakOnes()
         """The `Updates` of optimizers, which import this: they go on whenever something has ended."""
         self._memory = memory
@@ -248,6 +252,53 @@ class Executor:
             self._events.waits_for(block, end)
         return self._engine.order_compute_after(fetch)
 
+    # ---- copies that compute makes of homes on the device ------------------------------------------------------------
+
+    def placed(self, chunk: Chunk) -> torch.Tensor | None:
+        """Return the device copy of `chunk` as a flat tensor, if it is VALID."""
+        block = chunk.operand_block
+        if block < 0 or self._residency.state(block, DEVICE) is not CopyState.VALID:
+            return None
+        return self.on_device(chunk, self._residency.slot_taken(block, DEVICE))
+
+    def stand(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
+        """The copies of `chunks`, whose homes are on the device too, are leased in `slots` until this is called again:
+        all are made anew in one call."""
+        copies = [self.on_device(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True)]
+        self._standing = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
+
+    def order_behind_standing(self) -> None:
+        """Order compute behind the making of the copies that `stand`."""
+        for slot in self._standing[1] if self._engine.ordered else ():
+            self.order_behind_making(slot)
+
+    def all_stand(self, chunks: list[Chunk]) -> bool:
+        """Return whether the copies of `chunks` `stand`, and of no others, and nothing updates any."""
+        standing, slots = self._standing[:2]
+        if not slots or chunks != standing or self.updating:
+            return False
+        return self._residency.all_on_device([chunk.homes[Role.PARAM].block for chunk in chunks])
+
+    def copy_homes_again(self, chunks: list[Chunk]) -> None:
+        """Make the copies of `chunks`, whose homes are on the device too, anew. Waits for nothing."""
+        _, slots, copies, homes = self._standing
+        if not self.all_stand(chunks):
+            slots, copies, homes = [], [], []
+            for chunk in chunks:
+                if chunk in self.updating:
+                    continue
+                if Role.COMPUTE in chunk.homes:
+                    chunk.recast()
+                if (copy := self.placed(chunk)) is not None:
+                    slots += (self._residency.slot_taken(chunk.operand_block, DEVICE),)
+                    copies += (copy,)
+                    homes += (chunk.flat(chunk.operand),)
+        with without_graph():
+            if copies:
+                torch_private.foreach_copy(copies, homes)
+        for slot in slots if self._engine.ordered else ():
+            self.mark_making(slot)
+
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def execute(self, commands: list[Command], urgent: int | None = None) -> None:
@@ -377,97 +428,6 @@ class Executor:
             if self._sanitize:
                 self._memory.device_pool.poison(command.slot)
                 self.mark_use(command.slot)
-
-
-class GradientCopies:
-    """Carries out what `GradientSends` decides: gradients in flight from the device to their homes."""
-
-    def __init__(self, engine: TransferEngine, residency: Residency, executor: Executor, most_bytes: int) -> None:
-        self._engine, self._residency, self._executor = engine, residency, executor
-        self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
-        self.arriving = self.sends.arriving
-        self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
-        self.lost: Callable[[Chunk], None] = lambda chunk: None
-        """Called where a gradient of a chunk was sent and did not arrive."""
-        self.sent: Callable[[], Callable[[], None] | None] = lambda: None
-        """Refers to what is called where a gradient was sent."""
-        self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """The memory of gradients in flight, by the number of each send."""
-
-    def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
-        if home.tier is Tier.DEVICE:
-            work()
-        else:
-            self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
-
-    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
-        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`: a small one at once, others behind the
-        backward, and until then they take memory of the device. At the end the lease of the staged role is over."""
-        home = chunk.homes[Role.GRAD]
-        if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
-            try:
-                if home.tier is Tier.DEVICE:
-                    work()
-                else:
-                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
-            finally:
-                if home.tier is Tier.NVME:
-                    self._end_lease(home)
-            if (sent := self.sent()) is not None:
-                sent()
-            if home.tier is Tier.NVME:
-                self._write_back(chunk, home)
-            return
-        memory = weakref.ref(gradient.untyped_storage())
-        send = self.sends.send(chunk, nbytes)
-        self.leaving[send.number] = memory
-        ended = partial(weakly(self._arrived), chunk, send)
-        self._executor.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
-        if (sent := self.sent()) is not None:
-            sent()
-        self.sends.wait_for_room()
-
-    def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
-        del self.leaving[send.number]
-        self.sends.arrived(chunk, send)
-        home = chunk.homes[Role.GRAD]
-        if home.tier is Tier.NVME:
-            self._end_lease(home)
-        if error is not None:
-            self.lost(chunk)
-            raise error
-        if home.tier is Tier.NVME:
-            self._write_back(chunk, home)
-
-    def _end_lease(self, home: Home) -> None:
-        """End the lease of the staged role that was open before its gradient was sent."""
-        assert home.block is not None
-        self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
-
-    def _write_back(self, chunk: Chunk, home: Home) -> None:
-        """Write the gradients of `chunk` to NVMe once all are there: see note "writes of gradients" in
-        `schedule.gradients`."""
-        if self.sends.to_be_written(chunk):
-            assert home.block is not None
-            self._executor.execute(self._residency.settle(home.block))
-
-    @property
-    def under_way(self) -> bool:
-        """Whether any gradient is in flight."""
-        return self.sends.under_way
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Device memory that gradients in flight still take, also if their end was not noted yet."""
-        if not self.leaving:
-            return 0
-        storages = [memory() for memory in self.leaving.values()]
-        return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
-
-    def wait(self) -> None:
-        """Wait until every gradient has arrived; an error is raised when all others have."""
-        self._executor.wait_while(lambda: self.sends.under_way)
 
 
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:

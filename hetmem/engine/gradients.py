@@ -16,7 +16,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import WeakOnes, weakly
-from hetmem.engine.param_views import (
+from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
     is_home,
@@ -48,15 +48,13 @@ class GradientListener(Protocol):
 
     @property
     def is_to_be_told(self) -> bool:
-        """Whether `coming` and `arrived` are called for each gradient of the backward that begins; they are, too, as
-        long as updates are under way."""
+        """Whether `coming` and `arrived` are called in the backward that begins, as they are while anything updates."""
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
         """Expect `arrivals` more gradients of `managed` in the backward that begins."""
 
     def coming(self, managed: ManagedParameter) -> None:
-        """Prepare for a gradient of `managed` that is added to its home next. Raises if that must not be written
-        now."""
+        """Prepare for a gradient of `managed`. Raises if its home must not be written to now."""
 
     def arrived(self, managed: ManagedParameter) -> None:
         """Note that a gradient of `managed` was sent home: `GradientCopies.arriving` says whether it is in flight."""
@@ -71,31 +69,28 @@ class GradientListener(Protocol):
         """The gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
 
     def used_again(self, managed: ManagedParameter) -> None:
-        """An operator uses `managed` between the begin of a backward and the end of its step. Raises if that is not
-        what the forward has used any more."""
+        """Raise if `managed`, used between the begin of a backward and the end of its step, has begun its update."""
 
     def begun(self) -> Iterable[ManagedParameter]:
         """Those of which it has begun an update in the present step."""
 
     def updates_on_device(self) -> set[int]:
-        """The `id`s of parameters whose update has the same bits where it is made on the device, with homes there."""
+        """The `id`s of parameters whose update has the same bits on the device, with homes there."""
 
     def settle(self) -> None:
         """Let nothing be under way."""
 
     def give_device_back(self) -> None:
-        """Let go of what it has taken of the device beside homes and copies. Waits for what uses that."""
+        """Let go, once it is unused, of what it has taken of the device beside homes and copies."""
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
-        """Memory of the device for the gradients of `chunk`, where its update will read them there; None: they go home.
-        Waits for updates that use such memory."""
+        """Memory of the device in which its update reads gradients of `chunk`, once it is free; None: they go home."""
 
     def leave_device(self, chunk: Chunk) -> None:
         """Send gradients of `chunk` that lie in such memory to host memory."""
 
     def may_move(self, chunk: Chunk) -> bool:
-        """Return whether the homes of `chunk` may move: the program holds no states there. Waits for what it reads
-        there itself."""
+        """Return whether the program holds no states in the homes of `chunk`. Waits for what it reads there itself."""
 
     def moved(self, chunk: Chunk) -> None:
         """The homes of `chunk` have moved."""
@@ -140,7 +135,7 @@ class GradientSink:
         self.are_dense = True
         """Whether every gradient so far was one that can be added to its home."""
         self._sends = runtime.traffic.gradients.sends
-        runtime.traffic.gradients.lost = weakly(self.lost)
+        runtime.traffic.gradients.told_of_losses = self.listeners
 
     def install(self, managed: ManagedParameter) -> None:
         """Hook `managed`, once, as soon as it requires a gradient."""
@@ -151,19 +146,13 @@ class GradientSink:
         handle = managed.parameter.register_post_accumulate_grad_hook(self._hooks.after(self, managed))
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
         self._handles.append(handle)
-        others = [(key, hook) for key, hook in hooks.items() if key != handle.id]
-        for key, hook in others:  # go behind ours: the user's hooks see the gradient that torch would show them
-            del hooks[key]
-            hooks[key] = hook
+        for key in [key for key in hooks if key != handle.id]:  # go behind ours, as C reads them (not `move_to_end`):
+            hooks[key] = hooks.pop(key)  # the user's hooks see the gradient that torch would show them
 
     def remove(self) -> None:
         """Take all hooks off."""
         for handle in (*self._handles, *self._before.values()):
             handle.remove()
-
-    def counts_arrivals(self) -> bool:
-        """Return whether a listener has to know how many gradients of a parameter the next backward has."""
-        return self.segments.several and any(listener.begins_early for listener in self.listeners)
 
     def before(self, managed: ManagedParameter) -> None:
         """Prepare for a gradient of `managed` that autograd accumulates next: take `p.grad` away."""
@@ -240,11 +229,6 @@ class GradientSink:
             used, self.sent_home = self.sent_home, []
             self.runtime.uses.rest_again(used)
 
-    def lost(self, chunk: Chunk) -> None:
-        """Tell listeners that a gradient of `chunk` was sent and did not arrive."""
-        for listener in self.listeners:
-            listener.lost(chunk)
-
     @property
     def half_stepped(self) -> bool:
         """Whether a step has begun to update weights and is not over."""
@@ -257,7 +241,7 @@ class GradientSink:
                 listener.used_again(managed)
 
     def begin(self) -> None:
-        """Begin a backward: gradients that the program exchanged between parameters must not be overwritten unread."""
+        """Begin a backward."""
         self._sends.complete.begin()
         runtime = self.runtime
         self.told = any(listener.is_to_be_told for listener in self.listeners)
@@ -268,18 +252,15 @@ class GradientSink:
             runtime.uses.release_working()
 
     def _look_at_parameters(self) -> None:
+        """Order hooks, and give gradients that the program exchanged between parameters memory of their own."""
         hooks = map(_HOOKS, [managed.parameter for managed in self.runtime.parameters])
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
         for managed in self.runtime.parameters:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += self._hooks.order(self, managed.parameter, self._before[id(managed)].id)
             gradient = managed.parameter.grad
-            if (
-                gradient is None
-                or gradient is managed.grad_home
-                or gradient is managed.grad_view
-                or gradient.layout is not torch.strided
-            ):
+            known = gradient is managed.grad_home or gradient is managed.grad_view
+            if gradient is None or known or gradient.layout is not torch.strided:
                 continue
             memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
@@ -320,7 +301,7 @@ class GradientSink:
                 self._sends.find_place(chunk, self)
             else:
                 self.give_own(chunk)
-        kept = chunk.gradient_dtype  # in which a sum, or what a hook makes of it, may not be exact
+        kept = chunk.gradient_dtype  # in which a sum, or what a hook of the program makes of it, may not be exact
         if kept is not None and (adds or arrived.dtype is not kept or has_hooks_of_the_user(managed.parameter)):
             self._widen(chunk)
         if not adds and managed.grad_home is not None and is_kept(managed):
@@ -367,8 +348,7 @@ class GradientSink:
 
     def lend(self, chunk: Chunk) -> bool:
         """Give gradients of `chunk` memory that was set aside; False if all that is large enough is lent."""
-        lent = self.runtime.memory.lend(chunk)
-        if lent:
+        if lent := self.runtime.memory.lend(chunk):
             self.lent.add(chunk)
         return lent
 
@@ -381,8 +361,7 @@ class GradientSink:
         self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
 
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
-        """The gradients of `used`, which are in `chunk`, were needed for the last time: their `p.grad` is None, and the
-        home is another chunk's."""
+        """Take the gradients of `used`, which are in `chunk`, and give their home to another chunk."""
         if chunk not in self.lent:
             return
         shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
@@ -394,21 +373,19 @@ class GradientSink:
             leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
             managed.close_grad_home(unused=True)
         self.lent.discard(chunk)
-        memory = self.runtime.memory
-        memory.end_loan(memory.take_gradients(chunk))
+        self.runtime.memory.end_loan(self.runtime.memory.take_gradients(chunk))
         for listener in self.listeners:
             listener.consumed(chunk, shown)
 
     def bring_home(self, chunk: Chunk) -> None:
-        """The gradients of `chunk`, which stayed on the device, go to host memory, as if they never had. If this raises
-        they are where they were."""
+        """Send the gradients of `chunk`, which stayed on the device, home. If this raises they are where they were."""
         itemsize = chunk.dtype_of(Role.GRAD).itemsize
         self._move(chunk, self._sends.lend)
         self.stayed_bytes -= sum(itemsize * each.numel for each in chunk.parameters if each.grad_home is not None)
 
     def _widen(self, chunk: Chunk) -> None:
-        """Give gradients of `chunk`, which were kept in the dtype in which they arrive, a home of their own, in which a
-        sum is exact and the program may write. If this raises they are where they were."""
+        """Give gradients of `chunk`, kept in the dtype in which they arrive, a home in which a sum is exact and the
+        program may write. If this raises they are where they were."""
         self.runtime.traffic.gradients.wait()
         for listener in self.listeners:
             listener.leave_device(chunk)

@@ -333,6 +333,8 @@ class Memory:
     def number(self, chunk: Chunk, role: Role, block: int) -> None:
         """Note the number under which the residency knows the home of `role`."""
         chunk.homes[role].block = block
+        if role is chunk.operand:
+            chunk.operand_block = block
 
     def block(self, chunk: Chunk, role: Role) -> Block:
         """Return what the residency has to know of `role` of `chunk`. A copy in 16 bits is one step from a home on the

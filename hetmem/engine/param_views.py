@@ -1,4 +1,4 @@
-"""What `p.data` and `p.grad` are at each moment: a home, the device copy for the length of an operator, a stand-in.
+"""What `p.data` is at each moment: a home, the device copy for the length of an operator, a stand-in.
 
 Owns the views of device slots and the maps from storages to parameters. It moves no bytes and decides nothing.
 
@@ -9,20 +9,14 @@ about use: above what it was when the view was made, it is in use.
 
 from __future__ import annotations
 
-import sys
-import warnings
-import weakref
-from collections.abc import Container, Iterable
-from itertools import repeat
-from operator import is_
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, Widened, give_away, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, give_away
 from hetmem.memory.device import DevicePool
 
 
@@ -83,23 +77,28 @@ class Bindings:
     def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`, or take those of the last
         time that it was there."""
-        dtype, kept = chunk.compute_dtype, pool.views.get(slot)
-        known = None if kept is None else kept.pop(chunk, None)
+        self.reopen_device(chunk, pool, slot)
         for managed in chunk.parameters:
-            if managed.device is not None:
-                continue
-            if known is not None and managed in known:
-                managed.device, managed.device_view, *counted = known[managed]
-                managed.device_storage, managed.device_address, managed.device_references = counted
-            else:
-                managed.device = view = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
+            if managed.device is None:
+                view = managed.shaped(pool.flat(slot, chunk.compute_dtype, managed.numel, managed.offset))
                 storage = view.untyped_storage()
                 managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
                 del storage  # which counts; that it was asked for once does, too
-                managed.device_references = references(managed.device_storage)
-            if managed.numel:
-                self.by_address[managed.device_address] = managed
-                self.by_storage[managed.device_storage] = managed
+                managed.device, managed.device_references = view, references(managed.device_storage)
+                if managed.numel:
+                    self.by_address[managed.device_address] = self.by_storage[managed.device_storage] = managed
+
+    def reopen_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> bool:
+        """Take the views of `chunk` of the last time that it was in `slot`, which asks nothing of torch. Return whether
+        there are those of all parameters."""
+        known: Any = pool.views[slot].pop(chunk, ()) if slot in pool.views else ()
+        for managed in chunk.parameters if known else ():
+            if managed.device is None and managed in known:
+                managed.device, managed.device_view, storage, address, managed.device_references = known[managed]
+                managed.device_storage, managed.device_address = storage, address
+                if managed.numel:
+                    self.by_address[address] = self.by_storage[storage] = managed
+        return len(known) == len(chunk.parameters)
 
     def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of
@@ -296,285 +295,3 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     gradient = managed.parameter.grad
     if gradient is not None and gradient.device != home.device:
         managed.parameter.grad = gradient.to(home.device)
-
-
-# ---- p.grad ----------------------------------------------------------------------------------------------------
-
-
-def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set `p.grad`. For one on another device, or of another dtype, `parameter` is that gradient for as long: torch
-    refuses it from anything but autograd otherwise."""
-    if gradient is None or (gradient.device == parameter.device and gradient.dtype is parameter.dtype):
-        parameter.grad = gradient
-        return
-    home = parameter.data
-    if type(gradient) is Widened:  # it has no memory that a parameter could have
-        parameter.data = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
-    else:
-        parameter.data = gradient
-    try:
-        parameter.grad = gradient
-    finally:
-        parameter.data = home
-
-
-def to_host_memory(managed: ManagedParameter) -> None:
-    """Make the parameter, and its gradient, ordinary tensors in host memory, as the model is released."""
-    parameter = managed.parameter
-    gradient = take_gradient(parameter)
-    parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
-    if gradient is not None and not isinstance(gradient, UsedUp):
-        parameter.grad = gradient.to("cpu", copy=True, memory_format=torch.preserve_format)
-
-
-def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Take `p.grad` away and return it."""
-    gradient = parameter.grad
-    if gradient is not None:
-        parameter.grad = None
-    return gradient
-
-
-def hide_gradients(bound: Iterable[ManagedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take away each `p.grad` of `bound` that is on another device, or of another dtype, than the parameter is now, as
-    a compiler takes both for tensors of one device. Returns what `show_gradient` gives back."""
-    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for managed in bound:
-        parameter = managed.parameter
-        gradient = parameter.grad
-        if gradient is not None and not (gradient.device == parameter.device and gradient.dtype is parameter.dtype):
-            hidden.append((parameter, gradient))
-            parameter.grad = None
-    return hidden
-
-
-def is_home_gradient(managed: ManagedParameter) -> bool:
-    """Return whether `p.grad` is the home of the gradient, as hetmem left it there."""
-    gradient = managed.parameter.grad
-    return gradient is not None and is_home(gradient, managed)
-
-
-def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Return whether `gradient` is, or shows, the home of that of `managed`, and where that was made."""
-    kept: torch.Tensor = stored(gradient)
-    return kept is managed.grad_home and kept.data_ptr() == managed.grad_address
-
-
-def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> None:
-    """Make `gradient` the home of that of `managed`, at the present place of the role: the tensor that the program may
-    hold stays the same one."""
-    if gradient is not None:
-        gradient.data = managed.view(Role.GRAD)
-        managed.grad_address = gradient.data_ptr()
-        if gradient is not managed.grad_home:
-            managed.grad_version = gradient._version
-    managed.grad_home = gradient
-
-
-def show_widened(managed: ManagedParameter) -> None:
-    """Let the gradient of `managed`, which was kept in fewer bits and has a home in all of them now, be `p.grad`."""
-    view, managed.grad_view = managed.grad_view, None
-    if view is not None and managed.parameter.grad is view:
-        show_gradient(managed.parameter, managed.grad_home)
-
-
-_alone = SimpleNamespace(grad_home=object())
-_REFERENCES = sys.getrefcount(_alone.grad_home)
-"""Of what one attribute alone refers to, as they are counted here."""
-
-
-def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, others: int = 0) -> None:
-    """Give a gradient of an earlier backward that the program keeps (`kept = p.grad; p.grad = None`) memory of its own,
-    as the next one goes to the same home: torch makes a new tensor. Views of it (`p.grad.detach()`) cannot be told from
-    the memory that they show: of the first there is a warning, in `warned`. `others`: how often hetmem itself refers to
-    the tensor elsewhere, as the update that has used it does."""
-    if managed.grad_home is None or not managed.numel or not is_kept(managed, others=others):
-        return
-    if is_shared(managed.grad_home) and not warned:
-        warned.append(managed.name)
-        warnings.warn(
-            f"a view of an earlier p.grad of {managed.name} is kept, and will show the next gradient, as hetmem "
-            f"puts that in the same place: keep p.grad itself, or a clone of it (said once)",
-            stacklevel=2,
-        )
-    with torch.no_grad():
-        managed.grad_home.data = managed.grad_home.clone()
-    managed.close_grad_home()
-
-
-def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
-    """Return whether the program holds the home of the gradient of `managed`, which is no `p.grad`, or a view of it."""
-    view = managed.grad_view is not None
-    if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES + others:
-        return managed.grad_home is not None
-    return managed.grad_home is not None and references(storage_address(managed.grad_home)) > 1
-
-
-Given = tuple[ManagedParameter, torch.Tensor, torch.Tensor | None, int, bool]
-"""A working weight (see `placing.working`) of a parameter, what its gradient is added to in the backward that runs
-(None: it is handed over at the end), which version that has, and whether there was no gradient before."""
-
-
-def let_arrive(
-    used: Iterable[tuple[ManagedParameter, torch.Tensor]], fresh: Container[ManagedParameter] | None
-) -> list[Given]:
-    """Have autograd add gradients of the working weights in `used` to what `p.grad` is; for those `fresh` that is the
-    home, which it becomes here. None: nothing is added, what arrives is handed over."""
-    given: list[Given] = []
-    for managed, weight in used:
-        parameter, is_fresh = managed.parameter, fresh is not None and managed in fresh
-        if is_fresh and parameter.dtype is managed.chunk.dtype:
-            parameter.grad = managed.grad_home
-        elif is_fresh:  # it rests, in a forward around
-            show_gradient(parameter, managed.grad_home)
-        gradient = parameter.grad if fresh is not None else None
-        if type(gradient) is not torch.Tensor:
-            gradient = None
-        if gradient is not None:  # as `show_gradient`
-            weight.__class__ = managed.kind  # whose `.data` is torch's own
-            own, weight.data = weight.data, gradient
-            weight.grad, weight.data = gradient, own
-            weight.__class__ = managed.bound_kind
-        given += ((managed, weight, gradient, 0 if gradient is None else gradient._version, is_fresh),)
-    return given
-
-
-def take_arrived(given: Iterable[Given]) -> list[tuple[ManagedParameter, torch.Tensor, torch.Tensor | None]]:
-    """End `let_arrive`: where nothing has arrived there is no gradient, or the one from before. Return what was not
-    added to what was given for it, with that."""
-    others: list[tuple[ManagedParameter, torch.Tensor, torch.Tensor | None]] = []
-    for managed, weight, gradient, version, is_fresh in given:
-        arrived, weight.grad = weight.grad, None
-        if arrived is not gradient and arrived is not None:
-            others += ((managed, arrived, gradient),)
-        elif is_fresh and gradient is not None and gradient._version == version and managed.parameter.grad is gradient:
-            managed.parameter.grad = None
-    return others
-
-
-def leave_working(managed: ManagedParameter, weight: torch.Tensor) -> None:
-    """Have `weight`, a working weight that nothing computes with any more, take no memory."""
-    if managed.stand_in is not None:
-        weight.__class__ = managed.kind
-        weight.data = managed.stand_in
-        weight.__class__ = managed.bound_kind
-
-
-def working_weight(managed: ManagedParameter) -> torch.Tensor:
-    """Return a working weight over the device copy of `managed`."""
-    assert managed.device is not None
-    weight: Any = torch.nn.Parameter(managed.device, managed.parameter.requires_grad)
-    vars(weight).update(vars(managed.parameter))
-    vars(weight)["hetmem_parameter"] = weakref.ref(managed.parameter)
-    weight.__class__ = managed.bound_kind
-    return weight  # type: ignore[no-any-return]
-
-
-def are_own(homes: list[torch.Tensor | None], addresses: list[int]) -> bool:
-    """Return whether the program holds none of `homes` of gradients, none of which is a `p.grad`, nor a view of one,
-    and all are at `addresses`: `is_kept` of many, by C alone."""
-    if any(map(is_, homes, repeat(None))):
-        return False
-    found: Any = homes
-    alone = max(map(sys.getrefcount, found), default=0) <= _REFERENCES_OF_LISTED
-    alone = alone and max(map(references, map(storage_address, found)), default=0) <= 1
-    return alone and [*map(torch.Tensor.data_ptr, found)] == addresses
-
-
-def _references_of_listed() -> int:
-    listed = [SimpleNamespace(grad_home=object())]
-    return max(map(sys.getrefcount, [each.grad_home for each in listed]))
-
-
-_REFERENCES_OF_LISTED = _references_of_listed()
-"""Of what one attribute and one list alone refer to, as they are counted there."""
-
-
-# ---- gradients that an update has used up ------------------------------------------------------------------------
-
-
-_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
-
-
-class UsedUp(torch.Tensor):
-    """Stands in `p.grad` for a gradient that an update has used up: its shape, no memory, and an error for all that
-    computes with it but `zero_grad` (`hetmem_zeroed`). None would make a clip in between clip by a norm of 0, and,
-    behind the step (`hetmem_stepped`), the next backward forget to add to it."""
-
-    hetmem_name: str
-    hetmem_zeroed: bool
-    hetmem_stepped: bool
-
-    @staticmethod
-    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
-        """Make one in the shape of `like`, all of it the one `element`, for the parameter called `name`."""
-        made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
-        made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
-        return made
-
-    def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str) -> None:
-        pass
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
-        return f"<the gradient of {self.hetmem_name}, used up by its update>"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        leaves = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-        if func in _ZERO:
-            for leaf in leaves:
-                leaf.hetmem_zeroed = True
-            return args[0]
-        if any(leaf.hetmem_stepped for leaf in leaves):
-            raise RuntimeError(
-                f"{func} met the gradient of {leaves[0].hetmem_name}, which the last step() has used up "
-                f"(overlap='forward' or gradients='streamed'): read gradients before step(), or use overlap='backward' "
-                f"and gradients='visible', which keep them"
-            )
-        name = next((leaf.hetmem_name for leaf in leaves), "a parameter")
-        raise RuntimeError(
-            f"{func} met the gradient of {name}, which its update has used up during backward "
-            f"(gradients='streamed'): nothing can be clipped, scaled or measured any more. To clip, use "
-            f"gradients='visible' with max_grad_norm=, or with overlap='off'"
-        )
-
-
-def clear_zeroed(parameter: torch.Tensor) -> None:
-    """Raise RuntimeError where a gradient of `parameter` arrives, and one that a step has used up was not cleared."""
-    gradient = parameter.grad
-    if not isinstance(gradient, UsedUp):
-        return
-    if not gradient.hetmem_zeroed:
-        raise RuntimeError(
-            f"a gradient of {gradient.hetmem_name} arrives, and that of the last step was not cleared: torch would add "
-            f"to it, but its update has used it up (overlap='forward' or gradients='streamed'): call zero_grad() "
-            f"between step() and the next backward, or use overlap='backward' and gradients='visible', which keep it"
-        )
-    parameter.grad = None
-
-
-def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise RuntimeError if a step would begin with gradients in `parameters` that the step before has used up."""
-    gradients = [parameter.grad for parameter in parameters]
-    for gradient in gradients if UsedUp in set(map(type, gradients)) else ():
-        if isinstance(gradient, UsedUp) and gradient.hetmem_stepped:
-            raise RuntimeError(
-                f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "
-                f"(overlap='forward' or gradients='streamed'), and torch would step with it, or with zeros, once more: "
-                f"call zero_grad() between step() and the next backward, which leaves None behind"
-            )
-
-
-def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
-    """Return whether `gradient`, which a parameter has, is `used`, or what stands for that once it is used up."""
-    return gradient is used or (isinstance(gradient, UsedUp) and not gradient.hetmem_zeroed)
-
-
-def updated_by_another(name: str) -> str:
-    """Return the message for a step of the parameter called `name` whose update another optimizer has begun."""
-    return (
-        f"{name} was updated during backward by another optimizer, made with overlap=, whose step() was to be called: "
-        f"make that with overlap='off', or drop it before the backward"
-    )

@@ -6,19 +6,19 @@ lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
 import torch
 
-from hetmem import torch_private
 from hetmem.engine.events import CopyChange, EventLog, Fault
-from hetmem.engine.executor import Executor, GradientCopies
+from hetmem.engine.executor import Executor
+from hetmem.engine.gradient_views import GradientCopies
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, without_graph
+from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.gradients import wait_until
@@ -48,12 +48,8 @@ class Traffic:
         self.executor = Executor(memory, residency, engine, bindings, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
-        self.updating: set[Chunk] = set()
-        """Chunks whose parameters other threads write at home."""
-        self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
-        """See `stand`."""
-        self._unfetched: set[tuple[int, Tier]] = set()
-        """Copies that were asked for to be overwritten, which the log of events does not have yet."""
+        self.updating = self.executor.updating
+        self._unfetched: set[tuple[int, Tier]] = set()  # to be overwritten, and not in the log of events yet
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
                 if role in chunk.homes:
@@ -77,12 +73,6 @@ class Traffic:
             for chunk in missing:
                 self.register_home(chunk, role)
 
-    def home_moved(self, chunk: Chunk, role: Role) -> None:
-        """Tell the residency that the home of `role` is on another tier, with no copies but on the device."""
-        block = chunk.homes[role].block
-        if block is not None:
-            self.residency.blocks[block] = self._memory.block(chunk, role)
-
     # ---- leases ------------------------------------------------------------------------------------------------
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
@@ -99,14 +89,9 @@ class Traffic:
         awaited, events.awaited = events.awaited, block if missing else events.awaited
         try:
             self.ask(block, tier, load=load, urgent=True)
-            refused = self._wait_for(block, tier, hastens=missing)
+            self._wait_for(block, tier, hastens=missing)
         finally:
             events.awaited = awaited
-        try:
-            if refused is not None:  # other leases of the copy stay
-                raise refused
-        finally:
-            del refused  # the error would hold itself, and with the variables of its callers copies
         self._log_unfetched(block, tier)
         slot = residency.place(block, tier)
         if tier is Tier.DEVICE:
@@ -151,18 +136,18 @@ class Traffic:
             self.abandon(block, tier)
             raise
 
-    def _wait_for(self, block: int, tier: Tier, *, hastens: bool) -> CapacityError | None:
-        """Wait for the copy of a lease. If there is no room, or if this raises, the lease is taken back."""
+    def _wait_for(self, block: int, tier: Tier, *, hastens: bool) -> None:
+        """Wait for the copy of a lease, which is taken back if this raises."""
         chunk = self.executor.chunk_of_block[block][0]
         try:
             if hastens and chunk in self.updating:
                 self.executor.hasten(chunk)
-            if not wait_until(self.executor, partial(self._is_there, block, tier)):
-                return self._withdraw(block, tier)
+            there = wait_until(self.executor, partial(self._is_there, block, tier))
         except BaseException:
             self.abandon(block, tier)
             raise
-        return None
+        if not there:  # other leases of the copy stay
+            raise self._withdraw(block, tier)
 
     def _is_there(self, block: int, tier: Tier) -> bool:
         if self.residency.state(block, tier) is CopyState.VALID:
@@ -200,7 +185,6 @@ class Traffic:
         return self.residency.withdraw(block, tier)
 
     def _log_unfetched(self, block: int, tier: Tier) -> None:
-        """Log a copy that is to be overwritten, which no fetch has logged."""
         if (block, tier) in self._unfetched:
             self._unfetched.discard((block, tier))
             self._events.copies.append(CopyChange(self._events.now(), block, tier, True))
@@ -212,83 +196,24 @@ class Traffic:
 
     # ---- the device --------------------------------------------------------------------------------------------
 
-    def limit_device(self, slots: int, *, before: int) -> None:
-        """Let chunks have `slots` slots of the device from now on; what is less than `before` is given back."""
-        self.execute(self.residency.limit(Tier.DEVICE, slots))
-        if slots < before:
-            self._memory.device_pool.give_back(self.residency.free_slots(Tier.DEVICE), slots)
-
-    def _placed(self, chunk: Chunk) -> torch.Tensor | None:
-        """Return the device copy of `chunk` as a flat tensor, if it is VALID."""
-        block = chunk.operand_block
-        if block is None or self.residency.state(block, Tier.DEVICE) is not CopyState.VALID:
-            return None
-        return self.executor.on_device(chunk, self.residency.slot(block, Tier.DEVICE))
-
     def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
-        """Return the device copy of `chunk` as a flat tensor, once it has arrived, or None. One that waits for room is
-        none: the caller may be what it waits for."""
+        """Return the device copy of `chunk` as a flat tensor, once it has arrived; None also of one that waits for
+        room, as the caller may be what it waits for."""
         block = chunk.operand_block
-        while block is not None and self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
+        while block >= 0 and self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
             self.wait_for_one()
-        return self._placed(chunk)
+        return self.executor.placed(chunk)
 
     def copy_counts(self, chunk: Chunk) -> bool:
         """Return whether operators that are asked for from now on may see the copy on the device."""
-        block = chunk.operand_block
-        state = None if block is None else self.residency.state(block, Tier.DEVICE)
-        if block is None or state is not CopyState.LOADING:
-            return state is CopyState.VALID
-        return self.executor.order_compute_after(block)
+        block, state = chunk.operand_block, self.residency.state(chunk.operand_block, Tier.DEVICE)
+        return state is CopyState.VALID or (state in _LOADING and self.executor.order_compute_after(block))
 
     def copy_equals_home(self, chunk: Chunk) -> None:
         """Note that the copy on the device, if there is one, equals the newest copy in host memory."""
-        home = chunk.homes[Role.PARAM]
-        assert home.block is not None
-        if chunk.operand == Role.COMPUTE or home.tier is Tier.DEVICE:
-            return
-        if self.residency.state(home.block, Tier.DEVICE) in PLACED:
+        plain = chunk.operand == Role.PARAM and not chunk.moved
+        if plain and self.residency.state(chunk.operand_block, Tier.DEVICE) in PLACED:
             self.executor.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
-
-    def copy_home_again(self, chunk: Chunk) -> None:
-        """Make the copy of `chunk`, whose home is on the device too, anew. Waits for nothing."""
-        block = chunk.operand_block
-        if block is None or chunk in self.updating:
-            return
-        if Role.COMPUTE in chunk.homes:
-            chunk.recast()
-        if (copy := self._placed(chunk)) is not None:
-            self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
-            self.executor.mark_making(self.residency.slot(block, Tier.DEVICE))
-
-    def stand(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
-        """The copies of `chunks`, whose homes are on the device too, are leased in `slots` until this is called again:
-        all are made anew in one call."""
-        copies = [self.executor.on_device(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True)]
-        self._standing = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
-
-    def order_behind_standing(self) -> None:
-        """Order compute behind the making of the copies that `stand`."""
-        for slot in self._standing[1] if self.engine.ordered else ():
-            self.executor.order_behind_making(slot)
-
-    def _all_stand(self, chunks: list[Chunk]) -> bool:
-        standing, slots = self._standing[:2]
-        if not slots or chunks != standing or self.updating:
-            return False
-        return self.residency.all_on_device([chunk.homes[Role.PARAM].block for chunk in chunks])
-
-    def copy_homes_again(self, chunks: list[Chunk]) -> None:
-        """Do as `copy_home_again` for each of `chunks`."""
-        if not self._all_stand(chunks):
-            for chunk in chunks:
-                self.copy_home_again(chunk)
-            return
-        _, slots, copies, homes = self._standing
-        with without_graph():
-            torch_private.foreach_copy(copies, homes)
-        for slot in slots if self.engine.ordered else ():
-            self.executor.mark_making(slot)
 
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """Return the staged copy of `role` as a flat tensor, or its home."""
@@ -300,10 +225,8 @@ class Traffic:
     # ---- roles in host memory ----------------------------------------------------------------------------------
 
     def open_role(self, chunk: Chunk, role: Role, *, load: bool) -> torch.Tensor:
-        """Return `role` of `chunk` in host (or device) memory as a flat tensor, to be closed by `close_role`.
-
-        With `load=False` its content is undefined where it was not in staging already.
-        """
+        """Return `role` of `chunk` in host (or device) memory as a flat tensor, to be closed by `close_role`; with
+        `load=False` its content is undefined where it was not in staging already."""
         block = self._reach(chunk, role, load=load)
         if block is None:
             return chunk.flat(role)
@@ -377,8 +300,8 @@ class Traffic:
         return blocks
 
     def wait_until_written(self, homes: Iterable[Home]) -> None:
-        """Write the dirty ones among `homes` to NVMe, and wait for that. Where one fails its error is raised when no
-        other is being written: nothing reads half of a home, or writes to it meanwhile."""
+        """Write the dirty ones among `homes` to NVMe, and wait for that. An error is raised when none is being
+        written."""
         blocks = self.write_back(homes)
         try:
             for block in blocks:
@@ -410,14 +333,13 @@ class Traffic:
 
     def hold(self, chunk: Chunk) -> None:
         """Prefetch nothing from the home of the parameters of `chunk`, which the program may write to, until a forward
-        begins. 16-bit copies at home are prefetched: see `write_check`."""
-        home = chunk.homes[Role.PARAM]
-        if home.block is not None and home.tier is not Tier.DEVICE and chunk.operand == Role.PARAM:
-            self.residency.hold(home.block)
+        begins; 16-bit copies at home are."""
+        if chunk.operand_block >= 0 and not chunk.moved and chunk.operand == Role.PARAM:
+            self.residency.hold(chunk.operand_block)
 
     def outdate(self, chunk: Chunk) -> None:
-        """Drop the copies of the parameters of `chunk`, which the program may have written to; not while an update of
-        them is under way, or being written to NVMe."""
+        """Drop the copies of the parameters of `chunk`, which the program may have written to, unless an update of them
+        is under way, or being written to NVMe."""
         block = chunk.homes[Role.PARAM].block
         if block is not None and chunk not in self.updating and not self.residency.dirty(block):
             self.superseded(chunk, Role.PARAM)
@@ -440,13 +362,13 @@ class Traffic:
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
-    def begin_update(self, chunk: Chunk, *, keep_copy: bool) -> bool:
+    def begin_update(self, chunk: Chunk, *, keep_copy: bool = False) -> bool:
         """Fetch nothing from the home of the parameters of `chunk`, which other threads write, until `end_update`. The
-        device copy is dropped, or with `keep_copy` stays, to be written too. Return whether there is one."""
+        device copy is dropped, or with `keep_copy` stays, to be made anew. Return whether there is one."""
         self.wait_for_update(chunk)
         self.updating.add(chunk)
         block = chunk.operand_block
-        if block is None:
+        if block < 0:
             return False
         self.residency.suspend(block)
         self.hold(chunk)
@@ -461,11 +383,11 @@ class Traffic:
         return found
 
     def end_update(self, chunk: Chunk, *, renew: bool = False, near: torch.Tensor | None = None) -> None:
-        """End `begin_update`. With `renew` a copy on the device is wanted again, made of `near`, if that is given: what
-        the home of operands says, on the device."""
+        """End `begin_update`. With `renew` a copy on the device is wanted again, made of `near`, the same as the home
+        on the device, if that is given."""
         self.updating.discard(chunk)
         block = chunk.operand_block
-        if block is not None:
+        if block >= 0:
             self.copy_equals_home(chunk)
             self.executor.near = None if near is None else (chunk, near)
             try:
@@ -478,9 +400,9 @@ class Traffic:
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Let this thread write the parameters of `chunks` at home, on the device; their copies are made anew."""
-        if self._all_stand([*chunks]):  # which are all there are, and nothing else reads or writes them
+        if self.executor.all_stand([*chunks]):  # which are all there are, and nothing else reads or writes them
             yield
-            self.copy_homes_again([*chunks])
+            self.executor.copy_homes_again([*chunks])
             return
         with ExitStack() as begun:
             for chunk in chunks:
@@ -489,24 +411,9 @@ class Traffic:
             yield
 
     def _end_update_here(self, chunk: Chunk) -> None:
-        """End an update that must not look as if it had failed: what cannot be prefetched is asked for again."""
-        with suppress(Exception):
+        with suppress(Exception):  # what cannot be prefetched is asked for again
             self.end_update(chunk)
-        self.copy_home_again(chunk)
-
-    def hold_copy(self, chunk: Chunk) -> torch.Tensor | None:
-        """Lease the device copy of `chunk`, if there is one, until `let_go_of_copy`."""
-        copy = self.device_copy(chunk)
-        if copy is not None:
-            block = chunk.operand_block
-            assert block is not None
-            self.ask(block, Tier.DEVICE)  # it is there
-        return copy
-
-    def let_go_of_copy(self, chunk: Chunk) -> None:
-        """End the lease of `hold_copy`."""
-        assert chunk.operand_block is not None
-        self.release(chunk.operand_block, Tier.DEVICE)
+        self.executor.copy_homes_again([chunk])
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""
@@ -530,11 +437,3 @@ class Traffic:
 def staged_block(home: Home) -> int | None:
     """Return the block of `home` if it is on NVMe, and is used by way of staging."""
     return home.block if home.tier is Tier.NVME else None
-
-
-def param_block(managed: ManagedParameter) -> int:
-    """Return the block of what operators see of the chunk of `managed`, whose home is not on the device."""
-    homes = managed.chunk.homes  # asked at every use of a weight
-    block = homes[Role.COMPUTE if Role.COMPUTE in homes else Role.PARAM].block
-    assert block is not None, f"{managed.name} has its home on the device"
-    return block

@@ -16,7 +16,7 @@ from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, MomentSeen
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
-from hetmem.engine.traffic import Traffic, param_block
+from hetmem.engine.traffic import Traffic
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
@@ -24,7 +24,6 @@ from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
 _functions_around: Any = torch_private.function_modes_around
-PARAM, COMPUTE = Role.PARAM, Role.COMPUTE
 _tuple: Any = tuple.__new__
 """Makes a named tuple of a tuple, without Python."""
 
@@ -131,10 +130,7 @@ class Uses:
                 if self._writes.unsure and managed.chunk in self._writes.unsure:
                     with self._unwatched():
                         self._writes.make_sure(managed.chunk)
-                homes = managed.chunk.homes  # as `param_block`, of every weight that is used
-                block = homes[COMPUTE if COMPUTE in homes else PARAM].block
-                assert block is not None, f"{managed.name} has its home on the device"
-                blocks.append(block)
+                blocks.append(managed.chunk.operand_block)
             self._moment(operator, (*blocks,) if not blocks[1:] else tuple(dict.fromkeys(blocks)))
             self._acquire_all(operator, used, blocks)
         except BaseException:
@@ -151,9 +147,7 @@ class Uses:
             return False
         uses: dict[int, int] = {}
         for managed in used:
-            homes = managed.chunk.homes  # as `param_block`
-            block = homes[COMPUTE if COMPUTE in homes else PARAM].block
-            assert block is not None, f"{managed.name} has its home on the device"
+            block = managed.chunk.operand_block
             uses[block] = uses[block] + 1 if block in uses else 1
         blocks = (*uses,)
         moment = tracer.moment(operator, blocks, self._memory.buffer_bytes)
@@ -168,18 +162,19 @@ class Uses:
                     break
             else:
                 return True
-            with self._unwatched():
-                self._open(used)
+            self._open(used)
         else:
-            self._acquire_all(operator, used, [param_block(managed) for managed in used])
+            self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
         return True
 
     def _open(self, used: Iterable[ManagedParameter]) -> None:
         """Have views of the copies of `used`, which are VALID."""
         for managed in used:
             if managed.device is None:
-                slot = self._traffic.residency.place(param_block(managed), DEVICE)
-                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
+                slot = self._traffic.residency.place(managed.chunk.operand_block, DEVICE)
+                if not self._bindings.reopen_device(managed.chunk, self._memory.device_pool, slot):
+                    with self._unwatched():
+                        self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""
@@ -234,9 +229,7 @@ class Uses:
                     self._held[managed] = None
                     continue
             managed.data_taken = False
-            homes = managed.chunk.homes  # as `param_block`
-            block = homes[COMPUTE if COMPUTE in homes else PARAM].block
-            assert block is not None, f"{managed.name} has its home on the device"
+            block = managed.chunk.operand_block
             over[block] = over[block] + 1 if block in over else 1
         if self._memory.resident:
             self._traffic.release_all(over)
@@ -277,7 +270,7 @@ class Uses:
 
     def set_bound(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`managed.parameter.data = value` while that is bound: the value goes home, and is what it is bound to."""
-        name, block = f"data of {managed.name}", param_block(managed)
+        name, block = f"data of {managed.name}", managed.chunk.operand_block
         with self._unwatched():
             self._bindings.unbind([managed])
             managed.parameter.__class__ = managed.kind
@@ -300,10 +293,10 @@ class Uses:
             self._traffic.executor.poll()
         operator = f"backward of {managed.name}"
         if managed in self._held:
-            self._moment(operator, (param_block(managed),))
+            self._moment(operator, (managed.chunk.operand_block,))
         else:
             if not self._acquire_again(operator, (managed,)):
-                block = param_block(managed)
+                block = managed.chunk.operand_block
                 self._moment(operator, (block,))
                 self._acquire_all(operator, (managed,), (block,))
             self._held[managed] = None
@@ -415,10 +408,7 @@ class Uses:
                 del self._held[managed]
                 if self._untracked:
                     self._untracked.discard(id(managed))
-                homes = managed.chunk.homes  # as `param_block`
-                block = homes[COMPUTE if COMPUTE in homes else PARAM].block
-                assert block is not None, f"{managed.name} has its home on the device"
-                self._traffic.release(block, DEVICE)
+                self._traffic.release(managed.chunk.operand_block, DEVICE)
 
     def renew_what_is_held(self) -> None:
         """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward,
@@ -426,6 +416,6 @@ class Uses:
         self.let_go()
         for managed in list(self._held):
             if not self._traffic.copy_counts(managed.chunk):
-                block = param_block(managed)
+                block = managed.chunk.operand_block
                 self._acquire_device(managed, block, f"a kept view of {managed.name}")
                 self._traffic.release(block, DEVICE)

@@ -25,7 +25,8 @@ from operator import attrgetter
 
 import torch
 
-from hetmem.engine.param_views import Bindings, is_home_gradient, storage_references
+from hetmem.engine.gradient_views import is_home_gradient
+from hetmem.engine.param_views import Bindings, storage_references
 from hetmem.engine.sampling import HomeCopies, as_sampled, same_bits, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
@@ -100,7 +101,7 @@ class WriteCheck:
                 on_device += (chunk,)
             if chunk in counted:
                 self._notice_counted_of(chunk, counted[chunk])
-            elif at_home or not copied or chunk.operand_block is None:
+            elif at_home or not copied or chunk.operand_block < 0:
                 continue  # the copy is made anew below, or operators see the home itself
             elif chunk not in due and self._is_read(chunk):
                 self.unsure.add(chunk)  # the read may be of old values; to wait here would hold the others up
@@ -113,7 +114,7 @@ class WriteCheck:
             elif chunk in due:
                 traffic.outdate(chunk)
         if copied:
-            traffic.copy_homes_again(on_device)
+            traffic.executor.copy_homes_again(on_device)
         self.home_copies.begin(compared)
         self.unsure.update(self.home_copies.unchecked)
         traffic.residency.lift()
@@ -126,12 +127,12 @@ class WriteCheck:
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
         for managed in touched:
             chunk = managed.chunk
-            if chunk.operand_block is None:
+            if chunk.operand_block < 0:
                 continue
             self._traffic.wait_for_update(chunk)
             self._traffic.wait_until_written([chunk.homes[Role.PARAM]])
             if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
-                self._traffic.copy_home_again(chunk)
+                self._traffic.executor.copy_homes_again([chunk])
             else:
                 self._supersede(managed)
         return bool(touched)

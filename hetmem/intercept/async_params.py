@@ -23,13 +23,11 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.param_views import references, storage_references
-from hetmem.engine.traffic import Traffic
-from hetmem.engine.turns import Turn
+from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import uncompiled
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, without_graph
+from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.live_bytes import DeviceMonitor
 from hetmem.torch_private import tree_leaves
 
 _TENSOR: Any = torch.Tensor
@@ -52,22 +50,14 @@ class Trailing:
     """Marks the parameters of one model. During a forward none is marked, as operators wait for what they use. In a
     backward that holds for recomputation only: hooks of the user see marked ones."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        by_id: dict[int, ManagedParameter],
-        traffic: Traffic,
-        monitor: DeviceMonitor,
-        turn: Turn,
-        touched: Callable[[ManagedParameter], None],
-    ) -> None:
-        self._chunks, self._traffic, self._monitor, self.turn = chunks, traffic, monitor, turn
-        self._touched = touched
+    def __init__(self, runtime: Runtime) -> None:
+        self._chunks, self._traffic, self._monitor = runtime.chunks, runtime.traffic, runtime.monitor
+        self.turn, self._touched = runtime.turn, runtime.writes.touched.add
         self.refuse_updated: weakref.WeakMethod[Callable[[list[ManagedParameter]], None]] | None = None
         """Raises RuntimeError for those of the given parameters whose update has begun before `step()`."""
         self.step_runs: Callable[[], bool] = lambda: False
         """Returns whether a step of a torch optimizer is on the stack, which may ask for the type of a parameter."""
-        self._all = by_id
+        self._all = runtime.bindings.by_id
         self._marked: dict[int, ManagedParameter] = {}
         self._marks: dict[type, type] = {}
         self._unmarks: dict[type, type] = {}

@@ -16,6 +16,8 @@ and what arrives there becomes what the parameter is.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,8 +30,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
-from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import RUNNING, Section, Turn, in_backward
+from hetmem.engine.runtime import RUNNING, Runtime, Section, Turn, in_backward
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
@@ -66,12 +67,13 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if outermost:
             _begin(outputs, taken)
         _tell_of_begin(began)
-        if any(interception.gradients.counts_arrivals() for interception in began):
+        several = [each.gradients.listeners for each in began if each.segments.several]
+        if any(listener.begins_early for listeners in several for listener in listeners):
             _tell_of_arrivals(outputs)
         with ExitStack() as around:
             if outermost and _may_cross(began):
                 around.enter_context(torch.autograd.set_multithreading_enabled(False))
-            lacking = [each.runtime for each in began if each.may_lack_memory()] if outermost else []
+            lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
             if lacking:
                 around.enter_context(_RunsAgain(lacking))
             return _engine(outputs, *args, **kwargs)
@@ -134,8 +136,8 @@ def _tell_of_begin(began: list[Interception]) -> None:
     """All that it may be of are told, and are in `began` then."""
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
-        if interception.may_be_of():
-            interception.backward_begins()
+        if _may_be_of(interception):
+            _begin_of(interception)
             began.append(interception)
 
 
@@ -143,9 +145,58 @@ def _tell_of_begin(began: list[Interception]) -> None:
 @HELD_BACK
 def _tell_of_end(began: list[Interception]) -> None:
     while began:
-        began.pop().backward_ends()
+        _end_of(began.pop())
     forget_what_is_over()
     HELD_BACK.end_segment()
+
+
+def _begin_of(interception: Interception) -> None:
+    """Have parameters rest, as a part of the backward may be computed once more, whether a forward is around it or
+    not."""
+    runtime = interception.runtime
+    if not runtime.memory.uses_copies:
+        return
+    if not interception.backwards:
+        runtime.trailing.pause()
+        runtime.renew_touched()
+    interception.backwards += 1
+    interception.working.begin_backward()
+    runtime.bindings.leave_home(backward=True)
+    interception.gradients.rest_again()
+
+
+def _end_of(interception: Interception) -> None:
+    """End `_begin_of`, also of a backward that has raised."""
+    bindings, gradients, working = interception.runtime.bindings, interception.gradients, interception.working
+    if not interception.backwards:
+        return
+    interception.backwards -= 1
+    if interception.backwards:  # what is computed next may be a function of weights whose gradients have arrived
+        gradients.rest_again()
+    bindings.end_rest()
+    interception.current(sys._getframe())
+    bindings.go_home()
+    if not bindings.away:
+        gradients.sent_home.clear()
+    if not interception.backwards and working.in_backward:
+        working.end_backward()
+        interception.segments.forget_forwards()
+    if not interception.backwards and not interception.stretches.here:
+        interception.runtime.trailing.resume()
+
+
+def _may_be_of(interception: Interception) -> bool:
+    """Whether a backward of this thread may compute something of this model, also one whose forward had no graph, as a
+    checkpoint around it has none."""
+    last = interception.last_forward
+    mine = last is not None and last.thread == threading.get_ident()
+    return os.getpid() == interception.process and (mine or interception.runtime.turn.is_mine())
+
+
+def _may_lack_memory(runtime: Runtime) -> bool:
+    """Whether a backward may ask the device for memory that is not known of, and refused without a look at it."""
+    unknown = runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1
+    return runtime.memory.uses_copies and not runtime.memory.device.watched and unknown
 
 
 def _may_cross(began: list[Interception]) -> bool:

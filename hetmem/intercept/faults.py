@@ -16,8 +16,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import in_backward
+from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.async_params import hands_out, is_in_place
 from hetmem.intercept.dynamo import set_compiler, skipped

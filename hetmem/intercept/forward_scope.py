@@ -137,7 +137,7 @@ class Compute:
         """Whether modules have working weights meanwhile, see `placing.working`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
-        """Its part of the turn of its thread, see `turns`."""
+        """Its part of the turn of its thread, see `engine.runtime`."""
         self._ended = ended
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 

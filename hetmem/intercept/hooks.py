@@ -11,13 +11,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 
 from hetmem.engine.gradients import ArrivalHooks, GradientSink
+from hetmem.engine.runtime import Section
 from hetmem.errors import ManageError
+from hetmem.intercept.diagnostics import refuse_conversion
 from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
+from hetmem.intercept.forward_scope import outermost_of_modules, running
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
 
@@ -110,17 +114,27 @@ class BeforeStateDict(_OfThisModule):
 
     def __init__(self, hooked: Hooked) -> None:
         self._hooked = weakref.ref(hooked)
+        self._reading: Section | None = None
 
     @HELD_BACK
     def __call__(self, *args: Any) -> None:
         hooked = self._hooked()
         if hooked is not None:
-            hooked.before_state_dict(sys._getframe(2))  # behind `HELD_BACK`
+            self._take_turn(hooked, sys._getframe(2))  # behind `HELD_BACK`
+            hooked.settle_for_reading()
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
                 raise ManageError(
                     "load_state_dict(assign=True) would put other parameters in the place of those that hetmem "
                     "manages: leave assign=True out, which copies the values, or call hetmem.release(model) first"
                 )
+
+    def _take_turn(self, hooked: Hooked, by: FrameType) -> None:
+        """The model is this thread's as long as the method of a module runs that calls `by`."""
+        turn, reading = hooked.runtime.turn, self._reading
+        if reading is None or not turn.is_mine() or reading.is_over():
+            if reading is not None:
+                turn.give(reading)
+            self._reading = turn.take("a state dict", running(outermost_of_modules(by)), hooked.is_whole)
 
 
 class Conversions:
@@ -160,11 +174,18 @@ class Conversions:
 
 
 class _AllBut:
-    """`convert`, but of what `hooked` keeps of a module's `parameters`."""
+    """`convert`, but of those of a module's `parameters` that `hooked` manages, and of their gradients, which stay.
+    Raises `ManageError` where they would get another dtype, or strides."""
 
     def __init__(self, convert: Convert, hooked: Hooked, parameters: Iterable[torch.Tensor]) -> None:
         self.hooked, self._convert = hooked, convert
-        self._kept = {id(tensor): tensor for tensor in hooked.not_converted(parameters, convert)}
+        runtime, computes, found = hooked.runtime, hooked.is_computing(), list[ManagedParameter]()
+        found += filter(None, map(runtime.bindings.by_id.get, map(id, parameters)))
+        mixed, device = runtime.memory.mixed_precision is not None, runtime.memory.device.torch_device
+        with runtime.unwatched(), torch.no_grad():
+            refuse_conversion(found, convert, device, computes=computes, mixed=mixed)
+        kept = [each for managed in found for each in (managed.parameter, managed.parameter.grad)]
+        self._kept = {id(tensor): tensor for tensor in kept if tensor is not None}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if id(tensor) in self._kept else self._convert(tensor)
@@ -259,23 +280,18 @@ class AfterArrival:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
 
+    @HELD_BACK.covers
     @opaque
     def __call__(self, parameter: torch.Tensor) -> None:
         sink = self._sink()
         by_id = {} if sink is None else sink.runtime.bindings.by_id
         if sink is not None and self._key in by_id:
-            compiler, main = set_compiler(None), HERE.is_main and HELD_BACK.segments > 0
-            HELD_BACK.depth += main
+            compiler = set_compiler(None)
             try:
-                if HERE.is_main and not main:  # an interrupt was delivered, and has not raised
-                    HELD_BACK(sink.after)(by_id[self._key])
-                else:
-                    sink.after(by_id[self._key])
+                sink.after(by_id[self._key])
             finally:
-                if main and HELD_BACK.depth:  # else a second interrupt has ended it
-                    HELD_BACK.depth -= 1
-                    if HELD_BACK.came:
-                        HELD_BACK.leave()
+                if HELD_BACK.came:
+                    HELD_BACK.leave()
                 if compiler is not None:
                     set_compiler(compiler)
 

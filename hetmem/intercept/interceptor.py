@@ -1,8 +1,7 @@
 """How torch tells the runtime what it uses: module hooks, unbound parameters and saved-tensor hooks.
 
 A module's own weights are bound to their device copies for the length of its call (`leases`), whatever else is met for
-the length of a function (`faults`). What is put on torch's stacks is put there by the forward hook of the module that
-is called first, and taken off when that returns."""
+the length of a function (`faults`). What is on torch's stacks is so from a forward's begin to its end."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -21,8 +20,7 @@ from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section, in_backward
+from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.intercept.async_params import Trailing
 from hetmem.intercept.diagnostics import (
     explain,
@@ -31,43 +29,25 @@ from hetmem.intercept.diagnostics import (
     refuse_a_capture,
     refuse_a_fork,
     refuse_a_surrounding,
-    refuse_conversion,
 )
 from hetmem.intercept.dynamo import hook_forwards, opaque, set_compiler
 from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
-from hetmem.intercept.forward_scope import (
-    CALLS,
-    Call,
-    Compute,
-    calling_frame,
-    forget_what_is_over,
-    outermost_of_modules,
-    running,
-)
-from hetmem.intercept.hooks import (
-    HOOKS,
-    AfterForward,
-    BeforeForward,
-    BeforeStateDict,
-    Convert,
-    PartHooks,
-    hook_conversions,
-)
+from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over
+from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
-from hetmem.intercept.phases import StepSegments, signature, tensors_within
+from hetmem.intercept.phases import StepSegments, cast_inputs, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK, HERE
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
-from hetmem.torch_private import tree_leaves, tree_map
+from hetmem.torch_private import tree_leaves
 
 
 class _OfThread(threading.local):
-    """What computes on this thread, outermost first."""
-
     def __init__(self) -> None:
         self.here: list[Compute] = []
+        """What computes on this thread, outermost first."""
 
 
 class Interception:
@@ -86,30 +66,21 @@ class Interception:
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = StepSegments(runtime)
-        runtime.trailing = Trailing(
-            runtime.chunks,
-            runtime.bindings.by_id,
-            runtime.traffic,
-            runtime.monitor,
-            runtime.turn,
-            runtime.writes.touched.add,
-        )
+        runtime.trailing = Trailing(runtime)
         self.gradients = GradientSink(runtime, self.segments, HOOKS)
         runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
         self.working = WorkingWeights(module, runtime, self.gradients)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
-        self._computes = _OfThread()
+        self.stretches = _OfThread()
         self.process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
-        self._forward: Compute | None = None
-        """The last one."""
-        self._reading: Section | None = None
+        self.last_forward: Compute | None = None
         self._saved = SavedTensors(runtime, self.segments, self.activations)
         self._faults = Faults(runtime, self.gradients, self._saved, self)
         self.leases = Leases(runtime, self.gradients, self._saved)
-        self._backwards = 0
-        """Those that run, one within the other."""
+        self.backwards = 0
+        """How many backwards run, one within the other."""
         self._handles: list[Any] = []
         self._parts = PartHooks(())
         self.removed = False
@@ -124,7 +95,6 @@ class Interception:
             raise
 
     def _install(self, module: torch.nn.Module) -> None:
-        """The hooks; those that a module refuses leave the ones before them, for `remove`."""
         tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
         self._parts = PartHooks(self._handles[2:])
@@ -153,50 +123,40 @@ class Interception:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
+    @HELD_BACK.covers
     @opaque
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """`module` is about to run; the outermost one enters the modes. Returns what to call it with, if not this.
-
-        With mixed precision float32 inputs are cast to what the module computes in, as FSDP2 does it.
-        """
+        """`module` is about to run; the outermost one enters the modes. Returns what to call it with, if not this."""
         compiles = compiler = set_compiler(None)
         try:
             frame: FrameType | None = sys._getframe(2)
-            here = self._computes.here
-            main = HERE.is_main
-            held = HELD_BACK.segments or not main
-            if compiler is None and here and held and frame is not None and frame.f_code is CALLS:
-                if self._regions.may_begin or "forward" in module.__dict__:
-                    pass
-                elif here[-1].is_computing(frame.f_back):  # a part of that, and nothing else, as most calls are
-                    HELD_BACK.depth += main
-                    try:
-                        calls, call = here[-1].calls, Call(module, frame)
-                        calls += (call,)
-                        self.leases.begin(call, module, recomputed=here[-1].task >= 0)
-                    finally:
-                        if main and HELD_BACK.depth:  # else a second interrupt has ended it
-                            HELD_BACK.depth -= 1
-                            if HELD_BACK.came:
-                                HELD_BACK.leave()
+            here = self.stretches.here
+            if compiler is None and here and frame is not None and frame.f_code is CALLS:
+                plain = not (self._regions.may_begin or "forward" in module.__dict__)
+                if plain and here[-1].is_computing(frame.f_back):  # a part of that, and nothing else, as most are
+                    calls, call = here[-1].calls, Call(module, frame)
+                    calls += (call,)
+                    self.leases.begin(call, module, recomputed=here[-1].task >= 0)
                     return None
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:
                 if self._regions.runs_around(frame):
                     return None
-                compute, call = self._current(None if frame is None else frame.f_back), Call(module, frame)
+                compute, call = self.current(None if frame is None else frame.f_back), Call(module, frame)
                 if compute is not None:
                     compute.calls.append(call)
                 else:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
-                    if compute.works or self._is_quiet(compute):
+                    if compute.works or (not self.runtime.memory.uses_copies and self._is_alone(compute)):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
-                        (self._parts.take_off if self._needs_no_parts(module) else self._parts.put_back)()
+                        asked = self._regions.any_asked or self.activations is not None or torch.is_grad_enabled()
+                        whole = not self.runtime.memory.uses_copies and module is self._model()
+                        (self._parts.take_off if whole and not asked else self._parts.put_back)()
                     else:
                         self._parts.put_back()
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
@@ -205,17 +165,14 @@ class Interception:
             compiles = compiler
             raise
         finally:
+            if HELD_BACK.came:
+                HELD_BACK.leave()
             if compiles is not None:
                 set_compiler(compiles)
 
-    def _is_quiet(self, compute: Compute) -> bool:
-        """Whether `compute`, which has just begun, needs to know nothing of the modules within: operators find the
-        weights at home."""
-        return not self.runtime.memory.uses_copies and self._is_alone(compute)
-
     def _is_alone(self, compute: Compute) -> bool:
         """Whether nothing but autograd sees what `compute`, which has just begun, does with weights."""
-        modes = compute.operators is not None or compute.functions is not None or len(compute.calls) > 1
+        modes = compute.operators or compute.functions or len(compute.calls) > 1
         return not modes and compute.compiler is None and self._regions.compiler is None
 
     def _begins_to_work(self, compute: Compute, module: torch.nn.Module) -> bool:
@@ -232,16 +189,10 @@ class Interception:
         self.working.release()
         return False
 
-    def _needs_no_parts(self, module: torch.nn.Module) -> bool:
-        """Whether a quiet forward of `module` is one of the whole model in which only its own call matters."""
-        runtime = self.runtime
-        asked = self._regions.any_asked or self.activations is not None or torch.is_grad_enabled()
-        return not (asked or runtime.memory.uses_copies) and module is self._model()
-
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
-        """Nothing computed before `call`. Returns what does now, and what to call `module` with."""
+        """Begin with `call`, before which nothing computed; return what does now, and what to call `module` with."""
         refuse_a_fork("a forward", self.process)
         memory = self.runtime.memory
         if memory.device.captures() and (memory.uses_copies or memory.may_leave_device or self.activations is not None):
@@ -250,37 +201,27 @@ class Interception:
         compute = self._begin(call)
         compute.compiler = compiler
         if compute.task < 0:
-            self._forward = compute
+            self.last_forward = compute
             self._regions.compile_for(compiler)
         try:
             dtype = self.runtime.memory.mixed_precision
             if compute.task < 0:
                 self._outermost.add(module)
             if dtype is not None and module in self._outermost:
-                if kwargs or any(map(_is_tree, args)):
-                    args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-                else:
-                    args = tuple([_cast(value, dtype) for value in args])
+                args, kwargs = cast_inputs(dtype, args, kwargs)
             self._enter(compute, module, args, kwargs)
+            return compute, args, kwargs
         except BaseException:
             self.reset()
             raise
-        return compute, args, kwargs
 
     def _enter(self, compute: Compute, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         runtime = self.runtime
-        measured, transformed = runtime.sanitize, False
+        measured, transformed = runtime.sanitize, torch_private.transform_level() is not None
         if compute.task < 0:
             if torch.is_grad_enabled():
                 runtime.turn.trainers.add(compute.thread)
-            runtime.trailing.pause()
-            transformed = torch_private.transform_level() is not None
-            with runtime.unwatched():
-                if transformed:
-                    runtime.traffic.wait_for_updates()  # a transform's own tensors are homes
-                runtime.writes.notice_all()
-                key, size, tokens = signature(module, args, kwargs, held=runtime.memory.device.watched)
-                runtime.events.feed(tokens, trains=torch.is_grad_enabled())
+            key, size = self.segments.look_at(module, args, kwargs, transformed=transformed)
             for managed in runtime.parameters if runtime.memory.uses_copies else ():
                 if managed.parameter.requires_grad and not managed.grad_hooked:
                     self.gradients.install(managed)
@@ -296,12 +237,11 @@ class Interception:
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
         more = runtime.tracer.unseen_growth > 1 and not runtime.memory.device.watched
-        self._enter_modes(compute, module, watched=measured or more)
+        self._enter_modes(compute, module, may_lack_memory=measured or more)
 
-    def _enter_modes(self, compute: Compute, module: torch.nn.Module, *, watched: bool) -> None:
-        """`watched`: the device may refuse memory that no trace knows of yet."""
+    def _enter_modes(self, compute: Compute, module: torch.nn.Module, *, may_lack_memory: bool) -> None:
         memory = self.runtime.memory
-        leaves = watched and (memory.uses_copies or memory.may_leave_device)
+        leaves = may_lack_memory and (memory.uses_copies or memory.may_leave_device)
         if leaves:
             compute.enter_functions(self._watched)
         if not memory.uses_copies:
@@ -323,53 +263,35 @@ class Interception:
         """Weights are not where operators find them any more, in the middle of what computes."""
         self._parts.put_back()
         bindings = self.runtime.bindings
-        for compute in self._computes.here:
+        for compute in self.stretches.here:
             if compute.task < 0:
                 bindings.leave_home()
-        if in_backward() and not self._backwards:
-            self._backwards += 1
+        if in_backward() and not self.backwards:
+            self.backwards += 1
             bindings.leave_home(backward=True)
 
-    def may_lack_memory(self) -> bool:
-        """Whether a backward may ask the device for memory that is not known of, and refused without a look at it."""
-        runtime = self.runtime
-        return (
-            runtime.memory.uses_copies
-            and not runtime.memory.device.watched
-            and (runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1)
-        )
-
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`func` of torch's where not all is known of the memory that a forward needs. The model may be whole on the
-        device until there is no memory for this."""
+        """Call `func` where not all is known of the memory that a forward needs."""
         refuse_to_hand_out(func, args)
         try:
             return run_again([self.runtime], func, args, kwargs)
         finally:
             self.runtime.monitor.left = False
 
+    @HELD_BACK.covers
     @opaque
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """`module` has returned or raised; the outermost one leaves the modes."""
         compiles = set_compiler(None)
         try:
             frame: FrameType | None = sys._getframe(2)
-            here = self._computes.here
+            here = self.stretches.here
             assert frame is not None
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
-            elif here and not self._regions.may_end and (HELD_BACK.segments or not HERE.is_main):
-                main = HERE.is_main
-                HELD_BACK.depth += main
-                try:
-                    if (call := here[-1].pop(module, frame)) is not None:  # it has returned, and something goes on
-                        self.leases.end(call)
-                        return
-                finally:
-                    if main and HELD_BACK.depth:  # else a second interrupt has ended it
-                        HELD_BACK.depth -= 1
-                        if HELD_BACK.came:
-                            HELD_BACK.leave()
+            elif here and not self._regions.may_end and (call := here[-1].pop(module, frame)) is not None:
+                self.leases.end(call)  # it has returned, and something goes on
+                return
             error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
@@ -377,7 +299,7 @@ class Interception:
                 if self._regions.runs_around(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
-                compute = self._current(sys._getframe())
+                compute = self.current(sys._getframe())
                 if compute is None or not compute.calls or not compute.calls[-1].is_made_in(frame):
                     return
                 self.leases.end(compute.calls.pop())
@@ -385,6 +307,8 @@ class Interception:
                     compiles = compute.compiler
                     self._leave(compute, output)
         finally:
+            if HELD_BACK.came:
+                HELD_BACK.leave()
             if compiles is not None:
                 set_compiler(compiles)
 
@@ -402,46 +326,9 @@ class Interception:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
-    def may_be_of(self) -> bool:
-        """Whether a backward of this thread may compute something of this model, also one whose forward had no graph,
-        as a checkpoint around it has none."""
-        mine = self._forward is not None and self._forward.thread == threading.get_ident()
-        return os.getpid() == self.process and (mine or self.runtime.turn.is_mine())
-
-    def backward_begins(self) -> None:
-        """Parameters rest, as a part of it may be computed once more, whether a forward is around it or not."""
-        runtime = self.runtime
-        if not runtime.memory.uses_copies:
-            return
-        if not self._backwards:
-            runtime.trailing.pause()
-            runtime.renew_touched()
-        self._backwards += 1
-        self.working.begin_backward()
-        runtime.bindings.leave_home(backward=True)
-        self.gradients.rest_again()
-
-    def backward_ends(self) -> None:
-        """Also one that has raised."""
-        if self._backwards:
-            self._backwards -= 1
-            if self._backwards:  # what is computed next may be a function of weights whose gradients have arrived
-                self.gradients.rest_again()
-            self.runtime.bindings.end_rest()
-            self._current(sys._getframe())
-            self.runtime.bindings.go_home()
-            if not self.runtime.bindings.away:
-                self.gradients.sent_home.clear()
-            if not self._backwards and self.working.in_backward:
-                self.working.end_backward()
-                self.segments.forget_forwards()
-            if not self._backwards and not self._computes.here:
-                self.runtime.trailing.resume()
-
     def computes(self) -> bool:
-        """Whether what meets a weight on this thread now is a part of a forward, or is computed once more within a node
-        of a backward. Code of the user's between two nodes, or behind an interrupt, is no such thing."""
-        if self._current(sys._getframe()) is not None:
+        """Whether what meets a weight on this thread now is of a forward, or of a node of a backward."""
+        if self.current(sys._getframe()) is not None:
             return True
         if in_backward():
             node = torch_private.current_node()
@@ -450,9 +337,9 @@ class Interception:
         return False
 
     def meets_unbound(self, *, hands_out: bool) -> bool:
-        """A function has met a weight that no module gave it, and `hands_out` its memory. Returns whether modules have
-        working weights around it, which they will not have again: within forwards a program does so each time."""
-        works = any(compute.works for compute in self._computes.here if compute.task < 0)
+        """Note that a function meets a weight that no module gave it, and `hands_out` its memory. Returns whether
+        modules around have working weights, which they will not have again."""
+        works = any(compute.works for compute in self.stretches.here if compute.task < 0)
         if works or hands_out:
             self.working.serve = False
         if self.working.in_backward:
@@ -460,8 +347,8 @@ class Interception:
         return works
 
     def keep(self, used: list[ManagedParameter]) -> bool:
-        """`used`, which are bound, stay so until the innermost call of a module is over. False if there is none."""
-        compute = self._current(sys._getframe())
+        """Keep `used` bound until the innermost call of a module is over. False if there is none."""
+        compute = self.current(sys._getframe())
         if compute is None:
             return False
         self.leases.keep(compute.calls[-1], used)
@@ -469,42 +356,37 @@ class Interception:
 
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
-    def _current(self, top: FrameType | None) -> Compute | None:
+    def current(self, top: FrameType | None) -> Compute | None:
         """What computes now, by the stack that has `top` on top; what has ended without a hook is forgotten."""
-        here, task = self._computes.here, torch_private.current_graph_task()
+        here, task = self.stretches.here, torch_private.current_graph_task()
         while here and (here[-1].task > task or here[-1].has_ended(top)):
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it
 
     def _begin(self, call: Call) -> Compute:
         compute = Compute(call, weakly(self._end), self.leases.end)
-        ready = None if compute.task >= 0 or self._computes.here else self.is_whole
+        ready = None if compute.task >= 0 or self.stretches.here else self.is_whole
         compute.section = self.runtime.turn.take("a forward", weakly(compute.runs), ready)
         HELD_BACK.begin_segment()
-        self._computes.here.append(compute)
+        self.stretches.here.append(compute)
         return compute
 
     def is_whole(self) -> bool:
-        """Whether no other thread is between a backward that has begun to update weights and its step; asked with the
-        turn."""
+        """Whether no other thread, asked with the turn, is between a backward that has begun to update and its step."""
         if self.segments.backward_thread == threading.get_ident():
             return True
         return not self.gradients.half_stepped
 
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
-        here, over = self._computes.here, list[Compute]()
+        here, over = self.stretches.here, list[Compute]()
         self._tracing.quiet = 0
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
             ended = here.pop()
             over.append(ended)
-            while ended.calls:
-                self.leases.end(ended.calls.pop())
+            self._unbind(ended)
             ended.end()
-            if ended.works:
-                ended.works = False
-                self.working.end()
             if ended.thread == threading.get_ident():
                 HELD_BACK.end_segment()
             if ended.task < 0:
@@ -512,7 +394,7 @@ class Interception:
                 self._saved.casts.go_home()
                 if not torch.is_grad_enabled():
                     self.runtime.events.end_segment()  # no backward follows: what the program does next is no compute
-        if not here and not self._backwards:
+        if not here and not self.backwards:
             if self.runtime.bindings.away:  # of a model that could not leave the device
                 self.runtime.bindings.all_home()
             self.runtime.trailing.resume()
@@ -521,70 +403,48 @@ class Interception:
 
     def _forget_interrupted(self) -> None:
         """See note "interrupts"; the one that was interrupted may have been on another thread."""
-        self._current(sys._getframe())
+        self.current(sys._getframe())
         forget_what_is_over()
-        if not self._computes.here and self._forward is not None and not self._forward.runs():
-            self._regions.abandon([self._forward])
-            self._rest_of(self._forward)
+        if not self.stretches.here and self.last_forward is not None and not self.last_forward.runs():
+            self._regions.abandon([self.last_forward])
+            self._rest_of(self.last_forward)
 
     def _rest_of(self, compute: Compute) -> None:
         """`compute` was interrupted, perhaps on another thread."""
-        while compute.calls:
-            self.leases.end(compute.calls.pop())
-        if compute.works:
-            compute.works = False
-            self.working.end()
+        self._unbind(compute)
         if not in_backward():
-            self._backwards = 0
+            self.backwards = 0
             self.runtime.bindings.all_home()
 
-    def before_state_dict(self, by: FrameType | None = None) -> None:
-        """What users read, or write over, is what the last step made. It is this thread's as long as `by` runs, which
-        is what a module does for them."""
-        turn = self.runtime.turn
-        if by is not None and not (self._reading is not None and turn.is_mine() and not self._reading.is_over()):
-            if self._reading is not None:
-                turn.give(self._reading)
-            self._reading = turn.take("a state dict", running(outermost_of_modules(by)), self.is_whole)
-        with turn.held("a state dict"):
+    def _unbind(self, compute: Compute) -> None:
+        while compute.calls:
+            self.leases.end(compute.calls.pop())
+        works, compute.works = compute.works, False
+        if works:
+            self.working.end()
+
+    def settle_for_reading(self) -> None:
+        """What users read, or write over, is what the last step made."""
+        with self.runtime.turn.held("a state dict"):
             self._forget_interrupted()
             self.runtime.traffic.wait_for_updates()
 
-    def not_converted(self, parameters: Iterable[torch.Tensor], convert: Convert) -> list[torch.Tensor]:
-        """`Module.to` and the like of `parameters`: managed ones, and their gradients, stay where they are, as they
-        come to the device for operators. Raises `ManageError` where they would get another dtype, or strides."""
-        with self.runtime.turn.held("a conversion"):
+    def is_computing(self) -> bool:
+        """Whether a forward of the model runs on this thread."""
+        with self.runtime.turn.held("a look at a model"):
             self._forget_interrupted()
-        by_id, memory = self.runtime.bindings.by_id, self.runtime.memory
-        converted = [by_id[id(parameter)] for parameter in parameters if id(parameter) in by_id]
-        with self.runtime.unwatched(), torch.no_grad():
-            mixed = memory.mixed_precision is not None
-            refuse_conversion(
-                converted, convert, memory.device.torch_device, computes=bool(self._computes.here), mixed=mixed
-            )
-        kept = [each for managed in converted for each in (managed.parameter, managed.parameter.grad)]
-        return [each for each in kept if each is not None]
+        return bool(self.stretches.here)
 
     def at_rest(self) -> bool:
         """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
-        with self.runtime.turn.held("a checkpoint"):
-            self._forget_interrupted()
-        return not self._computes.here and not in_backward()
+        return not self.is_computing() and not in_backward()
 
     def reset(self) -> None:
         """No module of the model is running."""
-        here = self._computes.here
+        here = self.stretches.here
         if here:
             self._end(here[0])
-        if self._forward is not None:
-            self._rest_of(self._forward)
-        self._computes = _OfThread()
+        if self.last_forward is not None:
+            self._rest_of(self.last_forward)
+        self.stretches = _OfThread()
         forget_what_is_over()
-
-
-def _is_tree(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.runtime import Runtime, TrainingPhase
-from hetmem.engine.turns import RUNNING, Section, in_backward
+from hetmem.engine.runtime import RUNNING, Runtime, Section, TrainingPhase, in_backward
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import STEP
-from hetmem.torch_private import tree_leaves
+from hetmem.torch_private import tree_leaves, tree_map
 
 _PASSED_THROUGH = "hetmem.intercept.backward"
 _FORWARDS = 32
 """Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
 calls no backward, has any number."""
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
+"""Classes of inputs that hold no others."""
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
@@ -58,7 +59,8 @@ def signature(
     integer input. `held`: the bytes are also those of tensors that objects among the inputs hold."""
     kinds: list[Any] = []
     nbytes = tokens = 0
-    for leaf in tree_leaves((args, kwargs)):  # at each token that is generated
+    leaves = [*args, *kwargs.values()]  # looked at for each token that is generated
+    for leaf in leaves if _PLAIN.issuperset(map(type, leaves)) else tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             kinds.append((leaf.dim(), leaf.dtype))
             count = leaf.numel()
@@ -71,6 +73,20 @@ def signature(
                 nbytes += sum(each.numel() * each.itemsize for each in tensors_within(leaf))
     key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), tuple(kinds))
     return key, nbytes, tokens
+
+
+def cast_inputs(
+    dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast float32 inputs to `dtype`, which a module computes in, as FSDP2 does it."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
+
+    if _PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    args, kwargs = tree_map(cast, (args, kwargs))
+    return args, kwargs
 
 
 class _Ended:
@@ -164,6 +180,21 @@ class StepSegments:
     def several(self) -> bool:
         """Whether a backward now may be of several forwards."""
         return len(self._pending) > 1
+
+    def look_at(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, transformed: bool
+    ) -> tuple[Hashable, int]:
+        """Look for writes of the program before a forward of `module`, and return what `begin_forward` needs.
+        `transformed`: within a transform of torch.func, whose own tensors are homes."""
+        runtime = self._runtime
+        runtime.trailing.pause()
+        with runtime.unwatched():
+            if transformed:
+                runtime.traffic.wait_for_updates()
+            runtime.writes.notice_all()
+            key, size, tokens = signature(module, args, kwargs, held=runtime.memory.device.watched)
+            runtime.events.feed(tokens, trains=torch.is_grad_enabled())
+        return key, size
 
     def begin_forward(self, key: Hashable, size: int) -> bool:
         """A forward of inputs of `size` bytes begins (not one that recomputes within a backward); whether it has to be

@@ -25,9 +25,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import format_size
 from hetmem.engine.events import Span
-from hetmem.engine.param_views import updated_by_another
-from hetmem.engine.runtime import Runtime
-from hetmem.engine.turns import Section, Turn, in_backward
+from hetmem.engine.gradient_views import updated_by_another
+from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.errors import ManageError, StoreError
 from hetmem.intercept.forward_scope import calling_frame, running
 from hetmem.intercept.interceptor import Interception

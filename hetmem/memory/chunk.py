@@ -209,17 +209,13 @@ class Chunk:
     """Of gradients that keep the dtype in which they arrive until their update has read them; None: `dtype`."""
     parameters: list[ManagedParameter] = field(default_factory=list)
     homes: dict[Role, Home] = field(default_factory=dict)
+    operand_block: int = -1
+    """The number under which the residency knows what operators see; -1: the home itself."""
 
     @property
     def operand(self) -> Role:
         """The role that a copy on the device is fetched from: the 16-bit copies at home, or the parameters."""
         return Role.COMPUTE if Role.COMPUTE in self.homes else Role.PARAM
-
-    @property
-    def operand_block(self) -> int | None:
-        """The number under which the residency knows what operators see."""
-        homes = self.homes  # asked at every use of a weight
-        return homes[Role.COMPUTE if Role.COMPUTE in homes else Role.PARAM].block
 
     @property
     def moved(self) -> bool:

@@ -6,6 +6,9 @@ for, as an error of that transfer would be, and at the end. The second of two co
 
 Only the main thread gets signals; the handler that is set for them is what happens in the end. What the work is, is not
 known here.
+
+Note "hooks": what torch calls around each module and each gradient is held back by its code alone (`covers`), as that
+costs no call: the handler is set for the length of a segment, and looks for such code on the stack.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from threading import get_ident
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
+_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 _INTERRUPT = int(signal.SIGINT)
 _SIGNALS: Any = importlib.import_module("_signal")
 """What `signal` wraps, which takes twenty times as long, to make enums; this is asked around every operator."""
@@ -57,17 +61,22 @@ class HeldBack(ContextDecorator):
 
     def __init__(self) -> None:
         self.depth = 0
-        """How often this is entered. Where `segments` run, what is called for each module counts here itself, as that
-        costs no call, and calls `leave` at the end if an interrupt `came`."""
+        """How often this is entered."""
         self.segments = 0
+        self._covered: set[CodeType] = set()
         self._theirs: Any = None
         self.came = False
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
+    def covers(self, function: _FunctionT) -> _FunctionT:
+        """Hold interrupts back while `function` runs within a segment; at its end it calls `leave` if one `came`."""
+        self._covered.add(function.__code__)
+        return function
+
     def begin_segment(self) -> None:
-        """A forward, a backward or a step begins, which enters this often: until `end_segment` the handler stays, and
-        does what theirs does wherever nothing is held back."""
+        """A forward, a backward or a step begins: until `end_segment` the handler stays, and does what theirs does
+        wherever nothing is held back."""
         if HERE.is_main and (self.depth or self._take()):
             self.segments += 1
 
@@ -101,7 +110,7 @@ class HeldBack(ContextDecorator):
 
     def leave(self) -> None:
         """End what was entered, if all is: an interrupt that came is raised."""
-        if not self.depth and (self.came or not self.segments):
+        if not self.depth and (self.came or not self.segments) and HERE.is_main:
             self._give_back()
 
     def raise_here(self) -> None:
@@ -127,8 +136,11 @@ class HeldBack(ContextDecorator):
         self.came, self._wake, self.segments = False, None, 0
         self._give_back()
 
-    def _remember(self, _: int, __: FrameType | None) -> None:
-        if not self.depth:
+    def _remember(self, _: int, frame: FrameType | None) -> None:
+        held = self.depth > 0
+        while not held and frame is not None:
+            held, frame = frame.f_code in self._covered, frame.f_back
+        if not held:
             self._deliver()
             return
         if self.came:  # the second one
@@ -151,8 +163,8 @@ class HeldBack(ContextDecorator):
 
     def _deliver(self) -> None:
         """What an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward
-        without a word. So no segment runs from here on."""
-        self.segments = 0
+        without a word. So no segment runs from here on, unless it has not raised."""
+        segments, self.segments = self.segments, 0
         if _SIGNALS.getsignal(_INTERRUPT) == self._ours:
             _SIGNALS.signal(_INTERRUPT, self._theirs)
         if callable(self._theirs):
@@ -160,6 +172,8 @@ class HeldBack(ContextDecorator):
         else:  # it ends the process, or is ignored
             _SIGNALS.signal(_INTERRUPT, self._theirs)
             signal.raise_signal(signal.SIGINT)
+        if segments and self._take():
+            self.segments = segments
 
 
 HELD_BACK = HeldBack()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.param_views import UsedUp, is_as_it_was, show_gradient, take_gradient
+from hetmem.engine.gradient_views import UsedUp, is_as_it_was, show_gradient, take_gradient
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.chunk_update import ChunkUpdate, Part

@@ -13,8 +13,9 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
+from hetmem.engine.gradient_views import UsedUp, is_home_gradient, move_gradient
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import UsedUp, is_home_gradient, is_shared, move_gradient, rest_of, storage_references
+from hetmem.engine.param_views import is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.schedule.blocks import Link
@@ -187,9 +188,8 @@ class ResidentShare:
 
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
-        assert block is not None
         if not traffic.residency.uses(block, Tier.DEVICE):
-            traffic.copy_home_again(chunk)  # outside a forward, writes of the program were not looked for yet
+            traffic.executor.copy_homes_again([chunk])  # writes of the program are looked for in forwards alone
         for role, home in chunk.homes.items():
             if home.away is not None:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
@@ -236,7 +236,8 @@ class ResidentShare:
     def _settle(self, chunk: Chunk) -> None:
         """Bind parameters, gradients and states to the homes of `chunk` where they are now."""
         for role in chunk.homes:
-            self._runtime.traffic.home_moved(chunk, role)
+            if (block := chunk.homes[role].block) is not None:  # which has no copies but on the device
+                self._runtime.traffic.residency.blocks[block] = self._runtime.memory.block(chunk, role)
         for managed in chunk.parameters:
             home = managed.view(Role.PARAM)
             rest = rest_of(managed, home, self._runtime.memory.device.torch_device)

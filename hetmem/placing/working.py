@@ -21,8 +21,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import weakly
+from hetmem.engine.gradient_views import Given, leave_working, let_arrive, show_gradient, take_arrived, working_weight
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import Given, leave_working, let_arrive, show_gradient, take_arrived, working_weight
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Moment
@@ -127,7 +127,7 @@ class WorkingWeights:
         for all that is needed beside them, also in `backward`. Leases the copies until `release`."""
         runtime = self._runtime
         memory, tracer, residency, room = runtime.memory, runtime.tracer, runtime.traffic.residency, runtime.room
-        found = self._blocks or tuple(block for chunk in memory.chunks if (block := chunk.operand_block) is not None)
+        found = self._blocks or tuple(block for chunk in memory.chunks if (block := chunk.operand_block) >= 0)
         if not memory.resident or len(found) < len(memory.chunks) or not residency.all_on_device(found):
             return False
         moment, later = tracer.all_ahead(found), None if backward is None else tracer.book.get(backward)
@@ -140,7 +140,7 @@ class WorkingWeights:
             with runtime.unwatched():
                 room.before_moment(moment)
                 self._blocks = self._blocks or self._lease(found)
-        runtime.traffic.order_behind_standing()
+        runtime.traffic.executor.order_behind_standing()
         tracer.all_at_once(moment)
         runtime.uses.saw(moment, operator, found)
         return True
@@ -153,7 +153,7 @@ class WorkingWeights:
         for chunk, slot in zip(chunks, slots, strict=True):
             if any(managed.device is None for managed in chunk.parameters):
                 runtime.bindings.open_device(chunk, runtime.memory.device_pool, slot)
-        runtime.traffic.stand(chunks, slots)
+        runtime.traffic.executor.stand(chunks, slots)
         return blocks
 
     def release(self) -> None:
@@ -161,7 +161,7 @@ class WorkingWeights:
         if self._blocks and not self._entered:
             self._blocks = ()
             self._retire()
-            self._runtime.traffic.stand((), ())
+            self._runtime.traffic.executor.stand((), ())
             self._runtime.uses.release(self._managed)
 
     def _retire(self) -> None:
@@ -227,7 +227,7 @@ class WorkingWeights:
         if not used or self._given is not None:
             return
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
-            self._runtime.traffic.order_behind_standing()
+            self._runtime.traffic.executor.order_behind_standing()
             if self._weights:
                 self._count_versions()
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))

@@ -492,11 +492,11 @@ def test_a_backward_that_a_compiler_records_is_of_no_managed_model(
 ) -> None:
     """Copies of a model that had computed before were recorded into the code of another one."""
     told: list[object] = []
-    begins = "hetmem.intercept.interceptor.Interception.backward_begins"
+    begins = "hetmem.intercept.backward._begin_of"
     _, managed = pair(Uses, "host", tmp_path)
     managed(torch.ones(2, WIDTH)).sum()
     monkeypatch.setattr(begins, lambda self: told.append(self))
-    monkeypatch.setattr(begins.replace("begins", "ends"), lambda self: None)
+    monkeypatch.setattr(begins.replace("begin", "end"), lambda self: None)
     other = nn.Linear(WIDTH, WIDTH)
     compiled = torch.compile(lambda x: other(x).square().sum(), backend="aot_eager")
     loss = compiled(torch.ones(2, WIDTH))
