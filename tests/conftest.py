@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
     parser.addoption("--offload", action="store_true", help="activations of the tests' models leave the device")
     parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
-    parser.addoption("--programs", default="0:12", help="first:last seed of the random programs, or `fresh`: new ones")
+    parser.addoption("--programs", default="0:8", help="first:last seed of the random programs, or `fresh`: new ones")
 
 
 @pytest.hookimpl(tryfirst=True)

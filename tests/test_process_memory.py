@@ -86,7 +86,7 @@ def watch(program: str, directory: Path) -> tuple[float, float]:
         os.close(write)  # else its input never ends
         os.dup2(read_there, 0)
         os.dup2(write_there, 1)
-        sys.stdin, sys.stdout, sys.argv = open(0), open(1, "w"), ["-c", str(directory)]
+        sys.stdin, sys.stdout, sys.argv = os.fdopen(0), os.fdopen(1, "w"), ["-c", str(directory)]
         exec(program, {"__name__": "__main__"})
         os._exit(0)
     os.close(write_there)
