@@ -22,7 +22,7 @@ from tests.engine.harness import (
 )
 from tests.engine.lazy_device import UnwatchedDevice
 
-WIDTH, BLOCKS, STEPS = 64, 6, 3
+WIDTH, BLOCKS, STEPS = 64, 6, 2
 BATCH = (torch.randn(3, WIDTH),)
 Ways = dict[str, Callable[[nn.Module, Any], Any]]
 
