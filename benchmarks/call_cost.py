@@ -1,23 +1,29 @@
 """What hetmem costs the thread that launches operators: calls of Python and C, and thread time, by phase of a step.
 
-    python benchmarks/call_cost.py [--steps 5] [--blocks 16] [--width 32] [--checkpointed]
+    python benchmarks/call_cost.py [--steps 5] [--blocks 16] [--width 32] [--experts]
 
 Calls are those that `sys.setprofile` sees on the thread that trains: they are deterministic, and
 `tests/intercept/test_call_counts.py` holds them. Times are thread time, the least of the steps measured. The model is
-like Llama: nine weights a block, an embedding, a norm and a head.
+like Llama: nine weights a block, an embedding, a norm and a head. A second table has the goals: what a use of a weight
+takes beside plain torch, by thread time, and what a step of a model that is whole on the device takes. Microseconds are
+those of the machine, so each is also given in calls of an empty function and in `torch.neg` of eight elements.
 
-`--checkpointed`: the time of a backward of a mixture of experts in blocks that are checkpointed, with ever more experts
-of which as many are used; it must not grow with those that are not.
+`--experts`: of a mixture of experts in checkpointed blocks, of which as many are used however many there are, the
+thread time of a backward, a step beside plain torch's, and the bytes of hetmem's own objects a parameter.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import platform
+import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -178,18 +184,18 @@ def cell(name: str, *, blocks: int = 16, width: int = 32, steps: int = 5) -> dic
     return costs(model, hetmem.AdamW(model.parameters()), batch, steps)
 
 
+def managed_experts(experts: int, mixed: torch.dtype | None = None) -> Experts:
+    """Build a mixture whose homes are in host memory."""
+    torch.manual_seed(0)
+    limits = hetmem.Budget(device="256MiB", host="256MiB", device_chunks="4MiB")
+    model = Experts(experts)
+    return hetmem.manage(model, limits, device=hetmem.SimDevice(), chunk_bytes=CHUNK_BYTES, mixed_precision=mixed)
+
+
 def checkpointed(experts: int) -> tuple[int, float]:
     """How many parameters, and the thread time of a backward."""
-    torch.manual_seed(0)
-    model = Experts(experts)
+    model = managed_experts(experts, torch.bfloat16)
     count = sum(1 for _ in model.parameters())
-    hetmem.manage(
-        model,
-        hetmem.Budget(device="256MiB", host="256MiB", device_chunks="4MiB"),
-        device=hetmem.SimDevice(),
-        chunk_bytes=CHUNK_BYTES,
-        mixed_precision=torch.bfloat16,
-    )
     least, x = float("inf"), torch.randn(4, 8)
     for _ in range(4):
         loss = model(x)
@@ -199,27 +205,120 @@ def checkpointed(experts: int) -> tuple[int, float]:
     return count, least
 
 
+def beside_plain(experts: int, rounds: int) -> tuple[int, float]:
+    """How many parameters, and the CPU time of a step beside plain torch's: the median of turns."""
+    managed, x = managed_experts(experts), torch.randn(4, 8)
+    torch.manual_seed(0)
+    plain = Experts(experts)
+    optimizers = torch.optim.AdamW(plain.parameters(), fused=True), hetmem.AdamW(managed.parameters())
+    ratios: list[float] = []
+    for round_ in range(rounds + 2):
+        seconds = []
+        for model, optimizer in zip((plain, managed), optimizers, strict=True):
+            start = time.process_time()
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.process_time() - start)
+        if round_ >= 2:
+            ratios.append(seconds[1] / seconds[0])
+    return sum(1 for _ in plain.parameters()), statistics.median(ratios)
+
+
+def own_bytes(experts: int) -> float:
+    """Bytes a parameter that lines of hetmem allocate and hold once a mixture has trained."""
+    model = managed_experts(1)
+    hetmem.AdamW(model.parameters())  # what is made once for a process
+    gc.collect()
+    tracemalloc.start()
+    model, x = managed_experts(experts), torch.randn(4, 8)
+    optimizer = hetmem.AdamW(model.parameters())
+    for _ in range(3):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()
+    own = tracemalloc.Filter(True, str(Path(hetmem.__file__).parent / "*"))
+    held = tracemalloc.take_snapshot().filter_traces([own]).statistics("filename")
+    tracemalloc.stop()
+    return sum(each.size for each in held) / sum(1 for _ in model.parameters())
+
+
+def yardsticks() -> tuple[float, float]:
+    """Microseconds of a call of an empty function, and of `torch.neg` of eight elements: the least of several."""
+
+    def empty() -> None:
+        """Nothing."""
+
+    def least(act: Callable[[], object]) -> float:
+        found = []
+        for _ in range(20):
+            start = time.thread_time()
+            for _ in range(2000):
+                act()
+            found.append(1e6 * (time.thread_time() - start) / 2000)
+        return min(found)
+
+    x = torch.zeros(8)
+    return least(empty), least(lambda: torch.neg(x))
+
+
+GOALS = {
+    "homes on the host, all copies": ("a use whose copy is there", 25, 30),
+    "homes on the host, a third of the copies": ("a use with an eviction", 45, 60),
+}
+"""Microseconds a weight in forward and backward."""
+
+
+def print_goals(found: dict[str, dict[str, Cost]], weights: int) -> None:
+    """Print what was found beside its goal."""
+    call, function = yardsticks()
+    plain = found["plain torch"]
+    print(f"\nAn empty call takes {call:.3f} us, torch.neg of eight elements {function:.2f} us.\n")
+    print("| | found | goal | calls | torch.neg |\n|---|---|---|---|---|")
+    for name, (what, *most) in GOALS.items():
+        for phase, goal in zip(("forward", "backward"), most, strict=True):
+            each = 1e6 * (found[name][phase].seconds - plain[phase].seconds) / weights
+            print(f"| {what}, {phase} | {each:.1f} us | {goal} us | {each / call:.0f} | {each / function:.0f} |")
+    for name in list(CELLS)[1:3]:
+        ratio = found[name]["step"].seconds / plain["step"].seconds
+        print(f"| step, {name}, beside torch's fused | {ratio:.2f} | 2 | | |")
+
+
+def print_experts() -> None:
+    """Print what mixtures of experts take."""
+    print("| | found | goal |\n|---|---|---|")
+    seconds = {}
+    for experts in (4, 28, 140, 563, 1126, 4504):
+        count, seconds[experts] = checkpointed(experts)
+        print(f"| backward of {count:,} parameters | {1e3 * seconds[experts]:.1f} ms | |", flush=True)
+    print(f"| 18,016 beside 2,252 parameters | {seconds[4504] / seconds[563]:.1f} | 8 |")
+    count, ratio = beside_plain(4504, 9)
+    print(f"| step of {count:,} parameters beside plain torch | {ratio:.2f} | 1.5 |", flush=True)
+    print(f"| bytes of hetmem's objects a parameter, of 2,252 | {own_bytes(563):,.0f} | 2,048 |")
+
+
 def main() -> None:
-    """Print a table."""
+    """Print tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=16)
     parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--checkpointed", action="store_true")
+    parser.add_argument("--experts", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread of torch")
-    if arguments.checkpointed:
-        for experts in (4, 28, 140, 563, 1126, 4504):
-            count, seconds = checkpointed(experts)
-            print(f"| {count:,} parameters | {1e3 * seconds:.1f} ms |")
+    if arguments.experts:
+        print_experts()
         return
+    costs_of: dict[str, dict[str, Cost]] = {}
     print("| | forward ms | backward ms | step ms | calls forward | calls backward | calls step |")
     print("|---|---|---|---|---|---|---|")
     for name in CELLS:
-        found = cell(name, blocks=arguments.blocks, width=arguments.width, steps=arguments.steps)
+        found = costs_of[name] = cell(name, blocks=arguments.blocks, width=arguments.width, steps=arguments.steps)
         times = " | ".join(f"{1e3 * each.seconds:.1f}" for each in found.values())
         print(f"| {name} | {times} | {' | '.join(f'{each.calls:,}' for each in found.values())} |", flush=True)
+    print_goals(costs_of, weights=3 + 9 * arguments.blocks)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from benchmarks import nearest_codes
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, Task, adamw_8_bit_tasks, adamw_compact_tasks, adamw_tasks
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, Task, adamw_compact_tasks, adamw_tasks
 from hetmem.cpu.workers import WorkerPool
 
 SEED, CORPUS_BYTES, HELD_OUT_BYTES = 20, 4_000_000, 200_000
@@ -89,7 +89,7 @@ def eight_bits(weight: torch.dtype) -> Callable[[Tensor, int], Update]:
         p = computed.to(weight, copy=True)
         computed.copy_(p)
         m, root = zero_codes(p.numel())
-        return lambda step, grad: adamw_8_bit_tasks(step, p, grad, m, root, computed, key=key)
+        return lambda step, grad: adamw_compact_tasks(step, p, grad, m, root, computed, key=key)
 
     return make
 

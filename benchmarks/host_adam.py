@@ -29,11 +29,10 @@ from hetmem.cpu import (
     TILE_ELEMENTS,
     AdamWStep,
     Codes8Bit,
-    adamw,
-    adamw_8_bit_tasks,
     adamw_compact_tasks,
+    adamw_tasks,
     kernel_name,
-    square_sum,
+    square_sum_tasks,
 )
 from hetmem.cpu.workers import WorkerPool
 
@@ -80,7 +79,7 @@ def updates(elements: int, pool: WorkerPool) -> Runs:
     tensors = make_tensors(elements)
     return {
         "same traffic, no arithmetic": lambda: pool.run(tasks),
-        "hetmem": lambda: adamw(pool, STEP, *tensors),
+        "hetmem": lambda: pool.run(adamw_tasks(STEP, *tensors)),
         **torch_updates(elements),
         **deepspeed_update(elements),
     }
@@ -132,7 +131,8 @@ def deepspeed_update(elements: int) -> Runs:
 
 def small_states(elements: int, pool: WorkerPool) -> Runs:
     """The same step on small states; they move fewer bytes than the limit they are compared with."""
-    runs: Runs = {"fp32 states": partial(adamw, pool, STEP, *make_tensors(elements))}
+    whole = make_tensors(elements)
+    runs: Runs = {"fp32 states": lambda: pool.run(adamw_tasks(STEP, *whole))}
     for name, weight in (("fp32 weights", torch.float32), ("bf16 weights", torch.bfloat16)):
         p, grad, m, v, copy = make_tensors(elements)
         small = (p.to(weight), grad, m.bfloat16(), v.bfloat16(), copy if weight is torch.float32 else None)
@@ -142,7 +142,7 @@ def small_states(elements: int, pool: WorkerPool) -> Runs:
             for dtype in (torch.int8, torch.uint8)
         )
         coded = (p.to(weight), grad, m8, v8, small[4])
-        runs[f"{name}, 8-bit moments"] = lambda coded=coded: pool.run(adamw_8_bit_tasks(STEP, *coded, key=1))
+        runs[f"{name}, 8-bit moments"] = lambda coded=coded: pool.run(adamw_compact_tasks(STEP, *coded, key=1))
     return runs
 
 
@@ -154,7 +154,7 @@ def norms(elements: int, dtype: torch.dtype, pool: WorkerPool) -> Runs:
     tasks = [partial(read, words[tile], results, index) for index, tile in enumerate(tiles)]
     return {
         f"read {dtype}": lambda: pool.run(tasks),
-        "hetmem: sum of squares in fp64, and whether finite": lambda: square_sum(pool, [grad]),
+        "hetmem: sum of squares in fp64, and whether finite": lambda: pool.run(square_sum_tasks(grad)[0]),
         "torch: norm and isfinite().all()": lambda: (torch.linalg.vector_norm(grad), grad.isfinite().all()),
     }
 

@@ -107,11 +107,11 @@ def replay(
     for step in range(steps):
         if step and renewed:
             if planned:
-                run.carry_out(residency.expect(Tier.DEVICE, Schedule(trace.uses, barrier=0)))
+                run.carry_out(residency.expect({Tier.DEVICE: Schedule(trace.uses, barrier=0)}))
             run.renew(trace.blocks)
         if planned:
             barrier = len(trace.uses) if renewed else None
-            run.carry_out(residency.expect(Tier.DEVICE, Schedule(trace.uses, barrier=barrier)))
+            run.carry_out(residency.expect({Tier.DEVICE: Schedule(trace.uses, barrier=barrier)}))
         for blocks, slots in zip(trace.uses, limits, strict=True):
             run.carry_out(residency.limit(Tier.DEVICE, slots))
             run.use(blocks)
@@ -226,7 +226,7 @@ def go_through(
 ) -> None:
     """The uses of `segment`, with which `coming` begins, on the device, each for `seconds`; staging has no others."""
     schedules = {Tier.DEVICE: Schedule(coming, segment=len(segment), scan=scan), Tier.HOST: Schedule()}
-    traffic.execute(traffic.residency.expect_all(schedules))
+    traffic.execute(traffic.residency.expect(schedules))
     for blocks in segment:
         traffic.poll()
         traffic.residency.reach(blocks, Tier.DEVICE)

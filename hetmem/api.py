@@ -26,8 +26,7 @@ from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
-from hetmem.placing.filling import BuildingMemory, move_home
-from hetmem.placing.module_building import Building, build_within
+from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
 from hetmem.schedule.blocks import EvictionPolicy, Prefetch
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier

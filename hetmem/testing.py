@@ -21,8 +21,7 @@ import torch
 
 from hetmem.activations import offload
 from hetmem.base.hardware import HardwareProfile
-from hetmem.cpu import square_sum
-from hetmem.cpu.workers import WorkerPool
+from hetmem.cpu import square_sum_tasks, total
 from hetmem.engine.gradient_views import UsedUp
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
@@ -414,7 +413,11 @@ def is_used_up(gradient: torch.Tensor | None) -> bool:
 
 def norm(tensors: list[torch.Tensor]) -> float:
     """Return the norm that clipping computes of one-dimensional `tensors`."""
-    return float(square_sum(WorkerPool(1), tensors) ** 0.5)
+    made = [square_sum_tasks(tensor) for tensor in tensors]
+    for tasks, _ in made:
+        for task in tasks:
+            task()
+    return float(total(sums for _, sums in made) ** 0.5)
 
 
 def _facts(chunk: Chunk) -> ChunkFacts:

@@ -220,7 +220,7 @@ PROMISES: dict[str, Mutation | str] = {
     # ---- Memory, errors, interrupts
     "No tier holds more than its budget": "keep homes on the device when an operator needs their memory",
     "Building a class that `@managed` decorates": Mutation(
-        "placing/module_building.py",
+        "placing/filling.py",
         "            if parameter is not None and _is_placed(parameter):\n",
         "            if False:\n",
         "tests/engine/test_building.py::test_what_no_tier_has_room_for_is_refused_while_it_is_built",

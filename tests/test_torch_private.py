@@ -127,4 +127,5 @@ def test_compilers_and_replaced_names_are_where_they_were() -> None:
 @pytest.mark.parametrize("name", sorted(set(torch_private.ATTRIBUTES)))
 def test_a_private_attribute_is_there(name: str) -> None:
     parameter, module = nn.Parameter(torch.ones(1)), nn.Linear(1, 1)
-    assert any(hasattr(each, name) for each in (parameter, module, parameter.untyped_storage()))
+    objects = (parameter, module, parameter.untyped_storage(), parameter.exp().grad_fn)
+    assert any(hasattr(each, name) for each in objects)

@@ -109,7 +109,7 @@ def _on_device(notes: Notes) -> None:
 
 
 def _host_adam(notes: Notes) -> None:
-    from hetmem.cpu import AdamWStep, adamw
+    from hetmem.cpu import AdamWStep, adamw_tasks
     from hetmem.cpu.workers import WorkerPool, usable_cores
 
     elements = (1 << 16) if notes.small else (64 << 20)
@@ -122,7 +122,7 @@ def _host_adam(notes: Notes) -> None:
             continue
         pool = WorkerPool(threads)
         try:
-            seconds = seconds_of(lambda: adamw(pool, hyper, param, gradient, first, second), 5)  # noqa: B023
+            seconds = seconds_of(lambda: pool.run(adamw_tasks(hyper, param, gradient, first, second)), 5)  # noqa: B023
         finally:
             pool.close()
         rate = UPDATE_BYTES * elements / seconds

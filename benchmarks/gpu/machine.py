@@ -137,7 +137,7 @@ def _kernels() -> str:
 def calls(notes: Notes) -> None:
     """Microseconds of the thread for each call that a step makes many of."""
     from hetmem.cuda.backend import backend
-    from hetmem.cuda.cast import cast
+    from hetmem.cuda.kernels import cast
 
     count = 20 if notes.small else 2000
     stream, other = torch.cuda.current_stream(), torch.cuda.Stream()

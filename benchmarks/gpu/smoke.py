@@ -203,7 +203,7 @@ def _waited_for(check: Callable[[], str]) -> str:
 def _late_copies() -> Any:
     """A device on whose copy streams something sleeps before each copy."""
     from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
-    from hetmem.memory.stream_copier import StreamCopier
+    from hetmem.memory.stream_copies import StreamCopier
 
     class Sleepy(CudaStreams):
         def enqueue(self, link: Any, after: Any, work: Callable[[], None]) -> Any:
@@ -220,12 +220,14 @@ def _late_copies() -> Any:
     return Late()
 
 
-class _Rows(torch.utils.data.Dataset[torch.Tensor]):
+class _Rows(torch.utils.data.Dataset[list[float]]):
+    """Of numbers, not tensors: those cross by a socket, whose path is too long below a deep directory of OUT."""
+
     def __len__(self) -> int:
         return 16
 
-    def __getitem__(self, at: int) -> torch.Tensor:
-        return torch.full((64,), at / 16)
+    def __getitem__(self, at: int) -> list[float]:
+        return [at / 16] * 64
 
 
 def _with_workers(notes: Notes, build: Build) -> str:
@@ -242,10 +244,12 @@ def _with_workers(notes: Notes, build: Build) -> str:
         chunk_bytes=chunk,
     )
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2)
-    loader = torch.utils.data.DataLoader(_Rows(), 8, num_workers=2, multiprocessing_context="fork", timeout=15)
+    loader = torch.utils.data.DataLoader(
+        _Rows(), 8, num_workers=2, multiprocessing_context="fork", timeout=15, collate_fn=list
+    )
     losses = []
     for batch in loader:
-        loss = managed(batch.cuda())
+        loss = managed(torch.tensor(batch).cuda())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

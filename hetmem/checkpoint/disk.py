@@ -1,7 +1,7 @@
-"""Bytes of one file: read and written whole or not at all, a file that takes another's place when it is complete, and
-where the header and the data of a file of safetensors are.
+"""Files of safetensors: one that takes another's place when it is complete, those that a model's weights are in, and
+tensors to a file and back. A tensor in host memory, also a mapped file, moves without a copy.
 
-Knows descriptors and errors of disks. Must not know tensors, nor what the bytes mean.
+Knows descriptors and errors of disks. Must not know models.
 """
 
 from __future__ import annotations
@@ -10,14 +10,24 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
 
 from hetmem.base.units import format_size
-from hetmem.checkpoint.layout import MAX_HEADER_BYTES, Stored, parse_tensors
+from hetmem.checkpoint import layout
+from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored, parse_tensors
 from hetmem.errors import CheckpointError, StoreError
+from hetmem.memory import mapping
 
 _INDEX = ".safetensors.index.json"
 _SHOWN = 5
@@ -48,7 +58,7 @@ def read_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
         raise _failure(error, f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}", done) from error
 
 
-@contextlib.contextmanager
+@contextmanager
 def replacing(path: str, nbytes: int) -> Iterator[int]:
     """A descriptor of a new file of `nbytes` that takes the place of `path` when the block ends without an error.
 
@@ -62,38 +72,35 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
         raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
     if os.path.exists(path) and not os.path.isfile(path):
         raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file, and a checkpoint takes the place of it")
-    partial = f"{path}.partial"
-    fd = _open_alone(partial)
+    unfinished = f"{path}.partial"
+    fd = _open_alone(unfinished)
     try:
         try:
-            _reserve(fd, partial, nbytes)
+            _reserve(fd, unfinished, nbytes)
             yield fd
-            _flush(fd, f"cannot get {partial!r} onto the disk")
-            _rename(partial, path)
+            with _told(f"cannot get {unfinished!r} onto the disk"):
+                os.fsync(fd)
+            with _told(f"cannot rename {unfinished!r} to {path!r}"):
+                os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(partial)
+                os.unlink(unfinished)
             raise
     finally:
         os.close(fd)
-    failure = f"{path!r} is the new one, but a power failure may bring the earlier one back"
-    try:
+    with _told(f"{path!r} is the new one, but a power failure may bring the earlier one back"):
         folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:  # who may write to a directory may not always read it
-        raise _failure(error, failure) from error
-    try:
-        _flush(folder, failure)
-    finally:
-        os.close(folder)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _open_alone(path: str) -> int:
     """Open or make `path` with a lock that ends with the process, if no other process holds it."""
     while True:
-        try:
+        with _told(f"cannot write {path!r}"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise _failure(error, f"cannot write {path!r}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(fd), os.stat(path)):
@@ -127,18 +134,13 @@ def _reserve(fd: int, path: str, nbytes: int) -> None:
         raise _failure(error, f"cannot reserve {path!r} of {sizes}") from error
 
 
-def _flush(fd: int, failure: str) -> None:
+@contextmanager
+def _told(failure: str) -> Iterator[None]:
+    """Raise errors of the disk in the block as a `StoreError` that says the `failure`."""
     try:
-        os.fsync(fd)
+        yield
     except OSError as error:
         raise _failure(error, failure) from error
-
-
-def _rename(source: str, target: str) -> None:
-    try:
-        os.replace(source, target)
-    except OSError as error:
-        raise _failure(error, f"cannot rename {source!r} to {target!r}") from error
 
 
 def _failure(error: OSError, what: str, done: int | None = None) -> StoreError:
@@ -267,3 +269,173 @@ def _indexed(path: str) -> list[str]:
     if foreign:
         raise CheckpointError(f"{path!r} names {foreign[0]!r}, which is not beside it")
     return [os.path.join(os.path.dirname(path), name) for name in files]
+
+
+# ---- Tensors to a file and back, block by block on a few threads: as much memory as those blocks take. ----
+
+THREADS = 4
+BlockJob = Callable[["_BlockBuffer"], Any]
+
+
+class _BlockBuffer(threading.local):
+    """Memory of a thread for one block at a time. Not from the allocator, which would keep it afterwards."""
+
+    memory: mapping.Mapping | None = None
+
+    def like(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        """Of a block; it holds anything, until the next call."""
+        shape = tuple(shape)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self.memory is None or self.memory.nbytes < nbytes:
+            self.memory = mapping.Mapping(max(nbytes, layout.BLOCK_BYTES))
+        return torch.frombuffer(self.memory.buffer(0, nbytes), dtype=dtype).view(shape)
+
+
+class _RunningJobs:
+    """Which jobs run. `end` waits for them however often that is interrupted: what is still moved would go to a
+    descriptor, or memory, that belongs to others then. (A thread whose `join` is interrupted seems over.)"""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running, self._over = 0, False
+
+    def run(self, job: BlockJob, buffer: _BlockBuffer) -> Any:
+        """What `job` returns; after the end nothing begins."""
+        with self._changed:
+            if self._over:
+                return None
+            self._running += 1
+        try:
+            return job(buffer)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """None runs any more. Raises an interrupt that came meanwhile."""
+        again: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._running)
+                break
+            except KeyboardInterrupt as error:
+                again = error
+        if again is not None:
+            raise again
+
+
+def run(jobs: Iterable[BlockJob]) -> list[Any]:
+    """What `jobs` return, in their order. After an error no further one begins; none runs any more at the end."""
+    buffer, under_way = _BlockBuffer(), _RunningJobs()
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint")
+    try:
+        return list(pool.map(lambda job: under_way.run(job, buffer), jobs))
+    finally:
+        try:
+            pool.shutdown(cancel_futures=True)
+        finally:
+            under_way.end()
+
+
+def _settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Let GPUs finish: the threads here use other streams than who computed with `tensors`, or will."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+def write_tensors(
+    fd: int, path: str, data_start: int, stored: Iterable[Stored], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, list[int]]:
+    """Write all `stored` ones of `tensors` to their places; returns the CRC-32 of every block of each."""
+    stored = list(stored)
+    _settle(tensors.values())
+    jobs = [
+        partial(_write, fd, path, data_start + one.start, tensors[one.name], block)
+        for one in stored
+        for block in one.blocks()
+    ]
+    checks = iter(run(jobs))
+    return {one.name: [next(checks) for _ in one.blocks()] for one in stored}
+
+
+@torch.no_grad()
+def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: FileBlock, buffer: _BlockBuffer) -> int:
+    piece = tensor.detach()[block.index]
+    if not _is_memory(piece):
+        piece = buffer.like(piece.shape, piece.dtype).copy_(piece)
+    memory = _bytes_of(piece)
+    write_at(fd, path, memory, start + block.offset)
+    return zlib.crc32(memory)
+
+
+def check_tensors(file: OpenFile, stored: Iterable[Stored], checks: Mapping[str, list[int]]) -> None:
+    """Read `stored` and compare. Raises `StoreError`, and `CheckpointError` with path, offset and bytes of a block that
+    is not what was written."""
+    run(partial(_read, file, one, block, check, None) for one in stored for block, check in _with_checks(one, checks))
+
+
+def checksums(file: OpenFile, stored: Stored) -> list[int]:
+    """The CRC-32 of every block of a tensor. Raises `StoreError`."""
+    return run(partial(_read, file, stored, block, None, None) for block in stored.blocks())
+
+
+def read_tensors(
+    file: OpenFile, targets: Iterable[tuple[Stored, torch.Tensor]], checks: Mapping[str, list[int]] | None = None
+) -> None:
+    """Fill tensors with what is stored, in place, so that their versions count; elements are cast where dtypes differ.
+    Raises as `check_tensors` does, and then has filled some of them; without `checks` nothing is compared."""
+    targets = list(targets)
+    _settle(tensor for _, tensor in targets)
+    try:
+        run(
+            partial(_read, file, one, block, check, tensor.detach())
+            for one, tensor in targets
+            for block, check in _with_checks(one, checks)
+        )
+    finally:
+        _settle(tensor for _, tensor in targets)
+        for _, tensor in targets:  # bytes that are read in place count none
+            if not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def _with_checks(one: Stored, checks: Mapping[str, list[int]] | None) -> Iterator[tuple[FileBlock, int | None]]:
+    blocks = one.blocks()
+    yield from zip(blocks, [None] * len(blocks) if checks is None else checks[one.name], strict=True)
+
+
+@torch.no_grad()
+def _read(
+    file: OpenFile, stored: Stored, block: FileBlock, check: int | None, into: torch.Tensor | None, buffer: _BlockBuffer
+) -> int:
+    """Read one block; returns its CRC-32, which is `check` if that is given."""
+    piece = None if into is None else into[block.index]
+    direct = piece is not None and piece.dtype is stored.dtype and _is_memory(piece)
+    shape = (block.nbytes // stored.dtype.itemsize,) if piece is None else piece.shape
+    source = piece if piece is not None and direct else buffer.like(shape, stored.dtype)
+    memory = _bytes_of(source)
+    offset = file.data_start + stored.start + block.offset
+    read_at(file.fd, file.path, memory, offset)
+    found = zlib.crc32(memory)
+    if check is not None and found != check:
+        raise CheckpointError(
+            f"{file.path!r} is damaged: the {block.nbytes} bytes at offset {offset}, of {stored.name}, have the CRC-32 "
+            f"{found:08x}, expected {check:08x}"
+        )
+    if piece is not None and not direct:
+        piece.copy_(source)
+    return found
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in host memory as they do in a file."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of `tensor`, contiguous and in host memory."""
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

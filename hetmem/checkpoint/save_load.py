@@ -34,9 +34,17 @@ from hetmem.checkpoint.contents import (
     refuse_half_stepped,
     strides_of,
 )
-from hetmem.checkpoint.disk import OpenFile, named, opened, replacing, write_at
+from hetmem.checkpoint.disk import (
+    OpenFile,
+    check_tensors,
+    named,
+    opened,
+    read_tensors,
+    replacing,
+    write_at,
+    write_tensors,
+)
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Header, Stored, arrange, data_nbytes, header, parse
-from hetmem.checkpoint.moving import check_tensors, read_tensors, write_tensors
 from hetmem.errors import CheckpointError, StoreError
 from hetmem.optim.optimizer import OffloadedOptimizer
 

@@ -6,19 +6,21 @@ checksums, no optimizer, and often other names, dtypes and tensors.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, other_model, refuse_half_stepped
-from hetmem.checkpoint.conversions import Declared, Merge, merge, shown
-from hetmem.checkpoint.disk import OpenFile, Source, read_names
+from hetmem.checkpoint.disk import OpenFile, Source, checksums, read_names, read_tensors
 from hetmem.checkpoint.layout import Stored
-from hetmem.checkpoint.moving import checksums, read_tensors
 from hetmem.checkpoint.save_load import partly_loaded
 from hetmem.errors import CheckpointError
 
@@ -167,3 +169,194 @@ def _is_exact(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether every value of the one is a value of the other: as many digits, and as small a least one."""
     mine, theirs = torch.finfo(narrow), torch.finfo(wide)
     return theirs.eps <= mine.eps and theirs.smallest_normal * theirs.eps <= mine.smallest_normal * mine.eps
+
+
+# ---- What Hugging Face's transformers declares about files of a model: other names, tensors that are merged or cut.
+# There is no table here: transformers itself is asked, about a model of its own only, so it is there already. What is
+# made of several tensors it makes in host memory, one conversion at a time.
+
+_BUFFERS = ("rotary_emb.inv_freq", "position_ids")
+"""That transformers once saved, and no longer does; it leaves them out of files for every model that has such."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conversion:
+    """Saved tensors that make others of the model: the first is `name`. `converter` is one of transformers'."""
+
+    name: str
+    converter: Any
+    model: Any
+    collected: list[tuple[str, str]] = field(default_factory=list)
+    """Pattern of the converter and name of a tensor, in the order in which they are merged."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of the saved tensors."""
+        return [name for _, name in self.collected]
+
+    def convert(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of the model by name, out of `tensors`, one for each of `names`."""
+        converter = copy.deepcopy(self.converter)
+        for (pattern, name), tensor in zip(self.collected, tensors, strict=True):
+            converter.add_tensor(self.name, name, pattern, tensor)
+        made = converter.convert(self.name, model=self.model, config=self.model.config)
+        made = made[0] if isinstance(made, tuple) else made  # with the errors, which it raised, in 5.0
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class Declared:
+    """What is declared for `model`, whose state has `names`; nothing, if it is none of transformers."""
+
+    def __init__(self, model: torch.nn.Module, names: set[str]) -> None:
+        self._names = names
+        self._model = _as_its_library_knows_it(model)
+        self._prefix: str = getattr(self._model, "base_model_prefix", "")
+        self._renamings: list[Callable[[str], str]] = []
+        self._converters: list[Any] = []
+        self._order: Callable[[str], Any] = str
+        if self._model is None:
+            return
+        try:
+            from transformers import conversion_mapping, core_model_loading
+        except ImportError:  # transformers 4
+            self._renamings = _renamings_of_4(self._model)
+            return
+        self._order = core_model_loading.dot_natural_key
+        for transform in conversion_mapping.get_model_conversion_mapping(self._model):
+            if isinstance(transform, core_model_loading.WeightConverter):
+                self._converters.append(transform)
+            else:
+                self._renamings.append(partial(_renamed_by, transform))
+
+    def sort(self, keys: Iterable[str]) -> tuple[dict[str, str], list[Conversion]]:
+        """Which of the `keys` of files are which names of the model, and which have to be converted.
+
+        A name that the model does not have is one of the result too. Raises `CheckpointError` for two of one name.
+        """
+        plain: dict[str, str] = {}
+        conversions: dict[str, Conversion] = {}
+        for key in sorted(keys, key=self._order):  # experts.2 before experts.10; some renamings depend on it, too
+            name, converter, pattern = self._renamed(key)
+            if converter is not None:
+                conversion = conversions.setdefault(name, Conversion(name, converter, self._model))
+                conversion.collected.append((pattern, key))
+            elif name in plain:
+                raise CheckpointError(f"{plain[name]} and {key} in the files are both {name} of the model")
+            else:
+                plain[name] = key
+        for name in conversions.keys() - self._names:  # which may need to see the tensor that they make
+            plain.setdefault(name, conversions.pop(name).names[0])
+        return plain, list(conversions.values())
+
+    def _renamed(self, key: str) -> tuple[str, Any, str]:
+        """The name of the model, the converter that makes it, if any does, and the pattern of that."""
+        name, pattern = key, ""
+        for rename in self._renamings:
+            name = rename(name)
+        for converter in self._converters:
+            name, matched = converter.rename_source_key(name)
+            if matched is not None:
+                pattern = matched
+                break
+        else:
+            converter = None
+        name = self._prefixed(name)
+        if name not in self._names and key in self._names:
+            return key, None, ""
+        return name, converter, pattern
+
+    def _prefixed(self, name: str) -> str:
+        """As a model with a head names what its base model saved, or the other way round."""
+        prefix = f"{self._prefix}."
+        if self._prefix and name.startswith(prefix) and name[len(prefix) :] in self._names:
+            return name[len(prefix) :]
+        return prefix + name if self._prefix and prefix + name in self._names else name
+
+    def wanted(self, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Those that are not declared to be of no matter."""
+        if self._model is None:
+            return list(missing), list(unexpected)
+        may_miss, may_be = ([*(getattr(self._model, f"_keys_to_ignore_on_load_{kind}", None) or ())] for kind in _KINDS)
+        buffers = [name for name, _ in self._model.named_buffers()]
+        may_be += [re.escape(end) + "$" for end in _BUFFERS if any(name.endswith(end) for name in buffers)]
+        return (
+            [name for name in missing if not any(re.search(pattern, name) for pattern in may_miss)],
+            [name for name in unexpected if not any(re.search(pattern, name) for pattern in may_be)],
+        )
+
+
+_KINDS = ("missing", "unexpected")
+
+
+def _as_its_library_knows_it(model: torch.nn.Module) -> Any:
+    """`model`, if it is of transformers; seen as the class of transformers that it is derived from, as what is declared
+    goes by that. None for any other."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return None
+    known: Any = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers."))
+    if known in (type(model), library.PreTrainedModel):
+        return model
+    seen = known.__new__(known)
+    seen.__dict__.update(model.__dict__)
+    return seen
+
+
+def _renamed_by(transform: Any, key: str) -> str:
+    return str(transform.rename_source_key(key)[0])
+
+
+def _renamings_of_4(model: Any) -> list[Callable[[str], str]]:
+    """Of transformers before 5, which renames only."""
+    mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    fix: Any = getattr(model, "_fix_state_dict_key_on_load", None)
+
+    def fixed(key: str) -> str:
+        new = key if fix is None else fix(key)
+        return new if isinstance(new, str) else str(new[0])  # with whether it is another one, since 4.48
+
+    def mapped(key: str) -> str:
+        for pattern, new in mapping.items():
+            key, count = re.subn(pattern, new, key)
+            if count:
+                break
+        return key
+
+    return [fixed, mapped]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Merge:
+    """`made`: by the names of the model, what `conversion` makes of `sources`, without memory."""
+
+    conversion: Conversion
+    sources: list[Source]
+    made: dict[str, torch.Tensor]
+
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Make `targets`, by name, in host memory: as much of it as `sources` and what is made of them."""
+        tensors = [torch.empty(source.stored.shape, dtype=source.stored.dtype, device="cpu") for source in self.sources]
+        for source, tensor in zip(self.sources, tensors, strict=True):
+            read_tensors(source.file, [(source.stored, tensor)])
+        with torch.no_grad():
+            made = self.conversion.convert(tensors)
+            for name, tensor in targets.items():
+                tensor.copy_(made[name])
+
+
+def merge(conversion: Conversion, sources: Sequence[Source]) -> Merge:
+    """Return what `conversion` would make of `sources`, one for each of its names; nothing is read.
+
+    Raises `CheckpointError` if it cannot make anything of them.
+    """
+    try:
+        with torch.device("meta"):
+            made = conversion.convert([torch.empty(each.stored.shape, dtype=each.stored.dtype) for each in sources])
+    except Exception as error:
+        raise CheckpointError(f"{conversion.name} cannot be made of {shown(conversion.names)}: {error}") from error
+    return Merge(conversion, list(sources), made)
+
+
+def shown(names: Sequence[str]) -> str:
+    """`names`, or their number and two of them."""
+    return names[0] if len(names) == 1 else f"{len(names)} tensors ({names[0]} … {names[-1]})"

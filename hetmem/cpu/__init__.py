@@ -1,8 +1,8 @@
 """The optimizer's passes over host memory, each as tasks over tiles: AdamW, AdamW on smaller states, and the norm."""
 
-from hetmem.cpu.compact import GROUP_ELEMENTS, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
-from hetmem.cpu.norm import compare_tasks, square_sum, square_sum_tasks, square_sums_on_device, sums_of_tiles, total
-from hetmem.cpu.update import AdamWStep, adamw, adamw_on_device, adamw_tasks, kernel_name
+from hetmem.cpu.adamw import AdamWStep, adamw_on_device, adamw_tasks, kernel_name
+from hetmem.cpu.compact import GROUP_ELEMENTS, Codes8Bit, adamw_compact_tasks
+from hetmem.cpu.norm import compare_tasks, square_sum_tasks, square_sums_on_device, sums_of_tiles, total
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
 __all__ = [
@@ -11,14 +11,11 @@ __all__ = [
     "AdamWStep",
     "Codes8Bit",
     "Task",
-    "adamw",
-    "adamw_8_bit_tasks",
     "adamw_compact_tasks",
     "adamw_on_device",
     "adamw_tasks",
     "compare_tasks",
     "kernel_name",
-    "square_sum",
     "square_sum_tasks",
     "square_sums_on_device",
     "sums_of_tiles",

@@ -5,6 +5,7 @@ It must not know what they are used for. Importing it needs llvmlite, which come
 
 from __future__ import annotations
 
+import platform
 from functools import cache
 from typing import Any
 
@@ -14,17 +15,15 @@ _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatT
 
 
 @cache
-def _has_f16c() -> bool:
-    """Whether code is made for CPUs with F16C.
-
-    Without it LLVM's casts to and from float16 become calls of library functions that nothing links. With a target
-    set by hand this is unknown.
-    """
+def _need_float16() -> None:
+    """Raise NotImplementedError, so that torch does the work, where code is made for CPUs that do not cast to and from
+    float16: LLVM's casts become calls of library functions there, which nothing links."""
     from llvmlite.binding import get_host_cpu_features
     from numba import config
 
-    by_hand = config.CPU_NAME is not None or config.CPU_FEATURES is not None
-    return not by_hand and bool(get_host_cpu_features().get("f16c"))
+    by_hand = config.CPU_NAME is not None or config.CPU_FEATURES is not None  # then it is unknown
+    if by_hand or not (platform.machine() == "aarch64" or get_host_cpu_features().get("f16c")):
+        raise NotImplementedError("this CPU has no casts of float16")
 
 
 def widen_bfloat16(build: Any, x: Any) -> Any:
@@ -32,18 +31,8 @@ def widen_bfloat16(build: Any, x: Any) -> Any:
 
 
 def widen_float16(build: Any, x: Any) -> Any:
-    if _has_f16c():
-        return build.fpext(build.bitcast(x, ir.HalfType()), _F32)
-    bits = build.zext(x, _I32)
-    magnitude = build.shl(build.and_(bits, _I32(0x7FFF)), _I32(13))
-    normal = build.add(magnitude, _I32((127 - 15) << 23))
-    # A subnormal is a fraction of 2**-14 without the leading 1: put one there, and take it away again.
-    one = build.bitcast(build.add(magnitude, _I32(113 << 23)), _F32)
-    subnormal = build.bitcast(build.fsub(one, build.bitcast(_I32(113 << 23), _F32)), _I32)
-    special = build.or_(magnitude, _I32(0xFF << 23))
-    finite = build.select(build.icmp_unsigned("<", magnitude, _I32(1 << 23)), subnormal, normal)
-    wide = build.select(build.icmp_unsigned("<", magnitude, _I32(31 << 23)), finite, special)
-    return build.bitcast(build.or_(wide, build.shl(build.and_(bits, _I32(0x8000)), _I32(16))), _F32)
+    _need_float16()
+    return build.fpext(build.bitcast(x, ir.HalfType()), _F32)
 
 
 def round_bfloat16(build: Any, x: Any, like: Any) -> Any:
@@ -54,20 +43,8 @@ def round_bfloat16(build: Any, x: Any, like: Any) -> Any:
 
 
 def round_float16(build: Any, x: Any, like: Any) -> Any:
-    if _has_f16c():
-        return build.bitcast(build.fptrunc(x, ir.HalfType()), _I16)
-    bits = build.bitcast(x, _I32)
-    magnitude = build.and_(bits, _I32(0x7FFF_FFFF))
-    odd = build.and_(build.lshr(magnitude, _I32(13)), _I32(1))
-    rebias = _I32(((15 - 127) << 23) + 0xFFF)
-    normal = build.lshr(build.add(build.add(magnitude, rebias), odd), _I32(13))
-    # The least bit of 0.5 weighs 2**-24, as a float16 subnormal's does: the addition rounds to it.
-    subnormal = build.sub(build.bitcast(build.fadd(build.bitcast(magnitude, _F32), _F32(0.5)), _I32), _I32(126 << 23))
-    special = build.select(build.fcmp_unordered("uno", x, x), _I32(0x7E00), _I32(0x7C00))
-    finite = build.select(build.icmp_unsigned("<", magnitude, _I32((127 - 14) << 23)), subnormal, normal)
-    rounded = build.select(build.icmp_unsigned("<", magnitude, _I32((127 + 16) << 23)), finite, special)
-    sign = build.and_(build.lshr(bits, _I32(16)), _I32(0x8000))
-    return build.trunc(build.or_(sign, rounded), _I16)
+    _need_float16()
+    return build.bitcast(build.fptrunc(x, ir.HalfType()), _I16)
 
 
 def mix(build: Any, index: Any, key: Any, other_key: Any) -> Any:

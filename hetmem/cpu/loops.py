@@ -32,7 +32,7 @@ BLOCK = ROWS * LANES
 RUN = 4096
 RUNS = 128
 """`square_sum` adds up in LANES sums, a BLOCK at a time, a RUN of blocks together, and of these RUNS at most. LANES and
-RUN as in hetmem.cuda.squares."""
+RUN as in hetmem.cuda.kernels."""
 
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
@@ -43,7 +43,7 @@ AHEAD_BYTES = 2048
 
 
 def element(scalars: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
-    """One element's update in float32. Scalars: see `hetmem.cpu.update.scalars_of`."""
+    """One element's update in float32. Scalars: see `hetmem.cpu.adamw.scalars_of`."""
     scale, decay, lerp, beta2, square, bias, eps, negative_step = scalars
     g = scale * g
     m = _fma(lerp, g - m, m if lerp > 0 else g)

@@ -12,34 +12,18 @@ the sum is infinite or NaN if and only if an element is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from hetmem.cpu import loops
-from hetmem.cpu.on_device import kernels_of
+from hetmem.cpu.adamw import kernels_of
 from hetmem.cpu.workers import Array, Task, as_array, check_flat, one_torch_thread, tiles_of
-from hetmem.cuda import reference
-from hetmem.cuda.reference import RUN_ELEMENTS
-from hetmem.cuda.squares import square_sums
-
-if TYPE_CHECKING:
-    from hetmem.cpu.workers import WorkerPool
+from hetmem.cuda.kernels import RUN_ELEMENTS, by_halves, square_sums, torch_square_sums
 
 _LOOPED = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def square_sum(pool: WorkerPool, grads: Sequence[torch.Tensor]) -> float:
-    """The sum of squares of all elements of `grads`; inf or NaN if and only if an element is. Blocks the caller.
-
-    See `square_sum_tasks` for the tensors, and `total` for the last addition.
-    """
-    made = [square_sum_tasks(grad) for grad in grads]
-    pool.run([task for tasks, _ in made for task in tasks])
-    return total(partials for _, partials in made)
 
 
 def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], Array]:
@@ -66,7 +50,7 @@ def square_sums_on_device(grad: torch.Tensor) -> torch.Tensor:
     if grad.dtype in _LOOPED:
         square_sums(kernels_of(grad.device), grad.detach(), sums)
     else:
-        sums.copy_(reference.square_sums(grad.detach()))
+        sums.copy_(torch_square_sums(grad.detach()))
     return sums
 
 
@@ -74,7 +58,7 @@ def sums_of_tiles(runs: torch.Tensor) -> Array:
     """What the tasks of `square_sum_tasks` would write, of a tensor whose `runs` were summed up."""
     tiles = -(-runs.numel() // loops.RUNS)
     padded = torch.nn.functional.pad(runs, (0, tiles * loops.RUNS - runs.numel()))
-    return reference.by_halves(padded.view(tiles, loops.RUNS)).numpy()
+    return by_halves(padded.view(tiles, loops.RUNS)).numpy()
 
 
 def total(partials: Iterable[Array]) -> float:
@@ -101,7 +85,7 @@ def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
 def _square_sum_torch(values: torch.Tensor) -> float:
     """`loops.square_sum` of one tile by torch, with the same bits."""
     with one_torch_thread():
-        return float(sums_of_tiles(reference.square_sums(values)).sum())  # of one number, or none
+        return float(sums_of_tiles(torch_square_sums(values)).sum())  # of one number, or none
 
 
 def compare_tasks(values: torch.Tensor, copy: torch.Tensor) -> tuple[list[Task], Array]:

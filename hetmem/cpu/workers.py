@@ -122,8 +122,6 @@ class Batch:
         self._finished = threading.Event()
         self._first_error: BaseException | None = None
         self.ended = 0.0  # in seconds of `time.perf_counter`
-        self.failed: list[Task] = []
-        """The tasks that raised."""
         if not tasks:
             self._end()
 
@@ -169,7 +167,6 @@ class Batch:
             task()
         except BaseException as caught:  # `join` raises it, whatever it is
             error = caught
-            self.failed.append(task)
         del task  # before it counts: after the end its memory must be free
         with self._lock:
             self._first_error = self._first_error or error

@@ -5,7 +5,7 @@
 // the other product of v: from `body` on this kernel does too.
 #include "floats.cuh"
 
-// As the host prepares them, each rounded once from fp64; hetmem/cuda/adam.py names them in this order.
+// As the host prepares them, each rounded once from fp64; hetmem/cuda/kernels.py names them in this order.
 struct Scalars {
     float sign, decay, lerp, beta2, square, bias, eps, negative_step;
 };

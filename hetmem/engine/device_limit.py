@@ -67,7 +67,7 @@ class DeviceRoom:
 
     def chunk_bytes(self) -> int:
         """Device bytes that chunks hold now."""
-        slots = self._traffic.residency.used_slots(Tier.DEVICE)
+        slots = self._traffic.residency.taken[Tier.DEVICE].used
         return slots * self._memory.device_pool.slot_bytes + self._memory.device_home_bytes
 
     @property
@@ -83,6 +83,7 @@ class DeviceRoom:
     def needs_less(self) -> None:
         """Everything else needs less of the device from now on than it has: what it does is measured once more."""
         self.statistics.forget_non_model_peak()
+        self.monitor.peak.nbytes = 0
         self._most_non_model = 0
         self._tracer.measure_again()
 
@@ -233,6 +234,7 @@ class DeviceRoom:
         if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
             raise self.shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
+        self.monitor.peak.reached(live_bytes, self.statistics.steps + 1)
         if (moves := self._activations) is not None:
             moves.needs(live_bytes - self.leaving_bytes)
 

@@ -259,18 +259,7 @@ class Executor:
         block = chunk.operand_block
         if block < 0 or self._residency.state(block, DEVICE) is not CopyState.VALID:
             return None
-        return self.on_device(chunk, self._residency.slot(block, DEVICE))
-
-    def copy_home_again(self, chunk: Chunk) -> None:
-        """Make the copy of `chunk`, whose home is on the device too, anew. Waits for nothing."""
-        block = chunk.operand_block
-        if block < 0 or chunk in self.updating:
-            return
-        if Role.COMPUTE in chunk.homes:
-            chunk.recast()
-        if (copy := self.placed(chunk)) is not None:
-            self._memory.device.copy_in(copy, chunk.flat(chunk.operand))
-            self.mark_making(self._residency.slot(block, DEVICE))
+        return self.on_device(chunk, self._residency.slot_taken(block, DEVICE))
 
     def stand(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
         """The copies of `chunks`, whose homes are on the device too, are leased in `slots` until this is called again:
@@ -291,14 +280,22 @@ class Executor:
         return self._residency.all_on_device([chunk.homes[Role.PARAM].block for chunk in chunks])
 
     def copy_homes_again(self, chunks: list[Chunk]) -> None:
-        """Do as `copy_home_again` for each of `chunks`."""
-        if not self.all_stand(chunks):
-            for chunk in chunks:
-                self.copy_home_again(chunk)
-            return
+        """Make the copies of `chunks`, whose homes are on the device too, anew. Waits for nothing."""
         _, slots, copies, homes = self._standing
+        if not self.all_stand(chunks):
+            slots, copies, homes = [], [], []
+            for chunk in chunks:
+                if chunk in self.updating:
+                    continue
+                if Role.COMPUTE in chunk.homes:
+                    chunk.recast()
+                if (copy := self.placed(chunk)) is not None:
+                    slots += (self._residency.slot_taken(chunk.operand_block, DEVICE),)
+                    copies += (copy,)
+                    homes += (chunk.flat(chunk.operand),)
         with without_graph():
-            torch_private.foreach_copy(copies, homes)
+            if copies:
+                torch_private.foreach_copy(copies, homes)
         for slot in slots if self._engine.ordered else ():
             self.mark_making(slot)
 

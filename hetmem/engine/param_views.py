@@ -77,23 +77,28 @@ class Bindings:
     def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`, or take those of the last
         time that it was there."""
-        dtype, kept = chunk.compute_dtype, pool.views.get(slot)
-        known = None if kept is None else kept.pop(chunk, None)
+        self.reopen_device(chunk, pool, slot)
         for managed in chunk.parameters:
-            if managed.device is not None:
-                continue
-            if known is not None and managed in known:
-                managed.device, managed.device_view, *counted = known[managed]
-                managed.device_storage, managed.device_address, managed.device_references = counted
-            else:
-                managed.device = view = managed.shaped(pool.flat(slot, dtype, managed.numel, managed.offset))
+            if managed.device is None:
+                view = managed.shaped(pool.flat(slot, chunk.compute_dtype, managed.numel, managed.offset))
                 storage = view.untyped_storage()
                 managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
                 del storage  # which counts; that it was asked for once does, too
-                managed.device_references = references(managed.device_storage)
-            if managed.numel:
-                self.by_address[managed.device_address] = managed
-                self.by_storage[managed.device_storage] = managed
+                managed.device, managed.device_references = view, references(managed.device_storage)
+                if managed.numel:
+                    self.by_address[managed.device_address] = self.by_storage[managed.device_storage] = managed
+
+    def reopen_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> bool:
+        """Take the views of `chunk` of the last time that it was in `slot`, which asks nothing of torch. Return whether
+        there are those of all parameters."""
+        known: Any = pool.views[slot].pop(chunk, ()) if slot in pool.views else ()
+        for managed in chunk.parameters if known else ():
+            if managed.device is None and managed in known:
+                managed.device, managed.device_view, storage, address, managed.device_references = known[managed]
+                managed.device_storage, managed.device_address = storage, address
+                if managed.numel:
+                    self.by_address[address] = self.by_storage[storage] = managed
+        return len(known) == len(chunk.parameters)
 
     def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of

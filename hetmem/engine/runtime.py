@@ -122,7 +122,7 @@ class Runtime:
         """Plan for the segment `key` and what usually comes after it."""
         if not self.traffic.residency.blocks:
             return  # nothing ever moves
-        self.traffic.execute(self.traffic.residency.expect_all(self.tracer.book.schedules(key)))
+        self.traffic.execute(self.traffic.residency.expect(self.tracer.book.schedules(key)))
 
     def forget_copies(self) -> None:
         """Drop every copy on every tier, those of which a write to NVMe failed once it is done; none may be in use."""

@@ -362,9 +362,9 @@ class Traffic:
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
-    def begin_update(self, chunk: Chunk, *, keep_copy: bool) -> bool:
+    def begin_update(self, chunk: Chunk, *, keep_copy: bool = False) -> bool:
         """Fetch nothing from the home of the parameters of `chunk`, which other threads write, until `end_update`. The
-        device copy is dropped, or with `keep_copy` stays, to be written too. Return whether there is one."""
+        device copy is dropped, or with `keep_copy` stays, to be made anew. Return whether there is one."""
         self.wait_for_update(chunk)
         self.updating.add(chunk)
         block = chunk.operand_block
@@ -413,17 +413,7 @@ class Traffic:
     def _end_update_here(self, chunk: Chunk) -> None:
         with suppress(Exception):  # what cannot be prefetched is asked for again
             self.end_update(chunk)
-        self.executor.copy_home_again(chunk)
-
-    def hold_copy(self, chunk: Chunk) -> torch.Tensor | None:
-        """Lease the device copy of `chunk`, if there is one, until `let_go_of_copy`."""
-        if (copy := self.device_copy(chunk)) is not None:
-            self.ask(chunk.operand_block, Tier.DEVICE)  # it is there
-        return copy
-
-    def let_go_of_copy(self, chunk: Chunk) -> None:
-        """End the lease of `hold_copy`."""
-        self.release(chunk.operand_block, Tier.DEVICE)
+        self.executor.copy_homes_again([chunk])
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""

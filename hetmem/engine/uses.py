@@ -162,8 +162,7 @@ class Uses:
                     break
             else:
                 return True
-            with self._unwatched():
-                self._open(used)
+            self._open(used)
         else:
             self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
         return True
@@ -173,7 +172,9 @@ class Uses:
         for managed in used:
             if managed.device is None:
                 slot = self._traffic.residency.place(managed.chunk.operand_block, DEVICE)
-                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
+                if not self._bindings.reopen_device(managed.chunk, self._memory.device_pool, slot):
+                    with self._unwatched():
+                        self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""

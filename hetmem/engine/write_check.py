@@ -132,7 +132,7 @@ class WriteCheck:
             self._traffic.wait_for_update(chunk)
             self._traffic.wait_until_written([chunk.homes[Role.PARAM]])
             if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
-                self._traffic.executor.copy_home_again(chunk)
+                self._traffic.executor.copy_homes_again([chunk])
             else:
                 self._supersede(managed)
         return bool(touched)

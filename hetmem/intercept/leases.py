@@ -32,6 +32,7 @@ from hetmem.intercept.forward_scope import Call, Compute
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 
+_NONE = id(None)  # what a module has in the place of a bias
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 
 
@@ -41,6 +42,8 @@ class Leases:
     def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors) -> None:
         self._runtime, self._gradients, self._saved = runtime, gradients, saved
         self._by_id = runtime.bindings.by_id
+        self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
+        """By the `id`s of a module's parameters, `_learn` of these."""
         self._bound: list[Call] = []
         """Calls that have weights bound, outermost first."""
         self.casts = saved.casts
@@ -50,13 +53,9 @@ class Leases:
     def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
         """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises.
         `recomputed`: within a backward."""
-        by_id, used = self._by_id, list[ManagedParameter]()
-        for key in map(id, module._parameters.values()):
-            if key in by_id:
-                used += (by_id[key],)
-        if used[1:]:
-            used = [*dict.fromkeys(used)]
-        if used and self._runtime.memory.uses_copies and (not used[1:] or self._fit(used)):
+        keys = (*map(id, module._parameters.values()),)
+        used = self._known[keys] if keys in self._known else self._learn(keys)
+        if used and self._runtime.memory.uses_copies:
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
                 if torch.is_autocast_enabled(self._device_type):  # asked here, as it is at each call
@@ -65,13 +64,17 @@ class Leases:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
 
-    def _fit(self, used: list[ManagedParameter]) -> bool:
-        """Whether chunks may ever have room for all of `used` at once."""
-        memory, chunks = self._runtime.memory, {managed.chunk for managed in used}
-        if len(chunks) == 1:  # a weight and its bias, mostly
-            return True
+    def _learn(self, keys: tuple[int, ...]) -> list[ManagedParameter]:
+        """Find those of the parameters with the `id`s `keys` that are managed: none where chunks can never have room
+        for all of them at once, if these are several."""
+        memory = self._runtime.memory
+        used = [*dict.fromkeys(self._by_id[key] for key in keys if key in self._by_id)]
+        chunks = {managed.chunk for managed in used}
         slots = sum(chunk.spec.span for chunk in chunks)
-        return slots * memory.device_pool.slot_bytes <= memory.device_chunk_bytes
+        fit = len(chunks) < 2 or slots * memory.device_pool.slot_bytes <= memory.device_chunk_bytes
+        if all(key in self._by_id or key == _NONE for key in keys):  # not what `functional_call` makes anew each time
+            self._known[keys] = used if fit else []
+        return used if fit else []
 
     def bind(self, call: Call, used: list[ManagedParameter], name: str, *, recomputed: bool) -> None:
         """Bind `used` until `end(call)`; they are called `name` together."""

@@ -24,6 +24,8 @@ _PASSED_THROUGH = "hetmem.intercept.backward"
 _FORWARDS = 32
 """Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
 calls no backward, has any number."""
+_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
+"""Classes of inputs that hold no others."""
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
@@ -57,7 +59,8 @@ def signature(
     integer input. `held`: the bytes are also those of tensors that objects among the inputs hold."""
     kinds: list[Any] = []
     nbytes = tokens = 0
-    for leaf in tree_leaves((args, kwargs)):  # at each token that is generated
+    leaves = [*args, *kwargs.values()]  # looked at for each token that is generated
+    for leaf in leaves if _PLAIN.issuperset(map(type, leaves)) else tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor):
             kinds.append((leaf.dim(), leaf.dtype))
             count = leaf.numel()
@@ -80,10 +83,10 @@ def cast_inputs(
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
 
-    if kwargs or not all(isinstance(value, torch.Tensor) for value in args):
-        args, kwargs = tree_map(cast, (args, kwargs))
-        return args, kwargs
-    return tuple(map(cast, args)), kwargs
+    if _PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
+    args, kwargs = tree_map(cast, (args, kwargs))
+    return args, kwargs
 
 
 class _Ended:

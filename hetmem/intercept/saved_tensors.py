@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from hetmem.memory.live_bytes import is_unseen
 
 _AUTOGRAD: Any = torch_private.autograd
 _STRIDED = torch.strided
+_tuple: Any = tuple.__new__
 _storage_of: Any = torch_private.storage_address
 _functions_around: Any = torch_private.function_modes_around
 
@@ -39,10 +40,8 @@ _CASTS = _nodes_of_casts()
 _CAST: Any = _CASTS[0]
 
 
-@dataclass(slots=True, eq=False)
-class Saved:
-    """What autograd keeps of a weight: where it is, not the memory it had. Never changed; to make a frozen one would
-    take three times as long."""
+class Saved(NamedTuple):
+    """What autograd keeps of a weight: where it is, not the memory it had."""
 
     managed: ManagedParameter
     dtype: torch.dtype
@@ -57,7 +56,7 @@ class Saved:
     trains: bool
     """Whether it gets a gradient: then the node that asks for it gets a tensor of its own over what `unpack` returns,
     and else that itself, which it may keep."""
-    is_cast: bool = False
+    is_cast: bool
     """Whether it is a view of all of the weight in `dtype`, as autocast makes one at each use."""
 
 
@@ -183,9 +182,7 @@ class SavedTensors:
         if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
             return None
         self.casts.note(managed, base)
-        saved = _place_of(managed, tensor, tensor.stride())
-        saved.is_cast = True
-        return saved
+        return _place_of(managed, tensor, tensor.stride(), is_cast=True)
 
     def enter_node(self) -> None:
         """Until the node that runs is over: autograd takes away what was entered within."""
@@ -368,14 +365,17 @@ def _fetched(view: SavedView) -> torch.Tensor:
     return view.unpack()
 
 
-def _place_of(managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...]) -> Saved:
+def _place_of(
+    managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...], *, is_cast: bool = False
+) -> Saved:
     version = managed.parameter._version if managed.bound else managed.version_now
     sets = None if tensor is managed.parameter else managed.data_sets
     dtype, offset, trains = tensor.dtype, tensor.storage_offset(), tensor.requires_grad
     conj = neg = False
     if dtype.is_complex or managed.chunk.dtype.is_complex:  # a negative view of a real one is made of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
-    return Saved(managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, trains)
+    place = managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, trains, is_cast
+    return _tuple(Saved, place)  # type: ignore[no-any-return]
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,16 @@ node of the graph; they exist only in steps that are watched.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +32,57 @@ _transform: Any = torch_private.transform_level
 _inference = torch.is_inference_mode_enabled
 _dispatch_modes: Any = torch_private.dispatch_modes_around
 _function_modes: Any = torch_private.function_modes_around
+
+NAMED_BYTES = 1 << 16
+"""Tensors of less are not told apart at the peak: they are not what fills a device."""
+_MODULE = "hetmem module"
+"""In the metadata of a node: the `id` of the module that its operator ran in."""
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """Device memory of one tensor: the `operator` that made it, in the innermost call of the module with that `id` (0:
+    in none). `saved`: it has outlived the forward that made it."""
+
+    nbytes: int
+    operator: str
+    module: int
+    saved: bool = False
+
+
+class PeakTensors:
+    """The tensors of NAMED_BYTES at least that were alive when most was, of all that was watched: see `reached`."""
+
+    def __init__(self) -> None:
+        self.alive: dict[Made, None] = {}
+        self._then: list[Made] = []
+        self._count = 0
+        self._is_now = False
+        """Whether the first `_count` of those alive are those of the peak: a copy of them is made when one dies."""
+        self.nbytes = self.step = 0
+        self.segment = ""
+
+    def went(self, made: Made) -> None:
+        """Note what is not alive any more."""
+        if self._is_now:
+            self._then, self._is_now = self.tensors(), False
+        self.alive.pop(made, None)
+
+    def outlived_forward(self) -> None:
+        """Note that what is alive is kept for a backward."""
+        for made in self.alive:
+            made.saved = True
+
+    def reached(self, live_bytes: int, step: int) -> None:
+        """Note that `live_bytes` are alive now, which may be the peak, in the step with that number."""
+        if live_bytes > self.nbytes:
+            self.nbytes, self.step = live_bytes, step
+            self.segment = "forward" if torch_private.current_node() is None else "backward"
+            self._count, self._is_now = len(self.alive), True
+
+    def tensors(self) -> list[Made]:
+        """Return the tensors of the peak."""
+        return list(islice(self.alive, self._count)) if self._is_now else self._then
 
 
 class DeviceMonitor(TorchDispatchMode):
@@ -58,7 +114,10 @@ class DeviceMonitor(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._live_bytes = 0
-        self._dead: deque[int] = deque()
+        self._dead: deque[tuple[int, Made | None]] = deque()
+        self.peak = PeakTensors()
+        self._called: list[tuple[int, int]] = []
+        """For each tensor made since the last forward: the number of autograd's next node, and a module."""
         self.paused = False
         self._pause = _Paused(self)
         self.transformed = False
@@ -67,15 +126,17 @@ class DeviceMonitor(TorchDispatchMode):
         self._is_device = is_device_memory
         self._grown = grown
         self._strict = strict
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[int, tuple[int, Made | None]] = {}
 
     @property
     def live_bytes(self) -> int:
         """What is alive now. For the thread that computes: tensors die on any, also in the middle of a sum of this one,
         and only leave their bytes here."""
         while self._dead:
-            nbytes = self._dead.popleft()
+            nbytes, made = self._dead.popleft()
             self._live_bytes -= nbytes
+            if made is not None:
+                self.peak.went(made)
         return self._live_bytes
 
     def unwatched(self) -> AbstractContextManager[None]:
@@ -126,7 +187,7 @@ class DeviceMonitor(TorchDispatchMode):
     def count(self, operator: Any, tensors: Iterable[Any]) -> None:
         """Add the storages of `tensors` that are not known yet; they leave the count when they die. `operator`, or what
         it is in words, has made them."""
-        before = self.live_bytes
+        before, came = self.live_bytes, dict[Made, None]()
         for tensor in tensors:
             if not _has_memory(tensor):
                 continue
@@ -137,11 +198,23 @@ class DeviceMonitor(TorchDispatchMode):
             address = _address_of(storage)
             if not address or self._is_home(address) or self._is_device(address):
                 continue
-            self._sizes[key] = nbytes = storage.nbytes()
+            nbytes = storage.nbytes()
+            made = self._made(nbytes, operator) if nbytes >= NAMED_BYTES else None
+            self._sizes[key] = nbytes, made
             self._live_bytes += nbytes
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
-        if self.live_bytes > before:
+            if made is not None:
+                came[made] = None
+        grown = self.live_bytes > before
+        self.peak.alive.update(came)  # behind those that have died
+        if grown:
             self._grown(str(operator), self.live_bytes)
+
+    def _made(self, nbytes: int, operator: Any) -> Made:
+        module = _calling_module()
+        if torch.is_grad_enabled():
+            self._called.append((torch_private.autograd._get_sequence_nr(), module))
+        return Made(nbytes, _name(operator), module)
 
     def _check(self, func: Any, leaves: Iterable[Any]) -> None:
         for tensor in leaves:
@@ -153,11 +226,19 @@ class DeviceMonitor(TorchDispatchMode):
                 )
 
     def watch_backward(self, outputs: Any) -> None:
-        """Watch every node of the autograd graph behind `outputs` while it runs."""
+        """Watch every node of the autograd graph behind `outputs`, those of a forward that is over, while it runs."""
+        if torch.is_grad_enabled():
+            self.peak.outlived_forward()
+        called, self._called = self._called, []
+        if called:
+            called.append((sys.maxsize, _calling_module()))
         for node in nodes_behind(outputs):
             if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
                 node.register_prehook(self._enter_node)
                 node.register_hook(self._leave_node)
+                if called:
+                    at = bisect_right(called, node._sequence_nr(), key=lambda entry: entry[0])
+                    node.metadata[_MODULE] = called[min(at, len(called) - 1)][1]
 
     def _enter_node(self, grad_outputs: Sequence[Any]) -> None:
         self.__enter__()
@@ -222,7 +303,27 @@ def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
     """A storage has died. Weak: the finalizer lives as long as the storage and must not keep a model alive."""
     alive = monitor()
     if alive is not None:
-        alive._dead.append(alive._sizes.pop(key, 0))
+        alive._dead.append(alive._sizes.pop(key, (0, None)))
+
+
+def _calling_module() -> int:
+    """The `id` of the module whose call, or whose operator's backward, is innermost on this thread; 0: of none."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:  # which runs backwards
+        if frame.f_code is _CALL:
+            return id(frame.f_locals["self"])
+        frame = frame.f_back
+    node = torch_private.current_node()
+    return 0 if node is None else node.metadata.get(_MODULE, 0)
+
+
+_CALL = torch.nn.Module.__call__.__code__
+
+
+@cache
+def _name(operator: Any) -> str:
+    """As people call `operator`."""
+    return str(operator).removeprefix("aten.").partition(".")[0].strip("_")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

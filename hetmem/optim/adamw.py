@@ -15,13 +15,11 @@ from hetmem.cpu import (
     AdamWStep,
     Codes8Bit,
     Task,
-    adamw_8_bit_tasks,
     adamw_compact_tasks,
     adamw_on_device,
     adamw_tasks,
 )
-from hetmem.cpu.on_device import adamw_as_on_host, equals_host
-from hetmem.cpu.update import WIDEST_VECTOR
+from hetmem.cpu.adamw import WIDEST_VECTOR, adamw_as_on_host, equals_host
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -132,11 +130,10 @@ def _refuse_malformed(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers, got {betas!r}")
 
 
-class AdamWRule:
+class AdamWRule(Rule):
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""
 
-    runs_on_device = True
-    seed: int | None = None
+    has_kernel = True
     merges = WIDEST_VECTOR
 
     def __init__(self, moments: Moments = None) -> None:
@@ -149,10 +146,6 @@ class AdamWRule:
                 f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out"
             )
         return _ROLES
-
-    def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
-        """See `Rule`."""
-        return torch.optim.AdamW([torch.zeros(1, device="cpu")])
 
     def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
         """See `Rule`."""
@@ -205,7 +198,7 @@ class AdamWRule:
         steps: list[torch.Tensor],
         scale: float,
     ) -> None:
-        """See `Whole`."""
+        """See `Rule`."""
         (beta1, beta2), (exp_avgs, exp_avg_sqs) = group["betas"], states
         step = AdamWStep(
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], 0, bool(group["maximize"]), scale
@@ -222,7 +215,7 @@ class AdamWRule:
         return self.equals_host(update.param.device, update.group, update.param.dtype, copy_dtype)
 
     def there(self, updates: Sequence[ParameterUpdate]) -> There:
-        """See `Streamable`."""
+        """See `Rule`."""
         steps = [_count(update) for update in updates]
 
         def there(parameters: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -232,15 +225,14 @@ class AdamWRule:
         return there
 
 
-class CompactAdamWRule:
+class CompactAdamWRule(Rule):
     """AdamW on states smaller than float32: see `hetmem.cpu.compact`. Host memory only."""
 
     runs_on_device = False
-    merges = 0
 
     def __init__(self, moments: Moments, seed: int, *, stochastic_rounding: bool) -> None:
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
-        self.seed: int | None = seed
+        self.seed = seed
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Two moments. Raises `ManageError` for parameters that cannot be updated so."""
@@ -257,36 +249,18 @@ class CompactAdamWRule:
             return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
         return AdamWRule(self._moments).roles(group, dtype)
 
-    def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
-        """See `Rule`."""
-        return torch.optim.AdamW([torch.zeros(1, device="cpu")])
-
     def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
         """See `Rule`."""
         param, grad, copy = _one(dtype), _one(gradient_dtype), None if copy_dtype is None else _one(copy_dtype)
-        if self._moments == "8bit":
-            m, root = (Codes8Bit(_one(code), _one(torch.float32)) for code in (torch.int8, torch.uint8))
-            adamw_8_bit_tasks(_FIRST, param, grad, m, root, copy, key=0)
-        else:
-            m16, v16 = (_one(role.dtype or dtype) for role in self.roles({}, dtype))
-            adamw_compact_tasks(_FIRST, param, grad, m16, v16, copy, key=0)
+        made = {role.name: _one(role.dtype or dtype) for role in self.roles({}, dtype)}
+        made |= {f"{name}_scale": _one(torch.float32) for name in made if self._moments == "8bit"}
+        adamw_compact_tasks(_FIRST, param, grad, *_moments(made), copy, key=0)
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
         assert self.seed is not None
-        step, key, states = _count(update), (self.seed << 32) + update.number, update.states
-        if self._moments == "8bit":
-            m, root = (Codes8Bit(states[name], states[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq"))
-            return adamw_8_bit_tasks(step, update.param, update.grad, m, root, update.copy, key=key)
-        return adamw_compact_tasks(
-            step, update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy, key=key
-        )
-
-    def equals_host(
-        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> bool:
-        """Not there."""
-        return False
+        step, key = _count(update), (self.seed << 32) + update.number
+        return adamw_compact_tasks(step, update.param, update.grad, *_moments(update.states), update.copy, key=key)
 
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """Not there: states this small are for models that are larger than the device."""
@@ -294,6 +268,14 @@ class CompactAdamWRule:
             "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a whole: "
             "leave them out, or set Budget(device_chunks=…) lower, so that its states stay in host memory"
         )
+
+
+def _moments(states: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
+    """Both moments of `states`, those in 8 bits with their scales."""
+    if "exp_avg_scale" not in states:
+        return states["exp_avg"], states["exp_avg_sq"]
+    first, second = (Codes8Bit(states[name], states[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq"))
+    return first, second
 
 
 def _by_role(update: ParameterUpdate) -> dict[str, torch.Tensor]:

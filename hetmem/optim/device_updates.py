@@ -25,7 +25,7 @@ from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.memory.device import Device
 from hetmem.optim.chunk_update import ChunkUpdate, DeviceWork, Opened, Slot
-from hetmem.optim.options import Gradients, HalfComputedError, Rule, Streamable
+from hetmem.optim.options import Gradients, Rule
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.gradients import wait_until
 from hetmem.schedule.trace import Tier
@@ -242,7 +242,7 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
             except BaseException as again:  # a device that fails twice is lost, with everything on it
                 update.ruined = True
                 self._fail(update)
-                raise again from HalfComputedError("what the device has updated is not all at home: load a checkpoint")
+                raise again from RuntimeError("what the device has updated is not all at home: load a checkpoint")
         self._over(update, done=True)
         self._ended()
 
@@ -313,7 +313,7 @@ class UpdatePlaces:
     def choose(self, groups: Callable[[], Groups]) -> None:
         """Look at the step so far."""
         runtime = self._runtime
-        if runtime.hardware is None or not runtime.tracer.knows_a_backward() or not isinstance(self._rule, Streamable):
+        if runtime.hardware is None or not runtime.tracer.knows_a_backward() or not self._rule.has_kernel:
             return
         if runtime.memory.resident or runtime.memory.store is not None:
             return

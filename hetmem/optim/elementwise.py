@@ -20,7 +20,7 @@ from hetmem.cpu.workers import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
-from hetmem.optim.options import HalfComputedError, LossScale, ParameterUpdate
+from hetmem.optim.options import LossScale, ParameterUpdate, Rule
 
 _TRIAL = (4, 32)
 _SAMPLE = (4, 1024)
@@ -66,12 +66,8 @@ def offload(
     )
 
 
-class TorchRule:
+class TorchRule(Rule):
     """The arithmetic of `optimizer`, a class of torch's."""
-
-    runs_on_device = True
-    seed: int | None = None
-    merges = 0
 
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer
@@ -86,13 +82,6 @@ class TorchRule:
         if key not in self._known:
             self._known[key] = tuple(Role(name) for name in self._try(options, dtype))
         return self._known[key]
-
-    def like(self, group: dict[str, Any]) -> Optimizer:
-        """See `Rule`."""
-        return self.optimizer_of([torch.zeros(1, device="cpu")], self._options(group))
-
-    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        """torch is compiled."""
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One run of torch's `step` for each tile; the first one also counts the step."""
@@ -130,13 +119,11 @@ class TorchRule:
             raise
 
     def _tile(self, update: ParameterUpdate, numbers: dict[str, Any], tile: slice, first: bool) -> Callable[[], None]:
-        param, states = update.param[tile].data, {name: state[tile].data for name, state in update.states.items()}
+        param, states = update.param[tile], {name: state[tile] for name, state in update.states.items()}
 
         def run() -> None:
             mine = {name: _copied(value) for name, value in numbers.items()}
             mine |= {name: state for name, state in states.items() if name not in update.fresh}
-            if any(part._version for part in (param, *states.values())):
-                raise HalfComputedError("weights of this update are half computed, and of no use: load a checkpoint")
             with torch.inference_mode(False), torch.no_grad(), one_torch_thread():
                 after = self._step(update.group, param, _scaled(update, tile), mine)
                 if update.copy is not None:

@@ -24,7 +24,7 @@ from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.optim.chunk_update import on_host, refuse_sparse
+from hetmem.optim.chunk_update import WholeGroup, WholeUpdate, on_host, refuse_sparse
 from hetmem.optim.options import (
     Gradients,
     LossScale,
@@ -36,10 +36,8 @@ from hetmem.optim.options import (
     is_number,
     loss_scale,
 )
-from hetmem.optim.reserving import reserve_homes
-from hetmem.optim.states import Places, States, checked, managed_again, no_longer_managed, saved_homes
+from hetmem.optim.states import Places, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
 from hetmem.optim.step import Stepper, Work
-from hetmem.optim.whole_step import Whole, WholeGroup, WholeUpdate
 
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
@@ -58,8 +56,8 @@ class OffloadedOptimizer(Optimizer):
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
-    update, and its home readable; `step` called again, with the same gradients, does the rest. Where the update itself
-    fails twice in host memory that it has begun to change, every further `step` says that a checkpoint must be loaded.
+    update, and its home readable; `step` called again, with the same gradients, does the rest. Where the arithmetic
+    itself fails in memory that it changes in place, every further `step` says that a checkpoint must be loaded.
     """
 
     writes_homes = True
@@ -249,9 +247,11 @@ class OffloadedOptimizer(Optimizer):
         if "state" in state:
             self.states.shown = state.pop("state")
         super().__setstate__(state)
-        self.states.renew(self.rule, self.param_groups, self.defaults)
+        for group in self.param_groups:  # what older versions of torch did not save yet
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
-            self._managed(managed.parameter)[0].owners.give_states(managed, [role for role, _ in places.values()], self)
+            self._managed(managed.parameter)[0].owners.take([managed], self)
             self.states.load(managed, places, saved)
 
     # ---- what hetmem's have beside that ------------------------------------------------------------------------
@@ -331,26 +331,32 @@ class OffloadedOptimizer(Optimizer):
     def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:
         """Homes for what `groups` keep; which group a chunk is of, if not of several, makes no difference to others."""
         kept: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
+        of: dict[Interception, list[ManagedParameter]] = {}
         found = [(group, *checked(parameter, self._name())) for group in groups for parameter in group["params"]]
         for group, interception, managed in found:
-            self._stepper(interception).owners.made(managed, self)
+            of.setdefault(interception, []).append(managed)
             if managed.parameter.requires_grad:
                 chunks, chunk = kept.setdefault(interception, {}), managed.chunk
                 roles = (*chunks.get(chunk, ()), *self.rule.roles(group, chunk.dtype))
                 chunks[chunk] = tuple(dict.fromkeys(roles))
+        for interception, parameters in of.items():
+            self._stepper(interception).refuse_begun(parameters)
         for interception, chunks in kept.items():
             reserve_homes(self, interception, chunks, self._name())
+        for interception, parameters in of.items():
+            self._stepper(interception).owners.take(parameters, self)
 
     def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
         """`parameter` and what `group` has it keep, which has homes now."""
         stepper, managed = self._managed(parameter, loads=True)
+        stepper.refuse_begun([managed])
         roles = self.rule.roles(group, managed.chunk.dtype)
         stepper.ensure_homes(managed.chunk, roles)
         return managed, roles
 
     def _whole_work(self) -> list[tuple[Stepper, WholeUpdate]]:
         """Groups whose parameters are whole on the device."""
-        if not isinstance(self.rule, Whole) or not any(each.updates_whole for each in self._steppers.values()):
+        if not self.rule.has_kernel or not any(each.updates_whole for each in self._steppers.values()):
             return []
         found = []
         for group in self.param_groups:
@@ -379,7 +385,6 @@ class OffloadedOptimizer(Optimizer):
     def _update_whole(self, whole: list[tuple[Stepper, WholeUpdate]], grad_scale: float) -> None:
         for stepper, update in whole:
             if stepper.updates_whole:
-                assert isinstance(self.rule, Whole)
                 update.carry_out(self.rule, grad_scale)
                 continue
             chunks: Work = {}

@@ -6,20 +6,17 @@ transfers.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 
 from hetmem.memory.chunk import Role
 
 Task = Callable[[], None]
-
-
-class HalfComputedError(Exception):
-    """A task that failed before has changed some of its memory, so that it cannot run again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,48 +47,62 @@ There = Callable[[Sequence[Mapping[str, torch.Tensor]]], None]
 states, and "compute" if there is a copy."""
 
 
-@runtime_checkable
-class Streamable(Protocol):
-    """A rule whose updates can be made on a device to which states are brought."""
-
-    def there(self, updates: Sequence[ParameterUpdate]) -> There:
-        """`updates`, with the bits of `tasks` where the device `equals_host`. Counts the step in each `state`."""
-
-
-class Rule(Protocol):
+class Rule(ABC):
     """Elementwise arithmetic: what becomes of an element depends on that element alone, and on numbers."""
 
-    runs_on_device: bool
+    runs_on_device = True
     """Whether there is an `on_device`."""
-    seed: int | None
+    has_kernel = False
+    """Whether there are `there` and `whole`."""
+    seed: int | None = None
     """What chance depends on; None if nothing does."""
-    merges: int
+    merges = 0
     """Whether it updates several parameters as one, where all but the last have a multiple of so many elements; else
     0."""
 
+    @abstractmethod
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
 
-    def like(self, group: dict[str, Any]) -> torch.optim.Optimizer:
-        """An optimizer of torch's, of some parameter, that computes the same with the options of `group`."""
-
-    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
+    def prepare(  # noqa: B027 - there may be nothing to compile
+        self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None
+    ) -> None:
         """Compile what `tasks` run for parameters of `dtype`, gradients of `gradient_dtype` and copies of `copy_dtype`
         (None: no)."""
 
+    @abstractmethod
     def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`. A
-        task that raised can run again, or raises `HalfComputedError` then."""
+        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
 
     def equals_host(
         self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
     ) -> bool:
         """Whether updates on `device` of parameters of `dtype` in `group`, with copies of `copy_dtype` (None: without),
         have the bits of `tasks`. Tried once."""
+        return False
 
+    @abstractmethod
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` if `as_host`, where it
         `equals_host`, else with those of torch there."""
+
+    def there(self, updates: Sequence[ParameterUpdate]) -> There:
+        """`updates` on a device to which states are brought, with the bits of `tasks` where it `equals_host`. Counts
+        the step in each `state`."""
+        raise NotImplementedError
+
+    def whole(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        states: Sequence[list[torch.Tensor]],
+        steps: list[torch.Tensor],
+        scale: float,
+    ) -> None:
+        """Update `params` in place in one call, with `states` in the order of `roles` and `grads` times `scale`, and
+        count `steps`: with the bits of torch where they lie. Raises before anything is changed, if at all."""
+        raise NotImplementedError
 
 
 class Gradients(str, Enum):

@@ -1,28 +1,29 @@
-"""States of optimizers: what users see of them, whose they are, and where those of a checkpoint belong.
+"""States of optimizers: room for them, what users see of them, whose they are, and where those of a checkpoint belong.
 
 In `optimizer.state` are tensors that are the homes. It knows of no steps; it neither updates nor waits.
-
-Note "owners": states of one name have one home for each parameter, so of two optimizers that keep the same ones the
-last to make them has them, and the other may not step with what it finds there. And one alone may update a parameter
-within a backward, before its `step` is called: the one that was the last to step it, or the only one there is.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
-from hetmem.engine.gradient_views import updated_by_another
+from hetmem.base.units import format_enough, format_size
+from hetmem.cpu import compare_tasks, square_sum_tasks
 from hetmem.engine.gradients import GradientListener, GradientSink
+from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import is_shared
-from hetmem.errors import ManageError
+from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
 from hetmem.optim.options import Gradients, Overlap, Rule
+from hetmem.schedule.placement import slots_for_staging
 
 Places = dict[str, tuple[Role, torch.Tensor]]
 """The homes of a parameter's states, by the names that states have."""
@@ -39,10 +40,6 @@ class States:
         """The entry of `managed` in `shown`, empty if it was never updated."""
         found: dict[str, Any] = self.shown[managed.parameter]
         return found
-
-    def has(self, managed: ManagedParameter, role: Role) -> bool:
-        """Whether they show `role` of `managed`."""
-        return self.shown.get(managed.parameter, {}).get(role.name) is not None
 
     def forget_empty(self, managed: ManagedParameter) -> None:
         """torch shows no entry for a parameter of which it keeps nothing."""
@@ -68,17 +65,6 @@ class States:
         for name, value in state.items():
             if name not in places and isinstance(value, torch.Tensor):
                 state[name] = value.cpu()
-
-    def renew(self, rule: Rule, groups: list[dict[str, Any]], names: Iterable[str]) -> None:
-        """What older versions of torch have saved becomes what the present one has, as its optimizers do it: numbers
-        in `shown`, and those of `names` that `groups` lack."""
-        renewed = [dict(group) for group in groups]
-        for group in renewed[:1]:
-            rule.like(group).__setstate__({"state": self.shown, "param_groups": renewed})
-        for group, new in zip(groups, renewed, strict=True):
-            for name in names:
-                if name in new:
-                    group.setdefault(name, new[name])
 
     def written(self, chunk: Chunk) -> Iterable[Role]:
         """The states of `chunk` that the user has written to since this was asked last."""
@@ -164,6 +150,11 @@ def _check_states(
                 f"this checkpoint, and this optimizer keeps it as {homes[role.name].dtype}: make it with moments= as "
                 f"the one that was saved"
             )
+    if isinstance(state.get("step"), (int, float)):
+        raise ManageError(
+            f"step of {parameter} is a number in this checkpoint, as torch before 1.12 saved it: load it into torch's "
+            f"optimizer, and save the state_dict() of that"
+        )
     for name, value in state.items():
         if name in homes and value.shape != homes[name].shape:
             raise ManageError(
@@ -199,75 +190,31 @@ class SteppingOptimizer(Protocol):
 
 
 class Owners:
-    """Of the parameters of one managed model."""
+    """Of the parameters of one managed model: each is stepped by that optimizer of hetmem's which was made over it, or
+    has loaded states of it, last. States of one name have one home for each parameter."""
 
     def __init__(self) -> None:
-        self._last: dict[int, weakref.ref[SteppingOptimizer] | None] = {}
-        self._states: dict[tuple[int, Role], object] = {}
-        self._latest: object = None
-        """The `token` of the optimizer that took a parameter or a state last."""
-        self._settled: weakref.WeakSet[object] = weakref.WeakSet()
+        self._tokens: dict[int, object] = {}
+        self.changes = 0
 
-    def settled(self, parameters: object, owner: SteppingOptimizer) -> bool:
-        """Whether `settle` was called for these, and no other optimizer has taken anything since."""
-        return self._latest is owner.token and parameters in self._settled
+    def take(self, parameters: Iterable[ManagedParameter], owner: SteppingOptimizer) -> None:
+        """Let `owner` be the one that steps `parameters`."""
+        self._tokens |= {id(managed): owner.token for managed in parameters}
+        self.changes += 1
 
-    def settle(self, parameters: object, owner: SteppingOptimizer) -> None:
-        """All of `parameters`, an object that stands for them, are the `owner`'s, with their states."""
-        self._taken_by(owner)
-        self._settled.add(parameters)
+    def owns(self, owner: SteppingOptimizer, managed: ManagedParameter) -> bool:
+        """Whether `owner` steps `managed`."""
+        return self._tokens.get(id(managed)) is owner.token
 
-    def _taken_by(self, owner: SteppingOptimizer) -> None:
-        if self._latest is not owner.token:
-            self._latest = owner.token
-            self._settled.clear()
-
-    def made(self, managed: ManagedParameter, owner: SteppingOptimizer) -> None:
-        """`owner` is going to step `managed`; if another one may too, it has to step it first."""
-        self._taken_by(owner)
-        last = self._last.get(id(managed), weakref.ref(owner))
-        alone = last is not None and last() in (None, owner)
-        self._last[id(managed)] = weakref.ref(owner) if alone else None
-
-    def steps(
-        self, stepped: Iterable[ManagedParameter], owner: SteppingOptimizer, others: Iterable[GradientListener]
-    ) -> None:
-        """`owner` steps `stepped`. Raises RuntimeError if one of `others` has updated any of them in this step."""
-        self._taken_by(owner)
-        begun = {managed for other in others for managed in other.begun()}
-        for managed in stepped:
-            if managed in begun:
-                raise RuntimeError(updated_by_another(managed.name))
-            self._last[id(managed)] = weakref.ref(owner)
-
-    def may_begin(self, managed: ManagedParameter, owner: SteppingOptimizer) -> bool:
-        """Whether `owner` may update `managed` before its `step` is called."""
-        last = self._last.get(id(managed))
-        return last is not None and last() is owner
-
-    def take_states(self, managed: ManagedParameter, roles: Collection[Role], owner: SteppingOptimizer) -> None:
-        """`owner` is about to write to `roles` of `managed`. Raises RuntimeError if it has made them, and another one
-        has made them anew since."""
-        token, states, key = owner.token, self._states, id(managed)
-        for role in roles:
-            if states.get((key, role)) is not token:
-                break
-        else:
-            return
-        for role in roles:
-            holder = self._states.get((id(managed), role), token)
-            if holder is not token and owner.states.has(managed, role):
+    def check(self, owner: SteppingOptimizer, parameters: Iterable[ManagedParameter]) -> None:
+        """Raise RuntimeError if another optimizer steps any of `parameters`; those that none does are `owner`'s now."""
+        for managed in parameters:
+            if self._tokens.setdefault(id(managed), owner.token) is not owner.token:
                 raise RuntimeError(
-                    f"{role.name} of {managed.name} is another optimizer's, which has stepped since: hetmem keeps one "
-                    f"of each state for a parameter. Load a state_dict into this one to go on with it, or use "
-                    f"torch.optim for one of the two"
+                    f"{managed.name} is another optimizer's, which was made over it, or loaded states of it, after "
+                    f"this one: hetmem keeps the states of one for a parameter. Load a state_dict into this one to go "
+                    f"on with it, or use torch.optim for one of the two"
                 )
-        self.give_states(managed, roles, owner)
-
-    def give_states(self, managed: ManagedParameter, roles: Collection[Role], owner: SteppingOptimizer) -> None:
-        """`roles` of `managed` are those of `owner`, whosever they were."""
-        self._taken_by(owner)
-        self._states |= {(id(managed), role): owner.token for role in roles}
 
 
 _owners: weakref.WeakKeyDictionary[Interception, Owners] = weakref.WeakKeyDictionary()
@@ -323,3 +270,133 @@ def managed_again(managed: ManagedParameter, optimizer: str) -> ManageError:
         f"{optimizer} has states of {managed.name} from before its model was released and managed again: "
         f"make it again and load this one's state_dict into it, or load its own state_dict() into itself"
     )
+
+
+# ---- Whether there is room for homes, and what helps where there is none. ----
+
+
+def reserve_homes(
+    optimizer: SteppingOptimizer, interception: Interception, kept: Mapping[Chunk, tuple[Role, ...]], name: str
+) -> None:
+    """Have homes for gradients of the chunks in `kept`, and for the states there, and compile what updates them.
+
+    Raises `BudgetError` where they have no room, and `ManageError` where the model's plan is for another optimizer.
+    """
+    check_planned(interception.runtime.planned_optimizer, optimizer.gradients, optimizer.overlap)
+    memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
+    streamed = optimizer.gradients is Gradients.STREAMED
+    lends = memory.uses_copies and streamed and not memory.resident
+    if not memory.resident:
+        check_room(memory, kept, name, lends=lends)
+    if lends:
+        new = [chunk for chunk in kept if not (chunk.moved or memory.lends(chunk))]
+        if new and not memory.set_aside(new):
+            saves_nothing(len(new))
+        sink.lends = True
+    elif memory.uses_copies:  # on the device gradients stay autograd's own
+        traffic.ensure_homes(kept, (Role.GRAD,))
+        if streamed:
+            saves_nothing(0)
+    alike: dict[tuple[Role, ...], list[Chunk]] = {}
+    for chunk, roles in kept.items():
+        check_staging(memory, chunk, len(roles))
+        alike.setdefault(roles, []).append(chunk)
+    for roles, chunks in alike.items():
+        for chunk in chunks:
+            interception.share.before_reserving(chunk, set(roles))
+        traffic.ensure_homes(chunks, roles)
+    if memory.staying:
+        if all(chunk in kept for chunk in memory.chunks if any(m.parameter.requires_grad for m in chunk.parameters)):
+            interception.share.bring_home(lends=lends)
+        if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
+            raise stays_on_device(memory, name)
+        traffic.ensure_homes(memory.staying, (Role.GRAD,))
+    compile_ahead(optimizer.rule, memory, kept, norm=optimizer.needs_all_gradients, lends=lends)
+
+
+def check_planned(planned: Mapping[str, str], gradients: Gradients, overlap: Overlap) -> None:
+    """Raises `ManageError` where visible gradients would take memory that the model's plan has given to other things.
+    What is faster or slower than `planned`, in no more memory, is the user's to choose."""
+    if planned.get("gradients") == Gradients.STREAMED and gradients is Gradients.VISIBLE:
+        said = ", ".join(f"{name}={value!r}" for name, value in planned.items())
+        raise ManageError(
+            f"the model's plan is for an optimizer with {said}, got overlap={overlap.value!r}, "
+            f"gradients={gradients.value!r}, which keeps the gradients of all parameters at home: make it as planned, "
+            f"or plan again with gradients='visible'"
+        )
+
+
+def saves_nothing(chunks: int) -> None:
+    """Warn that streamed gradients take as much memory as visible ones: those of a model of so few `chunks`, of which
+    some have a home at any time, or (0) of one whose states all lie on the device."""
+    why = f"the model has {chunks} chunk(s), all with gradients at a time" if chunks else "all is on the device"
+    warnings.warn(
+        f"gradients='streamed' saves nothing: {why}; leave it out{', or set a smaller chunk_bytes' if chunks else ''}",
+        stacklevel=5,
+    )
+
+
+def check_room(memory: Memory, kept: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool) -> None:
+    """Raise `BudgetError` where host memory and NVMe lack room for what the optimizer called `name` keeps of chunks.
+    `lends`: gradients have homes for a while only."""
+    wanted: Counter[str] = Counter()
+    for chunk, roles in kept.items():
+        for role in (*roles, *(() if lends else (Role.GRAD,))):
+            if role not in chunk.homes and not chunk.moved:
+                wanted["gradients" if role is Role.GRAD else "states"] += chunk.home_nbytes(role)
+    room, total = memory.room(), sum(wanted.values())
+    missing = total - room.host_bytes - room.nvme_bytes
+    if missing <= 0:
+        return
+    here = total + memory.host_pool.reserved_bytes + (memory.store.reserved_bytes if memory.store else 0)
+    device = f", the device holds {format_size(memory.device_home_bytes)}" if memory.device_home_bytes else ""
+    tiers = f"Budget(host=…) is {format_size(memory.host_pool.capacity_bytes)}"
+    tiers += f" and Budget(nvme=…) {format_size(memory.nvme_bytes)}" if memory.store else ""
+    kinds = ", ".join(f"{what} {format_size(nbytes)}" for what, nbytes in wanted.items())
+    raise BudgetError(
+        f"{name} has no room: weights, gradients and states take {format_size(here)} in all beside the device ({kinds} "
+        f"still to come), and {tiers}{device}, so {format_enough(missing)} are missing; raise Budget(host=…) to "
+        f"{format_enough(memory.host_pool.capacity_bytes + missing)}, or give Budget(nvme=…, nvme_dir=…); "
+        f"`hetmem plan` says what else would do"
+    )
+
+
+def stays_on_device(memory: Memory, name: str) -> BudgetError:
+    """The error of an optimizer that updates in host memory alone, which has no room for all that it keeps."""
+    missing = format_enough(memory.device_home_bytes)
+    return BudgetError(
+        f"{name} with these options updates in host memory, and {missing} of weights and states have no room there: "
+        f"raise Budget(host=…) by {missing}, or give Budget(nvme=…, nvme_dir=…)"
+    )
+
+
+def check_staging(memory: Memory, chunk: Chunk, states: int) -> None:
+    """Raise `BudgetError` if an update of `chunk`, with so many `states`, has no room in staging."""
+    slots = memory.staging_slots
+    needed = (2 + states) * chunk.spec.span
+    if 0 < slots < needed:
+        raise BudgetError(
+            f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "
+            f"{states} states needs {needed} at once: raise Budget(host=…) to "
+            f"{format_size(slots_for_staging(needed) * memory.host_pool.slot_bytes)}, or set a smaller chunk_bytes"
+        )
+
+
+def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm: bool, lends: bool = False) -> None:
+    """Compile what updates of `chunks`, whose homes are there, run on the host, and with `norm` what sums squares up.
+    `lends`: gradients keep the dtype in which they arrive.
+
+    Kernels kept on disk are read. An update that needs another kernel after all compiles it then.
+    """
+    if not memory.uses_copies and memory.device.torch_device.type != "cpu":
+        return  # the device has kernels of its own
+    for dtype in {chunk.dtype for chunk in chunks}:
+        alike = [chunk for chunk in chunks if chunk.dtype is dtype]
+        copies = [(chunk, chunk.compute_dtype if Role.COMPUTE in chunk.homes else None) for chunk in alike]
+        kinds = {(chunk.compute_dtype if lends else dtype, copy) for chunk, copy in copies}
+        for gradient_dtype, copy_dtype in kinds:
+            rule.prepare(dtype, gradient_dtype, copy_dtype)
+            if copy_dtype is not None:  # copies at home are compared with weights that may be written to
+                compare_tasks(*(torch.zeros(1, dtype=each, device="cpu") for each in (dtype, copy_dtype)))
+        if norm:
+            square_sum_tasks(torch.zeros(1, dtype=dtype, device="cpu"))

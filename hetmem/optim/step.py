@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from hetmem.cpu.workers import WorkerPool
+from hetmem.engine.gradient_views import updated_by_another
 from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
+from hetmem.optim.chunk_update import ChunkUpdate, Sums, WholeUpdate, on_host
 from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
@@ -38,7 +39,6 @@ from hetmem.optim.options import Gradients, Overlap, advice
 from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer, owners_of
 from hetmem.optim.update_pass import Members, Passes
 from hetmem.optim.update_queue import Updates
-from hetmem.optim.whole_step import WholeUpdate
 
 Work = dict[Chunk, Members]
 """Parameters that have a gradient, and their groups, by chunk."""
@@ -201,7 +201,7 @@ class Stepper:
             parameter = managed.parameter
             if id(parameter) not in groups or not parameter.requires_grad:
                 continue
-            if has_hooks_of_the_user(parameter) or managed in kept or not self.owners.may_begin(managed, optimizer):
+            if has_hooks_of_the_user(parameter) or managed in kept or not self.owners.owns(optimizer, managed):
                 return False
         return True
 
@@ -254,20 +254,24 @@ class Stepper:
             if id(managed.parameter) in self._groups and not has_hooks_of_the_user(managed.parameter):
                 raise edits_gradients(managed, optimizer)
 
-    def own(self, stepped: Iterable[ManagedParameter]) -> None:
-        """`stepped` are this optimizer's. Raises RuntimeError if another one has updated any of them in a backward."""
+    def refuse_begun(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Raise RuntimeError if another optimizer has updated any of `parameters` in the backward."""
         others = (other for other in self._interception.gradients.listeners if other is not self)
-        self.owners.steps(stepped, self._optimizer, others)
+        begun = {managed for other in others for managed in other.begun()}
+        for managed in parameters if begun else ():
+            if managed in begun:
+                raise RuntimeError(updated_by_another(managed.name))
+
+    def own(self, stepped: Iterable[ManagedParameter]) -> None:
+        """Raise RuntimeError if any of `stepped` is another optimizer's."""
+        self.owners.check(self._optimizer, stepped)
 
     def own_whole(self, update: WholeUpdate) -> None:
-        """The same of `update`, and of the states that it writes."""
-        if self.owners.settled(update.of, self._optimizer):
-            return
-        self.own(update.managed)
-        for managed in update.managed:
-            self.owners.take_states(managed, update.of.roles, self._optimizer)
-        if len(update.managed) == len(update.of.parameters):
-            self.owners.settle(update.of, self._optimizer)
+        """The same of `update`, once after each change."""
+        if update.of.owned_after != self.owners.changes:
+            self.own(update.managed)
+            if len(update.managed) == len(update.of.parameters):
+                update.of.owned_after = self.owners.changes
 
     @property
     def updates_whole(self) -> bool:
@@ -297,7 +301,6 @@ class Stepper:
             for update in wanted:
                 if update.begun and update.scale != grad_scale:
                     raise other_factor(update)
-                self._take_states(update)
             for update in wanted:
                 if not update.begun:
                     self._add_update(update, grad_scale)
@@ -403,15 +406,10 @@ class Stepper:
         self._passes.begin_sums(update)
         self._updates.add(update)
 
-    def _take_states(self, update: ChunkUpdate) -> None:
-        for part in update.parts:
-            self.owners.take_states(part.managed, part.roles, self._optimizer)
-
     def _add_update(self, update: ChunkUpdate, grad_scale: float) -> None:
         if update.summing:
             self._updates.finish()
-        self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, which may make states beside these
-        self._take_states(update)
+        self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, of other parameters there
         self.ensure_homes(update.chunk, update.roles)
         try:
             self._passes.begin_update(update, grad_scale)

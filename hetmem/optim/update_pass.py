@@ -28,9 +28,8 @@ from hetmem.optim.chunk_update import (
     refuse_sparse,
 )
 from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
-from hetmem.optim.options import Gradients, Overlap, ParameterUpdate, Streamable
+from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
-from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
 
 Members = list[tuple[ManagedParameter, dict[str, Any]]]
@@ -233,35 +232,23 @@ class Passes:
         update.needs |= {role: chunk.homes[role].written for role in update.roles}
         update.tasks, update.done, update.on_device = self._update_tasks, self._updated, None
         update.begun, update.scale, update.writes = True, grad_scale, True
-        update.way, update.keeps_copy = self._places.way_of(update), False
+        update.way = self._places.way_of(update)
         if update.way is Way.STREAMED:
             update.kept |= self._kept.holds(chunk)
             update.on_device = self._device_work
             return
         if self._kept.holds(chunk):
             self._kept.bring_home(chunk)
-        update.keeps_copy = self._writes_copy(update)
 
     def _device_work(self, update: ChunkUpdate) -> DeviceWork:
         self._see_gradients(update)
-        rule = self._optimizer.rule
-        assert isinstance(rule, Streamable)
-        there, parameters = rule.there(self._begin(update)), [part.managed for part in update.parts]
+        there = self._optimizer.rule.there(self._begin(update))
+        parameters = [part.managed for part in update.parts]
 
         def updated(opened: Opened) -> None:
             there([{role.name: managed.part(flat) for role, flat in opened.items()} for managed in parameters])
 
         return updated
-
-    def _writes_copy(self, update: ChunkUpdate) -> bool:
-        """Whether the pass that makes `update` can write the copy on the device too."""
-        chunk, memory = update.chunk, self._runtime.memory
-        if chunk.compute_dtype is chunk.dtype or len(update.parts) < len(chunk.parameters):
-            return False
-        if Role.COMPUTE in chunk.homes or memory.device.torch_device.type != "cpu":
-            return False
-        here = chunk.homes[Role.PARAM].tier is Tier.DEVICE  # else it would not see what the user writes after the step
-        return here and not self._interception.segments.in_backward and self._optimizer.overlap is not Overlap.FORWARD
 
     def _begin(self, update: ChunkUpdate, *, merges: int = 0) -> list[ParameterUpdate]:
         """Remember everything that can be undone. `merges`: see `Rule`."""
@@ -303,7 +290,7 @@ class Passes:
         """The update of `parts`, which lie side by side if they are several, and whose states have `entries`."""
         fresh = self._make_states(parts, entries, update.opened)
         first, opened, managed = parts[0], update.opened, parts[0].managed
-        copy = update.opened.get(Role.COMPUTE, update.copy)
+        copy = update.opened.get(Role.COMPUTE)
         states: dict[str, torch.Tensor] = {}
         if len(parts) == 1:
             for role in first.roles:

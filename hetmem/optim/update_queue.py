@@ -10,18 +10,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
-
 from hetmem import torch_private
 from hetmem.base.weak import weakly
-from hetmem.cpu.workers import Batch, WorkerPool
+from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.events import Span
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.device_updates import KeptGradients, StreamedUpdates
-from hetmem.optim.options import HalfComputedError
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
 
@@ -38,7 +35,7 @@ class Updates(HostUpdates[ChunkUpdate]):
     def add(self, update: ChunkUpdate) -> None:
         """Queue a pass of `update`."""
         if update.writes:
-            update.had_copy = self._traffic.begin_update(update.chunk, keep_copy=update.keeps_copy)
+            update.had_copy = self._traffic.begin_update(update.chunk)
         if update.on_device is None:
             self._queue.add(update)
         else:
@@ -147,7 +144,6 @@ class Updates(HostUpdates[ChunkUpdate]):
         update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
         update.opened |= {role: self._traffic.asked_role(update.chunk, role) for role in update.staged}
         try:
-            update.copy = self._traffic.hold_copy(update.chunk) if update.keeps_copy else None
             tasks = update.tasks(update)
         except BaseException:
             self._close(update, failed=True)
@@ -165,7 +161,9 @@ class Updates(HostUpdates[ChunkUpdate]):
         assert batch is not None
         try:
             if batch.error is not None:
-                self._once_more(update, batch, batch.error)
+                homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
+                update.ruined = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: in staging
+                raise batch.error
         except BaseException:
             self._close(update, failed=True)
             raise
@@ -178,44 +176,21 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._traffic.executor.forget(self._owner())
         self.pump()
 
-    @staticmethod
-    def _once_more(update: ChunkUpdate, batch: Batch, error: BaseException) -> None:
-        """Run the tiles that failed (no memory for a temporary, say) again, alone: others have been computed. What
-        fails again ruins the chunk, unless staging alone was written to, or nothing at all."""
-        again: BaseException | None = None
-        failed = half = 0
-        for task in batch.failed:
-            try:
-                with torch.inference_mode(False), torch.no_grad():
-                    task()
-            except BaseException as caught:  # noqa: PERF203 - each may fail
-                half += isinstance(caught, HalfComputedError)
-                failed, again = failed + 1, caught if again is None or isinstance(caught, HalfComputedError) else again
-        if again is not None:
-            homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
-            in_place = any(home.tier is not Tier.NVME for home in homes)
-            update.ruined = update.writes and in_place and (half > 0 or failed < batch.tasks)
-            raise error from again
-
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises."""
         traffic, chunk = self._traffic, update.chunk
-        back: list[Callable[[], object]] = []
-        if update.copy is not None:
-            back.append(partial(traffic.let_go_of_copy, chunk))
         roles = update.needs if failed else update.staged
-        back += [partial(self._close_role, update, role, failed=failed) for role in roles]
+        back: list[Callable[[], object]] = [partial(self._close_role, update, role, failed=failed) for role in roles]
         if failed and Role.COMPUTE in update.needs:
             back.append(chunk.recast)  # parameters may be what they were, and their copies not
         if failed and update.owed and not update.ruined:
             back.append(partial(self._queue.add, update))  # nothing else would ask for it again
         elif update.writes:
-            renew = update.had_copy and not update.keeps_copy
-            back.append(partial(traffic.end_update, chunk, renew=renew))
+            back.append(partial(traffic.end_update, chunk, renew=update.had_copy))
         if update.writes and update.staged and not failed:
             back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))
-        update.opened, update.copy = {}, None
+        update.opened = {}
         with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             _call_all(iter(back))
 

@@ -6,7 +6,6 @@ Everything that can be refused is refused before the first parameter is touched.
 from __future__ import annotations
 
 import gc
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
@@ -25,9 +24,8 @@ from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.device import Device
 from hetmem.memory.host_pool import HostPool
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.mapping import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
-from hetmem.placing.filling import BuildingMemory
+from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
 from hetmem.torch_private import is_traceable_wrapper_subclass
@@ -71,10 +69,6 @@ def specs(parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtyp
         ParameterSpec(name, p.numel(), f"{p.dtype} {dtype} {p.requires_grad}", p.itemsize)
         for (name, p), dtype in zip(parameters.items(), compute, strict=True)
     ]
-
-
-HOST_SHARE = 0.6
-"""Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
 
 
 _OBJECTS_DEEP = 2
@@ -263,27 +257,9 @@ def build_memory(
     return memory
 
 
-def check_directories(limits: Limits) -> None:
-    """Raise `BudgetError` for a directory of the NVMe tier that is none, also where nothing will lie there yet."""
-    for directory in limits.nvme_directories:
-        if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
-            what = "is no directory" if not os.path.isdir(directory) else "may not be written to"
-            raise BudgetError(
-                f"Budget(nvme_dir=…): {str(directory)!r} {what}: name an existing, writable directory on the disk to "
-                f"use"
-            )
-
-
 def _device_bytes(limits: Limits, device: Device) -> int:
     asked = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
     return min(asked) if asked else device.available_bytes()
-
-
-def host_bytes(limits: Limits) -> int:
-    """Return what homes and staging may take of host memory."""
-    if limits.host_bytes is not None:
-        return limits.host_bytes
-    return int(free_host_bytes() * HOST_SHARE)
 
 
 def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[torch.dtype]) -> list[Chunk]:

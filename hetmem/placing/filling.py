@@ -1,32 +1,42 @@
-"""Fills homes with parameters: from ordinary memory, or from the memory of the tiers that a module was built in.
+"""Builds modules in memory of the tiers, and fills homes with parameters: from there, or from ordinary memory.
 
 Note "in place": the homes of a module that was built in memory of its tiers are in that same memory, as there is no
 other. Where each parameter goes is known only when all are there, so they are moved within it, in an order that
 overwrites nothing that has not moved; where there is none (two change places) one waits in ordinary memory.
+
+Note "ended twice": an interrupt may come before the first instruction of what ends something, also of a `with`. So that
+is tried twice: where the first one was not begun the second one does it, and otherwise there is nothing left to do.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hetmem import torch_private
 from hetmem.base.config import Limits
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import reside, storage_references
+from hetmem.engine.param_views import is_shared, reside, storage_references
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
+from hetmem.memory.device import Device
 from hetmem.memory.host_pool import PAGE_BYTES
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.mapping import Mapping, free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
+from hetmem.torch_private import is_traceable_wrapper_subclass
 
 _ALIGNMENT_BYTES = 512
 _NOWHERE = range(0)
@@ -256,3 +266,130 @@ def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
                 alone = torch.nn.Parameter(parameter.data, parameter.requires_grad)
                 with suppress(RuntimeError):
                     torch_private.swap_impl(parameter, alone)
+
+
+# ---- While a module is built, its parameters go to memory of the tiers, so they never fill host memory. ----
+
+HOST_SHARE = 0.6
+"""Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
+
+_state = threading.local()
+T = TypeVar("T")
+
+
+def as_written(build: Callable[[], T]) -> T:
+    """`build()`, where on this thread classes are without what `hetmem.managed` adds to them: for a plan of one."""
+    before = getattr(_state, "as_written", False)
+    try:  # see note "ended twice"
+        try:
+            _state.as_written = True
+            return build()
+        finally:
+            _state.as_written = before
+    finally:
+        _state.as_written = before
+
+
+def build_within(limits: Limits, device: Device, build: Callable[[], None]) -> BuildingMemory:
+    """`build()`, while every parameter that any module registers moves to memory of the tiers, which is returned."""
+    building = Building(limits, device)
+    try:  # see note "ended twice"
+        try:
+            building.begin()
+            build()
+            building.place_pending()
+        finally:
+            building.end()
+    except BaseException:
+        building.memory.close()
+        raise
+    finally:
+        building.end()
+    return building.memory
+
+
+class Building:
+    """Moves every parameter that any module registers, on the thread that has begun it, to memory of the tiers.
+
+    A parameter moves when another module registers its first one, and at the end: its own module has initialised it by
+    then, mostly, and what writes to it later writes to its place. Reentrant use is an error of the caller.
+    """
+
+    def __init__(self, limits: Limits, device: Device) -> None:
+        self._handle: Any = None
+        check_directories(limits)
+        given = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
+        self.memory = BuildingMemory(limits, host_bytes(limits), min(given, default=None))
+        node = getattr(device, "node", None)  # of a GPU
+        if node is not None:
+            self.memory.mapping.prefer_node(node)
+        self._pending: list[weakref.ref[torch.nn.Parameter]] = []
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        """Which has registered what is pending."""
+
+    @staticmethod
+    def active() -> bool:
+        """Whether a module is being built on this thread, or whatever is built is to be as it was written."""
+        return getattr(_state, "building", None) is not None or getattr(_state, "as_written", False)
+
+    @HELD_BACK
+    def begin(self) -> None:
+        """From here on."""
+        self._handle = register_module_parameter_registration_hook(self._registered)
+        _state.building = self
+
+    @HELD_BACK
+    def end(self) -> None:
+        """Up to here, if it was begun and has not ended yet."""
+        _state.building = None
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        if parameter is None or getattr(_state, "building", None) is not self:
+            return
+        if self._module is None or self._module() is not module:
+            self.place_pending()
+            self._module = weakref.ref(module)
+        self._pending.append(weakref.ref(parameter))
+
+    def place_pending(self) -> None:
+        """Move what is pending."""
+        pending, self._pending = self._pending, []
+        for reference in pending:
+            parameter = reference()
+            if parameter is not None and _is_placed(parameter):
+                self.memory.place(parameter)
+
+
+def _is_placed(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` can lie in memory of the tiers. Of two that are one in memory none does: `collect` sees what
+    they are."""
+    return (
+        parameter.device.type == "cpu"
+        and not torch.nn.parameter.is_lazy(parameter)
+        and not is_traceable_wrapper_subclass(parameter)
+        and parameter.layout is torch.strided
+        and parameter.numel() > 0
+        and not parameter.is_inference()
+        and not is_shared(parameter)
+        and torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
+    )
+
+
+def check_directories(limits: Limits) -> None:
+    """Raise `BudgetError` for a directory of the NVMe tier that is none, also where nothing will lie there yet."""
+    for directory in limits.nvme_directories:
+        if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
+            what = "is no directory" if not os.path.isdir(directory) else "may not be written to"
+            raise BudgetError(
+                f"Budget(nvme_dir=…): {str(directory)!r} {what}: name an existing, writable directory on the disk to "
+                f"use"
+            )
+
+
+def host_bytes(limits: Limits) -> int:
+    """Return what homes and staging may take of host memory."""
+    if limits.host_bytes is not None:
+        return limits.host_bytes
+    return int(free_host_bytes() * HOST_SHARE)

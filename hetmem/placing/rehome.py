@@ -189,7 +189,7 @@ class ResidentShare:
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
         if not traffic.residency.uses(block, Tier.DEVICE):
-            traffic.executor.copy_home_again(chunk)  # outside a forward, writes of the program were not looked for yet
+            traffic.executor.copy_homes_again([chunk])  # writes of the program are looked for in forwards alone
         for role, home in chunk.homes.items():
             if home.away is not None:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hetmem.placing.module_building import as_written
+from hetmem.placing.filling import as_written
 from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
 from hetmem.planner.meta_trace import trace_step
 from hetmem.planner.plan import PlanError

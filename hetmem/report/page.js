@@ -147,7 +147,7 @@ function fillPlanned() {
 // ---- tables ---------------------------------------------------------------------------------------------------------
 function fillTable(table, heads, rows) {
   const head = table.createTHead().insertRow(), body = table.createTBody();
-  heads.forEach((text) => head.append(element("th", text === "Parameters" ? "names" : "", text)));
+  heads.forEach((text) => head.append(element("th", ["Parameters", "Module"].includes(text) ? "names" : "", text)));
   for (const cells of rows) body.insertRow().append(...cells);
 }
 
@@ -159,6 +159,21 @@ function fillLinks() {
     element("td", "", link.seconds ? `${formatBytes(link.bytes / link.seconds)}/s` : "–"),
     ...(saved ? [shows(element("td"), `activations.bytes.${name}`, "bytes")] : []),
   ]));
+}
+
+/** The largest kinds of tensors that were no chunks; on a phone the module has a line of its own. */
+function fillBeside() {
+  const found = data.beside_chunks;
+  if (!found) return;
+  byId("beside").hidden = false;
+  byId("beside").querySelector("p").textContent = found.sentence;
+  const rows = found.tensors.map((each, index) => [
+    element("td", "", each.operator), element("td", "", each.held), shows(element("td"), `beside_chunks.tensors.${index}.count`, "count"),
+    shows(element("td"), `beside_chunks.tensors.${index}.bytes`, "bytes"), named([each.module]),
+  ]);
+  rows.push([element("td", "", "others"), ...["", ""].map((text) => element("td", "", text)),
+    shows(element("td"), "beside_chunks.other_bytes", "bytes"), named([""])]);
+  fillTable(byId("tensors"), ["Operator", "Held as", "Tensors", "Bytes", "Module"], rows);
 }
 
 function fillWaits() {
@@ -382,6 +397,7 @@ fillHistory();
 fillNumbers();
 fillPlanned();
 fillLinks();
+fillBeside();
 fillWaits();
 makeCharts();
 listenToTools();

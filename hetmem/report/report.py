@@ -24,16 +24,17 @@ from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import Device, SimDevice
-from hetmem.report.activations import activations_section
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
-from hetmem.report.step import step_section
+from hetmem.report.step import activations_section, step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
-from hetmem.report.window import Window, history, last_window
+from hetmem.report.window import Window, history, last_window, only_infers
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
 
 _NAMES_SHOWN = 6
+_KINDS_SHOWN = 8
+_HELD_AS = {"inputs": "input", "buffers": "input", "activations fetched back": "saved"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,6 +111,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "missing": _missing(runtime, window),
         "history": history(runtime.events),
         "step": _step(window, tiers, runtime) if window is not None and window.whole else None,
+        "beside_chunks": _beside_chunks(model, runtime),
         "activations": activations_section(window, held) if window is not None else None,
         "timeline": _timeline(runtime, window, held) if window is not None else None,
     }
@@ -151,6 +153,49 @@ def _step(window: Window, tiers: dict[str, Any], runtime: Runtime) -> dict[str, 
     infers = window.covers == "forward"
     tokens = runtime.events.fed[-1].tokens if infers else history(runtime.events)["tokens"][-1]
     return step_section(window, tiers, tokens)
+
+
+def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] | None:
+    """The largest kinds of tensors that were no chunks, by operator and module, when most of the device was taken by
+    such; None where none were watched, as on a GPU."""
+    peak, statistics = runtime.monitor.peak, runtime.statistics
+    if not peak.nbytes:
+        return None
+    names = _names(model)
+    kinds: dict[tuple[str, str, str], list[int]] = {}
+    for made in peak.tensors():
+        held = _HELD_AS.get(made.operator, "saved" if made.saved else "temporary")
+        kinds.setdefault((made.operator, names.get(made.module, ""), held), []).append(made.nbytes)
+    largest = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:_KINDS_SHOWN]
+    where = "a forward" if only_infers(runtime.events) else f"the {peak.segment} of step {peak.step}"
+    sentence = f"Beside chunks the device held at most {format_size(peak.nbytes)}, in {where}."
+    if statistics.non_model_peak_bytes > peak.nbytes:
+        sentence += f" Larger inputs since, of steps not watched: up to {format_size(statistics.non_model_peak_bytes)}."
+    if statistics.earlier_non_model_peak_bytes > peak.nbytes:
+        sentence += f" Before activations moved: {format_size(statistics.earlier_non_model_peak_bytes)}."
+    return {
+        "bytes": peak.nbytes,
+        "segment": peak.segment,
+        "step": peak.step,
+        "tensors": [
+            {"operator": operator, "module": module, "held": held, "count": len(sizes), "bytes": sum(sizes)}
+            for (operator, module, held), sizes in largest
+        ],
+        "other_bytes": max(0, peak.nbytes - sum(sum(sizes) for _, sizes in largest)),
+        "sentence": sentence,
+    }
+
+
+def _names(model: torch.nn.Module) -> dict[int, str]:
+    """The path of each module by its `id`, with * for the number of one among modules of one class; the model's own is
+    its class."""
+    names = {id(model): ""}
+    for module in model.modules():
+        alike = len({type(child) for child in module.children()}) == 1
+        for name, child in module.named_children():
+            path = f"{names[id(module)]}.{'*' if alike and name.isdigit() else name}"
+            names.setdefault(id(child), path.lstrip("."))
+    return {**names, id(model): type(model).__name__}
 
 
 def _missing(runtime: Runtime, window: Window | None) -> list[str]:

@@ -13,6 +13,7 @@ from hetmem.report.step import TERM_NAMES
 _WIDTH = 88
 _BAR = 24
 _SHOWN = 40
+_MODULE_SHOWN = 32
 _ALIKE = 0.03
 _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("compute", "host_optimizer")}
 
@@ -27,6 +28,8 @@ def table(data: dict[str, Any]) -> str:
         parts.append(_planned(data))
     if data.get("activations") is not None:
         parts.append(_wrapped(data["activations"]["sentence"]))
+    if data.get("beside_chunks") is not None:
+        parts.append(_beside_chunks(data["beside_chunks"]))
     parts.append(_summary(data))
     return "\n\n".join(parts + [_wrapped(missing) for missing in data["missing"]])
 
@@ -223,6 +226,17 @@ def _planned(data: dict[str, Any]) -> str:
     batches = "" if planned["micro_batches"] == 1 else f"{planned['micro_batches']} micro-batches of "
     made = f"Planned for {planned['hardware']}, {batches}{_number_of(planned['rows'], 'row')} a step."
     return grid(["", "planned", "this run", "plan is off by"], rows) + "\n\n" + _wrapped(made)
+
+
+def _beside_chunks(found: dict[str, Any]) -> str:
+    rows = [
+        (each["operator"], each["module"][-_MODULE_SHOWN:], each["held"], str(each["count"]), each["bytes"])
+        for each in found["tensors"]
+    ]
+    rows.append(("others", "", "", "", found["other_bytes"]))
+    sized = [(*names, format_size(nbytes)) for *names, nbytes in rows]
+    table = grid(["operator", "module", "held as", "tensors", "bytes"], sized, left=(0, 1, 2))
+    return f"{_wrapped(found['sentence'])}\n{table}"
 
 
 def _wrapped(text: str) -> str:

@@ -24,7 +24,6 @@ from hetmem.schedule.blocks import (
     STALE,
     VALID,
     WAITING,
-    Block,
     Command,
     Copy,
     CopyState,
@@ -63,14 +62,11 @@ class Residency:
         """Of each cached tier, whose `used` are the slots that are taken, loads in flight included."""
         self.reach_on_device = self._device.reach
         """`reach` on the device, where weights are used."""
-        self.blocks = self._ledger.blocks
-        self.counts = self._ledger.counts
+        self.blocks, self.counts, self.add = self._ledger.blocks, self._ledger.counts, self._ledger.add
+        self.suspend, self.hold, self.lift = self._supply.suspend, self._supply.hold, self._supply.lift
+        """Events that give no commands: see `Supply`."""
 
     # ---- facts -------------------------------------------------------------------------------------------------
-
-    def add(self, block: Block) -> int:
-        """Register `block`; returns its number."""
-        return self._ledger.add(block)
 
     def state(self, block: int, tier: Tier) -> CopyState | None:
         """The state of the copy of `block` on `tier`; None if there is none."""
@@ -133,10 +129,6 @@ class Residency:
     def allowed_slots(self, tier: Tier) -> int:
         """How many slots of `tier` may be taken now."""
         return self._caches[tier].limit
-
-    def used_slots(self, tier: Tier) -> int:
-        """Slots taken on `tier`, loads in flight included."""
-        return self._caches[tier].slots.used
 
     def in_flight(self) -> int:
         """Commands not yet answered."""
@@ -297,22 +289,15 @@ class Residency:
         self._supply.serve(commands)
         return commands
 
-    def expect(self, tier: Tier, schedule: Schedule) -> list[Command]:
-        """`schedule` is what comes next on `tier`; prefetching starts."""
-        return self.expect_all({tier: schedule})
-
-    def expect_all(self, schedules: Mapping[Tier, Schedule]) -> list[Command]:
-        """As `expect` for each tier, of all before anything begins: what both use is compared by one clock."""
+    def expect(self, schedules: Mapping[Tier, Schedule]) -> list[Command]:
+        """The schedule of each tier is what comes next there; prefetching starts. All are known before anything begins,
+        as what both use is compared by one clock."""
         for tier, schedule in schedules.items():
             self._caches[tier].expect(schedule)
         commands: list[Command] = []
         for tier in schedules:
             self._supply.prefetch(self._caches[tier], commands)
         return commands
-
-    def suspend(self, block: int) -> None:
-        """The home of `block` is being rewritten: until `resume` nothing brings it to the device."""
-        self._supply.suspend(block)
 
     def resume(self, block: int) -> list[Command]:
         """The home of `block` can be read again: what waited for it goes on."""
@@ -321,15 +306,6 @@ class Residency:
         self._supply.serve(commands)
         self._supply.prefetch(self._caches[DEVICE], commands)
         return commands
-
-    def hold(self, block: int) -> None:
-        """The home of `block` may be written to by the user: until `lift` nothing prefetches it."""
-        self._supply.hold(block)
-
-    def lift(self, blocks: Iterable[int | None] | None = None) -> None:
-        """Only the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they
-        may be prefetched."""
-        self._supply.lift(blocks)
 
     def prefetch(self, block: int, tier: Tier) -> list[Command]:
         """Bring `block` to `tier` without using it, if that harms nothing more urgent."""

@@ -68,7 +68,7 @@ class Supply:
         return error
 
     def suspend(self, block: int) -> None:
-        """Until `resume` nothing brings `block` to the device."""
+        """The home of `block` is being rewritten: until `resume` nothing brings it to the device."""
         self._suspended.add(block)
 
     def resume(self, block: int) -> None:
@@ -76,11 +76,13 @@ class Supply:
         self._suspended.discard(block)
 
     def hold(self, block: int) -> None:
-        """Until `lift`, `block` is fetched where it is asked for, and not prefetched."""
+        """The home of `block` may be written to by the user: until `lift` it is fetched where it is asked for, and not
+        prefetched."""
         self._held.add(block)
 
     def lift(self, blocks: Iterable[int | None] | None = None) -> None:
-        """Prefetch `blocks`, or all that was held, too."""
+        """Only the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they may be
+        prefetched."""
         lifted = self._held.intersection(self._held if blocks is None else blocks)
         if lifted:
             self._held -= lifted

@@ -41,30 +41,28 @@ class Turns(Generic[T]):
 
     def __init__(self, number: Callable[[T], int]) -> None:
         self._number = number
-        self._waiting: list[T] = []  # the next one last
+        self.waiting: list[T] = []
+        """The next one last."""
         self._first: int | None = None
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def __iter__(self) -> Iterator[T]:
         """Iterate in the order of their numbers."""
-        return reversed(self._waiting)
+        return reversed(self.waiting)
 
     def add(self, one: T) -> None:
         """Let `one` wait. O(number of those that do)."""
-        insort_left(self._waiting, one, key=lambda other: -self._number(other))
+        insort_left(self.waiting, one, key=lambda other: -self._number(other))
 
     def put_first(self, number: int) -> None:
         """Let those with `number` be next as soon as they are ready, if any wait: a thread waits for them."""
-        if any(self._number(one) == number for one in self._waiting):
+        if any(self._number(one) == number for one in self.waiting):
             self._first = number
 
     def next(self, ready: Callable[[T], bool]) -> T | None:
         """Return the first of those that are `ready`; None if none is."""
         first = None
-        for one in self:
-            is_first = self._number(one) == self._first
+        for one in reversed(self.waiting):
+            is_first = self._first is not None and self._number(one) == self._first
             if (first is None or is_first) and ready(one):
                 first = one
                 if is_first or self._first is None:
@@ -73,14 +71,14 @@ class Turns(Generic[T]):
 
     def take(self, one: T) -> T:
         """Take `one` out and return it."""
-        self._waiting.remove(one)
-        if self._number(one) == self._first:
+        self.waiting.remove(one)
+        if self._first is not None and self._number(one) == self._first:
             self._first = None
         return one
 
     def pop(self) -> T:
         """Take the next one out and return it. Raises `IndexError` if none waits."""
-        return self._waiting.pop()
+        return self.waiting.pop()
 
 
 class GradientPlaces(Generic[ChunkT, PlaceT]):
@@ -231,7 +229,7 @@ class HostUpdates(ABC, Generic[T]):
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or under way, here or on the device."""
-        return not (self._queue or self._opening or self._running) and self.streamed.idle
+        return not (self._queue.waiting or self._opening or self._running) and self.streamed.idle
 
     @abstractmethod
     def _is_free(self, update: T) -> bool:
@@ -283,7 +281,7 @@ class HostUpdates(ABC, Generic[T]):
 
     def _may_open(self) -> bool:
         """Whether an update may open; see the note "openings"."""
-        if not self._queue or len(self._opening) + len(self._running) >= AT_ONCE:
+        if not self._queue.waiting or len(self._opening) + len(self._running) >= AT_ONCE:
             return False
         return not self._opening or self._has_places(self._opening[-1])  # those before had places when it opened
 

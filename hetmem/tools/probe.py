@@ -21,7 +21,7 @@ import torch
 
 from hetmem.base.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate
 from hetmem.base.units import MIB, format_size
-from hetmem.cpu import AdamWStep, adamw
+from hetmem.cpu import AdamWStep, adamw_tasks
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
 from hetmem.memory import nvme_requests
@@ -156,7 +156,7 @@ def _update_rate(elements: int) -> float:
     param, gradient, first, second = (torch.full((elements,), 1e-3) for _ in range(4))
     hyper = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3, False)
     try:
-        return UPDATE_BYTES * elements / seconds(lambda: adamw(pool, hyper, param, gradient, first, second))
+        return UPDATE_BYTES * elements / seconds(lambda: pool.run(adamw_tasks(hyper, param, gradient, first, second)))
     finally:
         pool.close()
 

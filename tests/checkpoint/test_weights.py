@@ -260,7 +260,7 @@ def test_a_disk_that_fails_while_values_are_read_is_told_with_what_that_means(
             raise StoreError(5, f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}")
         read_at(fd, path, memory, offset)
 
-    monkeypatch.setattr("hetmem.checkpoint.moving.read_at", fails)
+    monkeypatch.setattr("hetmem.checkpoint.disk.read_at", fails)
     with pytest.raises(StoreError, match=r"2-of.*the model is partly loaded now: load again"):
         hetmem.load_weights(weights, model)
     monkeypatch.undo()

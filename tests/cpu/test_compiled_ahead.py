@@ -35,7 +35,7 @@ def test_no_step_compiles(
 ) -> None:
     pytest.importorskip("numba")
     kernels = (update._verified_loop, norm._verified_loop, norm._compare_loop)
-    for kept in (*kernels, compact._compact_kernel, compact._8_bit_kernel):
+    for kept in (*kernels, compact._kernel):
         kept.cache_clear()
     compiled: list[str] = []
     compile_loop = loops.compile_loop

@@ -306,26 +306,28 @@ def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_a_cpu_without_fma_and_f16c_gives_the_same_bits(forks: Forks) -> None:
-    """Small states are compiled too. The loop of float32 compares itself with torch when it is compiled."""
+    """Its casts of float16 are torch's. A loop compares itself with torch when it is compiled."""
     # With LLVM's own casts from and to float16 this process died: they became calls of functions that nothing links.
     code = """
 import numba, torch
 numba.config.CPU_NAME = "generic"  # what NUMBA_CPU_NAME sets
-from hetmem.cpu import AdamWStep, adamw_tasks, compact, update
+from hetmem.cpu import AdamWStep, adamw, adamw_tasks, compact
+from hetmem.errors import ManageError
 b, f = torch.bfloat16, torch.float16
-assert callable(compact._compact_kernel((b, f, b, b, f)))
-assert callable(compact._8_bit_kernel((b, f, f)))
-assert callable(update._verified_loop(torch.float32, torch.float16, torch.float16))
-every = torch.arange(-(2**15), 2**15).short().view(torch.float16)
-wide = every.float()
-beside = torch.cat([wide, wide.nextafter(wide * 2), wide.nextafter(wide / 2), wide * 1.00048828125, wide * 5.0])
-for param, grad in ((wide, every), (beside, beside.half())):
-    m, before, copy = torch.zeros_like(param), param.clone(), torch.ones_like(grad)
-    for task in adamw_tasks(AdamWStep(0.0, 0.0, 0.999, 1e-8, 0.0, 1), param, grad, m, m.clone(), copy):
-        task()
-    assert (grad.isinf() | grad.isnan() | (m == grad)).all()
-    odd = before.isinf() | before.isnan() | grad.isinf()
-    assert (odd | (copy == before.half()) & (param == before)).all()
+assert callable(compact._kernel((b, b, b, b, b)))
+assert callable(adamw._verified_loop(torch.float32, b, b))
+assert "no casts of float16" in adamw._verified_loop(torch.float32, f, f)
+try:
+    compact._kernel((b, f, b, b, f))
+except ManageError as error:
+    assert "no casts of float16" in str(error)
+else:
+    raise AssertionError
+param, grad, m = torch.ones(40), torch.ones(40, dtype=f), torch.zeros(40)
+copy = torch.zeros(40, dtype=f)
+for task in adamw_tasks(AdamWStep(0.5, 0.0, 0.999, 1e-8, 0.0, 1), param, grad, m, m.clone(), copy):
+    task()
+assert (param < 1).all() and torch.equal(copy, param.half()) and (m == 1).all()
 """
     ended = forks.run(code)
     assert ended.returncode == 0, ended.stderr

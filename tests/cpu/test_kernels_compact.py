@@ -20,11 +20,10 @@ from tests.cpu.tested import (
     AdamWStep,
     Codes8Bit,
     WorkerPool,
-    adamw_8_bit_tasks,
     adamw_compact_tasks,
     adamw_tasks,
     compact,
-    reference,
+    torch_adamw,
     update,
 )
 from tests.pairs import mostly, some
@@ -42,8 +41,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def clear() -> None:
-    compact._compact_kernel.cache_clear()
-    compact._8_bit_kernel.cache_clear()
+    compact._kernel.cache_clear()
 
 
 def randn(numel: int, dtype: torch.dtype = F32, seed: int = 7) -> torch.Tensor:
@@ -85,7 +83,7 @@ def by_chance(x: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
 def expected_compact(step: AdamWStep, first: int, states: list[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
     """p, m and v after one step, each in its dtype."""
     wide = [state.to(F32, copy=True) for state in states]
-    reference.adamw(update.scalars_of(step), wide[0], grad.float(), wide[1], wide[2], None)
+    torch_adamw(update.scalars_of(step), wide[0], grad.float(), wide[1], wide[2], None)
     of_m, of_v, of_p = chances(KEY, step.step, first, grad.numel())
     return [
         new if state.dtype is F32 else by_chance(new, chance)
@@ -119,7 +117,7 @@ def test_five_steps_are_the_float32_update_rounded_by_chance(
         wanted = expected_compact(scaled, first, states, grad.float().mul(0.3))
         copy = torch.full((numel,), 7.0, dtype=grad_dtype)
         p, m, v = states
-        pool.run(adamw_compact_tasks(step, p, grad, m, v, copy, key=KEY, first=first))
+        compact._kernel((*dtypes[:1], grad_dtype, *dtypes[1:], grad_dtype))(step, KEY, first, p, grad, m, v, copy)
         for actual, wanted_state, what in zip(states, wanted, "pmv", strict=True):
             assert_equal(actual, wanted_state, f"{what} of step {count}")
         assert_equal(copy, p.to(grad_dtype), "copy")
@@ -130,8 +128,8 @@ def test_five_steps_are_the_float32_update_rounded_by_chance(
 def test_numba_is_what_runs_here(
     param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None
 ) -> None:
-    assert callable(compact._compact_kernel((param_dtype, grad_dtype, BF16, BF16, copy_dtype)))
-    assert callable(compact._8_bit_kernel((param_dtype, grad_dtype, copy_dtype)))
+    assert callable(compact._kernel((param_dtype, grad_dtype, BF16, BF16, copy_dtype)))
+    assert callable(compact._kernel((param_dtype, grad_dtype, torch.int8, F32, torch.uint8, F32, copy_dtype)))
 
 
 def test_states_in_float32_are_the_ordinary_update(pool: WorkerPool) -> None:
@@ -143,17 +141,14 @@ def test_states_in_float32_are_the_ordinary_update(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_neither_threads_nor_the_cut_into_parts_change_a_bit(threads: int) -> None:
-    pool, numel, cuts = WorkerPool(threads), TILE_ELEMENTS + 3000, [0, 700, 701, TILE_ELEMENTS + 5]
+def test_threads_change_no_bit(threads: int) -> None:
+    pool, numel = WorkerPool(threads), TILE_ELEMENTS + 3000
     whole = [randn(numel, BF16, seed) for seed in range(3)] + [randn(numel, BF16, 9).abs()]
-    parts = [tensor.clone() for tensor in whole]
+    other = [tensor.clone() for tensor in whole]
     pool.run(adamw_compact_tasks(STEP, *whole, key=KEY))
-    tasks = []
-    for start, end in itertools.pairwise([*cuts, numel]):
-        tasks += adamw_compact_tasks(STEP, *(tensor[start:end] for tensor in parts), key=KEY, first=start)
-    pool.run(tasks[::-1])
+    compact._kernel((BF16,) * 4 + (None,))(STEP, KEY, 0, *other, None)  # in one
     pool.close()
-    assert all(map(torch.equal, whole, parts))
+    assert all(map(torch.equal, whole, other))
 
 
 def test_chance_differs_by_key_step_element_and_state() -> None:
@@ -174,7 +169,7 @@ def test_the_mean_over_keys_is_the_unrounded_update(pool: WorkerPool) -> None:
     start = [randn(64, BF16), randn(64, BF16, 2), randn(64, BF16, 3).abs()]
     grad, count = randn(64, seed=4), 400
     exact = [state.to(F32, copy=True) for state in start]
-    reference.adamw(update.scalars_of(STEP), exact[0], grad, exact[1], exact[2], None)
+    torch_adamw(update.scalars_of(STEP), exact[0], grad, exact[1], exact[2], None)
     sums = [torch.zeros(64, dtype=torch.float64) for _ in start]
     for key in range(count):
         p, m, v = (state.clone() for state in start)
@@ -257,9 +252,10 @@ def test_five_steps_are_the_float32_update_in_codes_by_chance(
         step = dataclasses.replace(STEP, step=count)
         grad = randn(numel, grad_dtype, seed=count)
         wide = [p.to(F32, copy=True), decode(m), decode(root).square()]
-        reference.adamw(update.scalars_of(step), wide[0], grad.float(), wide[1], wide[2], None)
+        torch_adamw(update.scalars_of(step), wide[0], grad.float(), wide[1], wide[2], None)
         copy = torch.full((numel,), 7.0, dtype=grad_dtype)
-        pool.run(adamw_8_bit_tasks(step, p, grad, m, root, copy, key=KEY, first=first))
+        tensors = p, grad, m.codes, m.scales, root.codes, root.scales, copy
+        compact._kernel(tuple(tensor.dtype for tensor in tensors))(step, KEY, first, *tensors)
         of_m, of_v, of_p = chances(KEY, count, first, numel)
         assert_equal(p, wide[0] if param_dtype is F32 else by_chance(wide[0], of_p), "p")
         assert_equal(copy, p.to(grad_dtype), "copy")
@@ -268,19 +264,18 @@ def test_five_steps_are_the_float32_update_in_codes_by_chance(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_neither_threads_nor_parts_change_a_code(threads: int) -> None:
-    pool, numel, cut = WorkerPool(threads), TILE_ELEMENTS + 3000, 5 * GROUP_ELEMENTS
-    p, grad = randn(numel, BF16), randn(numel, seed=3)
-    parts_p, (m, root), (parts_m, parts_root) = p.clone(), make_codes(numel), make_codes(numel)
+def test_threads_change_no_code(threads: int) -> None:
+    pool, numel = WorkerPool(threads), TILE_ELEMENTS + 3000
+    p, grad, (m, root) = randn(numel, BF16), randn(numel, seed=3), make_codes(numel)
+    other_p, (other_m, other_root) = p.clone(), make_codes(numel)
+    whole = other_p, grad, other_m.codes, other_m.scales, other_root.codes, other_root.scales
     for count in (1, 2):
         step = dataclasses.replace(STEP, step=count)
-        pool.run(adamw_8_bit_tasks(step, p, grad, m, root, key=KEY))
-        for part, groups in ((slice(0, cut), slice(0, 5)), (slice(cut, numel), slice(5, None))):
-            moments = (Codes8Bit(moment.codes[part], moment.scales[groups]) for moment in (parts_m, parts_root))
-            pool.run(adamw_8_bit_tasks(step, parts_p[part], grad[part], *moments, key=KEY, first=part.start))
+        pool.run(adamw_compact_tasks(step, p, grad, m, root, key=KEY))
+        compact._kernel((*(tensor.dtype for tensor in whole), None))(step, KEY, 0, *whole, None)  # in one
     pool.close()
-    assert torch.equal(p, parts_p)
-    for one, other in ((m, parts_m), (root, parts_root)):
+    assert torch.equal(p, other_p)
+    for one, other in ((m, other_m), (root, other_root)):
         assert torch.equal(one.codes, other.codes)
         assert torch.equal(one.scales, other.scales)
 
@@ -289,7 +284,7 @@ def test_a_group_with_an_infinity_is_nan_from_then_on_and_its_neighbours_are_not
     numel = 3 * GROUP_ELEMENTS
     p, grad, (m, root) = torch.ones(numel), torch.ones(numel), make_codes(numel)
     grad[GROUP_ELEMENTS + 3] = math.inf
-    pool.run(adamw_8_bit_tasks(STEP, p, grad, m, root, key=KEY))
+    pool.run(adamw_compact_tasks(STEP, p, grad, m, root, key=KEY))
     for moment in (m, root):
         assert decode(moment).isnan().view(3, -1).all(dim=1).tolist() == [False, True, False]
         assert decode(moment).isnan().view(3, -1).any(dim=1).tolist() == [False, True, False]
@@ -297,7 +292,7 @@ def test_a_group_with_an_infinity_is_nan_from_then_on_and_its_neighbours_are_not
 
 def test_zero_gradients_leave_zero_moments(pool: WorkerPool) -> None:
     p, (m, root) = torch.ones(300), make_codes(300)
-    pool.run(adamw_8_bit_tasks(dataclasses.replace(STEP, weight_decay=0.0), p, torch.zeros(300), m, root, key=KEY))
+    pool.run(adamw_compact_tasks(dataclasses.replace(STEP, weight_decay=0.0), p, torch.zeros(300), m, root, key=KEY))
     assert p.eq(1).all()
     assert not any(moment.codes.any() or moment.scales.any() for moment in (m, root))
 
@@ -308,7 +303,7 @@ def test_a_second_moment_above_zero_never_becomes_zero(pool: WorkerPool) -> None
     grad = torch.full((numel,), 1e-6)
     grad[0] = 1.0
     p, (m, root) = torch.zeros(numel), make_codes(numel)
-    pool.run(adamw_8_bit_tasks(STEP, p, grad, m, root, key=KEY))
+    pool.run(adamw_compact_tasks(STEP, p, grad, m, root, key=KEY))
     assert root.codes.min() == 1
 
 
@@ -321,19 +316,13 @@ def test_a_first_moment_of_8_bits_falls_to_zero_and_would_not_to_nearest(pool: W
     p, grad = torch.zeros(numel), torch.zeros(numel)
     grad[0] = 1.0
     for count in range(1, 61):
-        pool.run(adamw_8_bit_tasks(dataclasses.replace(STEP, step=count), p, grad, m, root, key=KEY))
+        pool.run(adamw_compact_tasks(dataclasses.replace(STEP, step=count), p, grad, m, root, key=KEY))
     assert m.codes[0] == 127
     assert m.codes[1:].float().mean() < 0.5
     nearest = 10
     for _ in range(60):
         nearest = round(nearest * 0.9)
     assert nearest >= 4
-
-
-def test_a_part_that_begins_within_a_group_is_refused() -> None:
-    m, root = make_codes(8)
-    with pytest.raises(AssertionError, match="element 8 does not begin a group of 256"):
-        adamw_8_bit_tasks(STEP, torch.zeros(8), torch.zeros(8), m, root, key=KEY, first=8)
 
 
 # ---- Where there is no Numba ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.cpu.tested import (
     AdamWStep,
-    adam,
     adamw_as_on_host,
     adamw_on_device,
     equals_host,
-    on_device,
+    kernels,
     update,
     update_by_torch,
 )
@@ -31,6 +31,12 @@ STEPS = {
     "scaled": AdamWStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 7, maximize=True, grad_scale=0.37),
     "first": AdamWStep(1e-2, 0.3, 0.999, 1e-6, 0.0, 1),
 }
+
+
+@pytest.fixture(autouse=True)
+def tried_anew() -> Iterator[None]:
+    yield
+    update._width.cache_clear()
 
 
 @pytest.mark.each
@@ -97,20 +103,20 @@ def test_a_device_that_rounds_otherwise_is_found_out(
 ) -> None:
     """As by a torch that was built without fused products, or with wider vectors than any that is known."""
     assert equals_host(CPU, dtype, copy)
-    monkeypatch.setattr(on_device, "_known", {})
-    original = adam.adamw
+    update._width.cache_clear()
+    original = kernels.adamw
 
     def adamw(*arguments: object, tail: int = 0) -> None:
         numel = arguments[2].numel()
-        original(*arguments, tail=tail if numel == on_device._SAMPLE else 0 if fault == "tails" else numel)
+        original(*arguments, tail=tail if numel == update._SAMPLE else 0 if fault == "tails" else numel)
 
-    monkeypatch.setattr(adam, "adamw", adamw)
+    monkeypatch.setattr(kernels, "adamw", adamw)
     assert not equals_host(CPU, dtype, copy)
 
 
 def test_a_device_where_nothing_runs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device, "_known", {})
-    monkeypatch.setattr(adam, "adamw", None)
+    update._width.cache_clear()
+    monkeypatch.setattr(kernels, "adamw", None)
     assert not equals_host(CPU, torch.float32, None)
     assert not equals_host(CPU, torch.int8, None)
     with pytest.raises(AssertionError, match="cpu does not compute as the host does"):
@@ -129,14 +135,14 @@ def test_neighbours_are_updated_in_one_launch(monkeypatch: pytest.MonkeyPatch) -
     there[6][1] = here[6][1].clone()  # its gradient is elsewhere
     steps = [STEPS["first"]] * 2 + [second] * 5
     launched = []
-    original = adam.adamw
+    original = kernels.adamw
 
     def adamw(*arguments: object, tail: int = 0) -> None:
         launched.append((arguments[2].numel(), tail))
         original(*arguments, tail=tail)
 
     equals_host(CPU, torch.float32, None)
-    monkeypatch.setattr(adam, "adamw", adamw)
+    monkeypatch.setattr(kernels, "adamw", adamw)
     adamw_as_on_host((step, tuple(flats)) for step, flats in zip(steps, there, strict=True))
     for step, flats in zip(steps, here, strict=True):
         update_by_torch(step, *flats)
@@ -147,8 +153,8 @@ def test_neighbours_are_updated_in_one_launch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_device_that_rounds_otherwise_gets_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert equals_host(CPU, torch.float32, BF16)
-    monkeypatch.setattr(on_device, "_known", {})
-    monkeypatch.setattr("hetmem.cuda.reference._fma", lambda a, b, c: a * b + c)
+    update._width.cache_clear()
+    monkeypatch.setattr(kernels, "_fma", lambda a, b, c: a * b + c)
     assert not equals_host(CPU, torch.float32, BF16)
     managed, _ = trained(4, tmp_path, SLOW_HOST)
     assert "streamed" not in updated(managed)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
     Codes8Bit,
-    adamw,
-    adamw_8_bit_tasks,
     adamw_compact_tasks,
     adamw_on_device,
     adamw_tasks,
@@ -17,20 +20,18 @@ from hetmem.cpu import (
     llvm,
     loops,
     norm,
-    on_device,
-    square_sum,
+    square_sum_tasks,
     square_sums_on_device,
     sums_of_tiles,
     total,
-    update,
     workers,
 )
+from hetmem.cpu import adamw as update
+from hetmem.cpu.adamw import adamw_as_on_host, equals_host, update_by_torch
 from hetmem.cpu.loops import BLOCK, RUN
-from hetmem.cpu.norm import square_sum_tasks
-from hetmem.cpu.on_device import adamw_as_on_host, equals_host
-from hetmem.cpu.update import update_by_torch
 from hetmem.cpu.workers import WorkerPool, one_torch_thread
-from hetmem.cuda import adam, reference
+from hetmem.cuda import kernels
+from hetmem.cuda.kernels import torch_adamw
 
 __all__ = [
     "BLOCK",
@@ -40,9 +41,7 @@ __all__ = [
     "AdamWStep",
     "Codes8Bit",
     "WorkerPool",
-    "adam",
     "adamw",
-    "adamw_8_bit_tasks",
     "adamw_as_on_host",
     "adamw_compact_tasks",
     "adamw_on_device",
@@ -50,18 +49,28 @@ __all__ = [
     "compact",
     "equals_host",
     "kernel_name",
+    "kernels",
     "llvm",
     "loops",
     "norm",
-    "on_device",
     "one_torch_thread",
-    "reference",
     "square_sum",
     "square_sum_tasks",
     "square_sums_on_device",
     "sums_of_tiles",
+    "torch_adamw",
     "total",
     "update",
     "update_by_torch",
     "workers",
 ]
+
+
+def adamw(pool: WorkerPool, *of: Any) -> None:
+    pool.run(adamw_tasks(*of))
+
+
+def square_sum(pool: WorkerPool, grads: Sequence[torch.Tensor]) -> float:
+    made = [square_sum_tasks(grad) for grad in grads]
+    pool.run([task for tasks, _ in made for task in tasks])
+    return total(sums for _, sums in made)

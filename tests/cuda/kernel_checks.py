@@ -11,11 +11,10 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles, update
-from hetmem.cuda import backend, reference
-from hetmem.cuda.adam import ADAMS, adamw
-from hetmem.cuda.cast import CASTS, cast
-from hetmem.cuda.squares import square_sums
+from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles
+from hetmem.cpu import adamw as update
+from hetmem.cuda import backend
+from hetmem.cuda.kernels import ADAMS, CASTS, adamw, cast, square_sums, torch_adamw, torch_square_sums
 from tests.cuda.vectors import HALVES, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----
@@ -54,7 +53,7 @@ def check_squares(place: Place) -> None:
             with mock.patch.object(backend, "MOST_BLOCKS", 1):
                 square_sums(place.backend, source.view, sums.view)
             place.synchronize()
-            assert_same(sums.result(), reference.square_sums(data), f"{dtype}, {numel}")
+            assert_same(sums.result(), torch_square_sums(data), f"{dtype}, {numel}")
 
 
 def check_squares_tell_what_is_not_finite(place: Place) -> None:
@@ -125,7 +124,7 @@ def run_adamw(
     with mock.patch.object(backend, "MOST_BLOCKS", 2):
         adamw(place.backend, scalars, *(buffer.view for buffer in buffers), tail=tail)
     place.synchronize()
-    reference.adamw(scalars, *tensors[:4], tensors[4] if copy_dtype is not None else None, tail)
+    torch_adamw(scalars, *tensors[:4], tensors[4] if copy_dtype is not None else None, tail)
     for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=False):
         assert_same(buffer.result(), expected, f"{what}: {role}")
 

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from hetmem.cpu import AdamWStep, update
+from hetmem.cpu import AdamWStep
+from hetmem.cpu import adamw as update
 from hetmem.cuda import backend as backend_module
 from hetmem.cuda import nvrtc
-from hetmem.cuda.adam import SCALARS, adamw
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
-from hetmem.cuda.cast import cast
-from hetmem.cuda.squares import square_sums
+from hetmem.cuda.kernels import SCALARS, adamw, cast, square_sums
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.shim import GPP, SOURCES, ShimBackend, build
 from tests.cuda.vectors import Place
@@ -185,7 +184,7 @@ def test_kernels_that_work_are_found_to_work() -> None:
 
 
 def test_importing_the_launchers_does_not_import_cupy(forks: Forks) -> None:
-    script = "import sys, hetmem.cuda.cast, hetmem.cuda.backend as b; b.backend(); assert 'cupy' not in sys.modules"
+    script = "import sys, hetmem.cuda.kernels, hetmem.cuda.backend as b; b.backend(); assert 'cupy' not in sys.modules"
     assert forks.run(script).returncode == 0
 
 

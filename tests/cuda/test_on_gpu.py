@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hetmem.cuda.backend import CupyBackend, TorchBackend, backend
-from hetmem.cuda.cast import cast
+from hetmem.cuda.kernels import cast
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.vectors import Place, assert_same, ordinary
 

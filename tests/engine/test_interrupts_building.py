@@ -4,6 +4,7 @@ left, and the next one is managed."""
 from __future__ import annotations
 
 import gc
+import inspect
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,7 @@ from torch.nn.modules import module as torch_module
 import hetmem
 from hetmem import api
 from hetmem.memory import interrupts
-from hetmem.placing import module_building
-from hetmem.placing.filling import BuildingMemory
+from hetmem.placing.filling import Building, BuildingMemory, as_written, build_within
 from tests.engine.harness import WIDTH, all_hetmem_threads_end, budget
 from tests.engine.struck import Struck, some_of
 from tests.engine.test_interrupts_managing import is_managed
@@ -29,10 +29,16 @@ _SAMPLED = 150
 """So many instructions are struck, or with `--all-cases` each of them."""
 
 
+_BUILDS = {
+    inspect.unwrap(each).__code__
+    for each in (as_written, build_within, Building.__init__, Building.active, Building.begin, Building.end)
+}
+
+
 def _around(code: CodeType) -> bool:
     """Whether `code` begins and ends what is built."""
-    if code.co_filename in (module_building.__file__, interrupts.__file__):
-        return code.co_name not in ("_registered", "place_pending", "_is_placed")
+    if code.co_filename == interrupts.__file__ or code in _BUILDS:
+        return True
     return code.co_filename == api.__file__ and code.co_name == "wrapper"
 
 
@@ -74,7 +80,7 @@ def test_an_interrupt_leaves_nothing_of_what_is_built(
     monkeypatch.setattr(api, "_manage", manage)
 
     def ended(what: str) -> None:
-        assert not module_building.Building.active(), what
+        assert not Building.active(), what
         assert not _HOOKS, what
         managed_then.clear()
         managed()
@@ -92,6 +98,6 @@ def test_an_interrupt_leaves_nothing_of_what_is_built(
 
 def test_an_interrupt_of_a_plan_leaves_no_class_as_it_was_written(all_cases: bool) -> None:
     def ended(what: str) -> None:
-        assert not module_building.Building.active(), what
+        assert not Building.active(), what
 
-    strike(lambda: module_building.as_written(Layers), ended, all_cases)
+    strike(lambda: as_written(Layers), ended, all_cases)

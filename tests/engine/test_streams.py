@@ -19,7 +19,7 @@ import hetmem
 from hetmem.intercept import registry
 from hetmem.memory import live_bytes
 from hetmem.memory.device import SimDevice
-from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.optim.device_updates import _Bring
 from hetmem.schedule.blocks import Link
@@ -168,7 +168,7 @@ def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator
         traffic.release(fetched, Tier.DEVICE)
         traffic.acquire(cast, Tier.DEVICE)
         traffic.release(cast, Tier.DEVICE)
-        traffic.executor.copy_home_again(inside)
+        traffic.executor.copy_homes_again([inside])
         before = device.streams.ordered
         slot = traffic.acquire(fetched, Tier.DEVICE)
         traffic.executor.drain()

@@ -155,18 +155,6 @@ def test_a_role_is_asked_for_or_not(tmp_path: Path) -> None:
     assert traffic.residency.state(block_of(chunk), HOST) is None
 
 
-@pytest.mark.usefixtures("something_begins")
-def test_a_copy_that_is_held_for_an_update_is_let_go_of_where_that_cannot_begin(tmp_path: Path) -> None:
-    managed = manage(mlp(), "host", tmp_path)
-    with torch.no_grad():
-        managed[0](*BATCHES[0])
-    traffic = runtime_of(managed).traffic
-    found = [chunk for chunk in runtime_of(managed).chunks if traffic.device_copy(chunk) is not None]
-    with fails_once(traffic, "execute"), pytest.raises(OSError, match="has failed"):
-        traffic.hold_copy(found[0])
-    assert not in_use(managed)
-
-
 @pytest.mark.parametrize("at", range(4))
 def test_an_update_that_cannot_ask_for_all_it_needs_asks_for_nothing(at: int, tmp_path: Path) -> None:
     """It gave back what it had never asked for, which the device was fed from, or what another one had."""
@@ -206,7 +194,7 @@ def test_an_update_of_a_chunk_that_waits_for_room_begins_at_once(tmp_path: Path)
     traffic.execute(residency.acquire(second, Tier.DEVICE))
     assert residency.state(second, Tier.DEVICE) is CopyState.WAITING
     assert not residency.in_flight()
-    assert traffic.begin_update(wanted, keep_copy=False) is False
+    assert traffic.begin_update(wanted) is False
     traffic.release(first, Tier.DEVICE)
     assert residency.state(second, Tier.DEVICE) is CopyState.WAITING, "its home is being written"
     traffic.end_update(wanted)
@@ -226,7 +214,7 @@ def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_p
     chunk = next(chunk for chunk in runtime.chunks if chunk.parameters[0].name == "0.weight")
     block = chunk.homes[Role.PARAM].block
     assert block is not None
-    traffic.execute(residency.expect(Tier.DEVICE, Schedule([(block,)])))
+    traffic.execute(residency.expect({Tier.DEVICE: Schedule([(block,)])}))
     assert [residency.state(block, tier) for tier in (Tier.HOST, Tier.DEVICE)] == [CopyState.LOADING, None]
     traffic.superseded(chunk, Role.PARAM)
     assert residency.state(block, Tier.DEVICE) is None

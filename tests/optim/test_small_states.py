@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_8_bit_tasks, adamw_compact_tasks
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_compact_tasks
 from tests.engine.harness import (
     CHUNK,
     CHUNK_ELEMENTS,
@@ -55,8 +55,7 @@ class Plain:
         for number, (p, (m, v)) in enumerate(zip(self.parameters, self.moments, strict=True)):
             if p.grad is None:
                 continue
-            update: Any = adamw_8_bit_tasks if isinstance(m, Codes8Bit) else adamw_compact_tasks
-            for task in update(step, p.data.view(-1), p.grad.reshape(-1), m, v, key=(SEED << 32) + number):
+            for task in adamw_compact_tasks(step, p.data.view(-1), p.grad.reshape(-1), m, v, key=(SEED << 32) + number):
                 task()
 
 

@@ -109,7 +109,7 @@ def test_a_copy_that_is_there_costs_nothing() -> None:
 
 def test_what_the_schedule_expects_is_fetched_behind_compute() -> None:
     simulated = traffic(2, [Tier.HOST] * 2)
-    simulated.execute(simulated.residency.expect(Tier.DEVICE, Schedule([(0,), (1,)])))
+    simulated.execute(simulated.residency.expect({Tier.DEVICE: Schedule([(0,), (1,)])}))
     use(simulated, 0, 5.0)
     use(simulated, 1, 1.0)
     assert (simulated.now, simulated.stall_seconds) == (7.0, 1.0)
@@ -227,7 +227,7 @@ def test_what_cannot_be_had_is_refused_and_nothing_stays_in_use() -> None:
 def test_every_policy_drives_the_real_residency(policy: EvictionPolicy, fetches: int) -> None:
     simulated = traffic(3, [Tier.HOST] * 4, policy=policy)
     if isinstance(policy, NextUse):
-        simulated.execute(simulated.residency.expect(Tier.DEVICE, Schedule([(b,) for b in range(4)])))
+        simulated.execute(simulated.residency.expect({Tier.DEVICE: Schedule([(b,) for b in range(4)])}))
     for _ in range(3):
         for block in range(4):
             use(simulated, block, 0.0)
@@ -242,7 +242,7 @@ def test_the_same_program_takes_the_same_time() -> None:
         simulated = traffic(3, [Tier.HOST, Tier.NVME] * 4, staging=2)
         schedule = Schedule([(b,) for b in (*range(8), *reversed(range(8)))])
         for _ in range(3):
-            simulated.execute(simulated.residency.expect(Tier.DEVICE, schedule))
+            simulated.execute(simulated.residency.expect({Tier.DEVICE: schedule}))
             for block in (*range(8), *reversed(range(8))):
                 use(simulated, block, 0.3)
         return simulated.now, simulated.stall_seconds, simulated.events

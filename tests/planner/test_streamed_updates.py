@@ -48,11 +48,11 @@ def streaming(simulated: SimulatedTraffic, slots: int = 100) -> tuple[SimulatedD
 def sent(
     there: int, home: int, *, seconds: float = 0.0, ready: Callable[[], bool] = lambda: True, operand: int | None = None
 ) -> Update:
-    return Update(0, operand, (), 0.0, 0.0, seconds, keeps_copy=False, ready=ready, crossing=(there, home))
+    return Update(0, operand, (), 0.0, 0.0, seconds, ready=ready, crossing=(there, home))
 
 
 def on_host(seconds: float) -> Update:
-    return Update(0, None, (), 0.0, seconds, 0.0, keeps_copy=False, ready=lambda: True)
+    return Update(0, None, (), 0.0, seconds, 0.0, ready=lambda: True)
 
 
 def test_states_come_are_updated_and_go_home_one_after_the_other() -> None:

@@ -50,7 +50,7 @@ def update(
     ready: bool = True,
 ) -> Update:
     parts = tuple(Staged(block, load=True, changes=True) for block in staged)
-    return Update(number, operand, parts, thread, seconds, 0.0, keeps_copy=False, ready=lambda: ready)
+    return Update(number, operand, parts, thread, seconds, 0.0, ready=lambda: ready)
 
 
 def test_updates_come_one_after_the_other_and_each_is_prepared_while_the_last_is_computed() -> None:

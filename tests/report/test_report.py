@@ -208,6 +208,67 @@ def test_the_history_has_each_step_with_its_stalls_and_tokens(tmp_path: Path) ->
     hetmem.release(model)
 
 
+KIB = 1 << 10
+
+
+def beside_chunks(model: nn.Module) -> tuple[dict[tuple[str, str, str], tuple[int, int]], dict[str, Any]]:
+    """Tensors and bytes of what was beside chunks, by operator, module and what holds it; and the section."""
+    report = hetmem.report(model)
+    section = report.to_dict()["beside_chunks"]
+    rows = section["tensors"]
+    assert sum(row["bytes"] for row in rows) + section["other_bytes"] == section["bytes"]
+    text = str(report)
+    assert section["sentence"] in " ".join(text.split())
+    assert all(row["operator"] in text and row["module"] in text for row in rows)
+    return {(row["operator"], row["module"], row["held"]): (row["count"], row["bytes"]) for row in rows}, section
+
+
+class Summed(nn.Module):
+    """Two equal blocks and a loss: 512 rows of 64 float32 are 128 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_what_is_beside_chunks_at_the_peak_is_told_by_operator_and_module(placement: str, tmp_path: Path) -> None:
+    model = manage(Summed(), placement, tmp_path, sanitize=False, activations="keep")
+    optimizer = hetmem.AdamW(model.parameters())
+    assert hetmem.report(model).to_dict()["beside_chunks"] is None
+    for _ in range(2):
+        model(torch.ones(512, 64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found, section = beside_chunks(model)
+    assert (section["segment"], section["step"]) == ("backward", 1)
+    assert section["bytes"] == hetmem.report(model).to_dict()["tiers"]["device"]["non_model_peak_bytes"]
+    assert found[("inputs", "Summed", "input")] == (1, 128 * KIB)
+    assert found[("relu", "blocks.*.1", "saved")] == (2, 512 * KIB)
+    assert ("addmm", "blocks.*.2", "saved") in found
+    made_in_backward = {module for _, module, held in found if held == "temporary"}
+    assert made_in_backward == ({"Summed"} if placement == "host" else {"blocks.*.1", "blocks.*.2"})
+    model(torch.ones(900, 64)).backward()  # not watched, as it is not twice as large
+    if placement == "host":
+        assert "Larger inputs since" in hetmem.report(model).to_dict()["beside_chunks"]["sentence"]
+    hetmem.release(model)
+
+
+def test_without_a_backward_nothing_beside_chunks_is_saved(tmp_path: Path) -> None:
+    model = manage(Summed(), "host", tmp_path, sanitize=False)
+    with torch.no_grad():
+        model(torch.ones(512, 64))
+    found, section = beside_chunks(model)
+    assert section["sentence"].endswith("in a forward.")
+    assert {held for _, _, held in found} == {"input", "temporary"}
+    hetmem.release(model)
+
+
 def test_a_tier_that_is_not_there_has_no_rows(tmp_path: Path) -> None:
     model = trained("host", tmp_path)
     assert "nvme" not in str(hetmem.report(model)).lower()

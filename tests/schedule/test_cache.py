@@ -71,7 +71,7 @@ class Run:
 
     def begin(self, key: Hashable) -> None:
         if self.planned and self.booked:
-            self.carry_out(self.residency.expect_all(self.book.schedules(key)))
+            self.carry_out(self.residency.expect(self.book.schedules(key)))
 
     def carry_out(self, commands: list[Command]) -> None:
         self.pending.extend(command for command in commands if not isinstance(command, Drop))
@@ -103,9 +103,9 @@ class Run:
         if self.planned and not self.booked:
             barrier, segment = rng.choice([None, len(self.trace), 0]), rng.choice([len(self.trace) // 2, 1 << 62])
             schedule = Schedule(self.trace, barrier=barrier, segment=segment)
-            self.carry_out(residency.expect(DEVICE, schedule))
+            self.carry_out(residency.expect({DEVICE: schedule}))
             staged = [block for block, home in enumerate(self.homes) if home is NVME]
-            self.carry_out(residency.expect(HOST, Schedule([(block,) for block in staged for _ in range(2)])))
+            self.carry_out(residency.expect({HOST: Schedule([(block,) for block in staged for _ in range(2)])}))
         for at, use in enumerate(self.trace):
             if at == len(self.trace) // 2:
                 self.begin("backward")

@@ -72,7 +72,7 @@ def test_a_forward_alone_reads_its_weights_ahead_once_it_is_known(delay: int, op
     late: list[Command] = []
     on_demand = []
     for number in range(passes):
-        late += r.expect_all(known.schedules("forward") if number else {})
+        late += r.expect(known.schedules("forward") if number else {})
         for block in uses:
             for command in late[: len(late) if not delay else 2]:
                 late.remove(command)
@@ -93,7 +93,7 @@ def test_a_forward_alone_reads_its_weights_ahead_once_it_is_known(delay: int, op
 def test_the_disk_goes_on_four_lookaheads_ahead_and_no_farther() -> None:
     r = residency(*[NVME] * 24, device=1, host=24, lookahead=2)
     schedule = Schedule([(block,) for block in range(24)])
-    assert reads(answer(r, r.expect(DEVICE, schedule))) == list(range(8))
+    assert reads(answer(r, r.expect({DEVICE: schedule}))) == list(range(8))
     assert reads(visit(r, 0)) == [8]
     assert reads(visit(r, 1)) == [9]
 
@@ -106,26 +106,26 @@ def test_the_disk_goes_on_while_the_device_has_all_it_uses_next() -> None:
         visit(r, block)
     answer(r, r.invalidate(6, HOST))
     answer(r, r.invalidate(6, DEVICE))
-    r.expect_all({DEVICE: Schedule([(block,) for block in (*range(6), 0, 1, 2, 6, 7)])})
+    r.expect({DEVICE: Schedule([(block,) for block in (*range(6), 0, 1, 2, 6, 7)])})
     began = [at for at, block in enumerate((*range(6), 0, 1, 2)) if 6 in reads(visit(r, block))]
     assert began == [1]  # then it is the eighth use from the next one on
 
 
 def test_nothing_is_fed_from_behind_the_barrier_or_from_a_home_that_is_rewritten() -> None:
     r = residency(*[NVME] * 4, device=1, host=4, lookahead=4)
-    assert reads(answer(r, r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)], barrier=2)))) == [0, 1]
+    assert reads(answer(r, r.expect({DEVICE: Schedule([(0,), (1,), (2,), (3,)], barrier=2)}))) == [0, 1]
     r = residency(*[NVME] * 4, device=1, host=4, lookahead=4)
     r.suspend(1)
-    assert reads(answer(r, r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)])))) == [0, 2, 3]
+    assert reads(answer(r, r.expect({DEVICE: Schedule([(0,), (1,), (2,), (3,)])}))) == [0, 2, 3]
     assert reads(answer(r, r.resume(1))) == [1]
 
 
 def test_what_the_device_is_fed_goes_on_when_its_first_read_is_what_tells_that_it_is_fed() -> None:
     """Two reads are on their way for the optimizer: nothing could begin, and it was not known yet that more is to."""
     r = residency(*[NVME] * 5, device=1, host=5, lookahead=1)
-    assert r.expect(HOST, Schedule([(3,)])) == [read(3, 0)]
+    assert r.expect({HOST: Schedule([(3,)])}) == [read(3, 0)]
     assert r.prefetch(4, HOST) == [read(4, 1)]
-    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)])) == []
+    assert r.expect({DEVICE: Schedule([(0,), (1,), (2,)])}) == []
     assert r.done(read(3, 0)) == [read(0, 2)]
 
 
@@ -155,12 +155,12 @@ def test_a_use_in_host_memory_counts_as_one_on_the_device_does() -> None:
     for block in (0, 1):
         answer(r, r.prefetch(block, HOST))
     known = book({"forward": (2, 2, 1)}, step=(0,))
-    assert r.expect_all(known.schedules(STEP)) == []
+    assert r.expect(known.schedules(STEP)) == []
     assert r._caches[HOST].victims(1, ()) == [1], "1 comes later than the step"
     r = residency(NVME, NVME, NVME, device=3, host=2, lookahead=1)
     for block in (0, 1):
         answer(r, r.prefetch(block, HOST))
-    commands = r.expect_all(known.schedules("forward"))
+    commands = r.expect(known.schedules("forward"))
     assert commands[0] == Drop(0, HOST, 0), "the step comes behind the forward"
 
 
@@ -169,9 +169,9 @@ def test_both_schedules_are_known_before_anything_begins() -> None:
     r = residency(*[NVME] * 8, device=1, host=2, lookahead=1)
     for block in (0, 1):
         answer(r, r.prefetch(block, HOST))
-    assert r.expect(HOST, Schedule(UseSequence([(0,), (1,)], (), [100, 101], 102))) == []
+    assert r.expect({HOST: Schedule(UseSequence([(0,), (1,)], (), [100, 101], 102))}) == []
     known = book({"forward": (2, 3, 3, 4, 5, 6, 7, 1)}, host=(0, 0))
-    assert r.expect_all(known.schedules("forward"))[0] == Drop(1, HOST, 1)
+    assert r.expect(known.schedules("forward"))[0] == Drop(1, HOST, 1)
 
 
 def test_what_the_step_reads_waits_until_the_clock_comes_near_and_comes_then_with_nothing_else() -> None:
@@ -183,7 +183,7 @@ def test_what_the_step_reads_waits_until_the_clock_comes_near_and_comes_then_wit
     for block in r.resident(HOST):
         answer(r, r.invalidate(block, HOST))
     known = book({"forward": range(blocks)}, step=(blocks,))
-    assert answer(r, r.expect_all(known.schedules("forward"))) == []
+    assert answer(r, r.expect(known.schedules("forward"))) == []
     began = [block for block in range(blocks) if blocks in reads(visit(r, block))]
     assert began == [blocks - 2 * lookahead - 1]  # the next use then is that far before the step
 
@@ -194,7 +194,7 @@ def test_staging_ranks_what_is_passed_over_on_the_device_anew() -> None:
     for block in (0, 1):
         answer(r, r.prefetch(block, HOST))
     r.suspend(0)
-    r.expect(DEVICE, Schedule([(0,), (2,), (1,)]))
+    r.expect({DEVICE: Schedule([(0,), (2,), (1,)])})
     r.reach((0,), DEVICE)
     assert r._caches[HOST].victims(1, ()) == [1]
     r.reach((2,), DEVICE)
@@ -203,6 +203,6 @@ def test_staging_ranks_what_is_passed_over_on_the_device_anew() -> None:
 
 def test_ups_and_reads_are_two_steps() -> None:
     r = residency(NVME, NVME, device=1, host=1, lookahead=1)
-    assert r.expect(DEVICE, Schedule([(0,), (1,)])) == [read(0, 0)]
+    assert r.expect({DEVICE: Schedule([(0,), (1,)])}) == [read(0, 0)]
     assert r.done(read(0, 0)) == [up(0, 0)]
     assert r.done(up(0, 0)) == [Drop(0, HOST, 0), read(1, 0)], "the device has no room, staging has"

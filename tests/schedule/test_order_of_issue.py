@@ -98,7 +98,7 @@ def test_in_whatever_order_transfers_end_the_same_copies_are_fetched_and_evicted
     issued = []
     for ends in orders:
         program = Program(slots, lookahead, at_once, spans, ends)
-        program.issue(program.residency.expect(DEVICE, Schedule(expected)))
+        program.issue(program.residency.expect({DEVICE: Schedule(expected)}))
         program.run(expected, updated)
         program.run(others, updated)  # it leaves its trace
         issued.append(program.run(expected, set()))

@@ -46,7 +46,7 @@ def fetched_by(policy: EvictionPolicy, uses: Uses, slots: int, *, schedule: Sche
     residency = Residency({Tier.DEVICE: slots}, policy, lookahead=0)
     for number in range(5):
         residency.add(Block(f"block {number}", Tier.HOST))
-    assert residency.expect(Tier.DEVICE, schedule or Schedule()) == []
+    assert residency.expect({Tier.DEVICE: schedule or Schedule()}) == []
     fetched = []
     for blocks in uses:
         residency.reach(blocks, Tier.DEVICE)

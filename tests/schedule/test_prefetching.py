@@ -14,7 +14,7 @@ from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, Use
 
 def test_what_comes_next_is_fetched_ahead_a_few_at_a_time_by_the_uses_that_have_not_come() -> None:
     r = residency(HOST, HOST, HOST, HOST, device=4, lookahead=3)
-    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,), (3,)])) == [up(0, 0), up(1, 1)]
+    assert r.expect({DEVICE: Schedule([(0,), (1,), (2,), (3,)])}) == [up(0, 0), up(1, 1)]
     assert r.done(up(1, 1)) == r.done(up(0, 0)) == [], "when they arrive begins nothing"
     assert use(r, 0, DEVICE) == [up(2, 2)]
     assert use(r, 1, DEVICE) == [up(3, 3)]
@@ -30,7 +30,7 @@ def test_what_is_missing_far_ahead_is_fetched_as_soon_as_it_is_in_sight(count: i
         visit(r, block, DEVICE)
     if when == "before":
         r.invalidate(far, DEVICE)
-    assert r.expect(DEVICE, Schedule([(block,) for block in range(count)])) == []
+    assert r.expect({DEVICE: Schedule([(block,) for block in range(count)])}) == []
     assert use(r, 0, DEVICE) == []
     if when == "meanwhile":
         r.invalidate(far, DEVICE)
@@ -46,7 +46,7 @@ def test_a_prefetch_gives_up_only_what_is_needed_later() -> None:
     r = residency(HOST, HOST, HOST, device=2, lookahead=4)
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
-    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)])) == []
+    assert r.expect({DEVICE: Schedule([(0,), (1,), (2,)])}) == []
     assert use(r, 0, DEVICE) == [], "0 is in use, and 1 is used before 2"
     assert r.release(0, DEVICE) == [], "the next use begins as soon"
     assert use(r, 1, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
@@ -57,7 +57,7 @@ def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
     r = residency(HOST, HOST, HOST, device=2, lookahead=4)
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
-    assert r.expect(DEVICE, Schedule([(0,), (2,), (1,), (2,), (1,), (0,)])) == []
+    assert r.expect({DEVICE: Schedule([(0,), (2,), (1,), (2,), (1,), (0,)])}) == []
     assert use(r, 0, DEVICE) == []
     assert r.release(0, DEVICE) == []
     assert use(r, 2, DEVICE) == [Drop(0, DEVICE, 0), up(2, 0)]
@@ -66,7 +66,7 @@ def test_a_prefetch_waits_for_the_copy_that_demand_would_give_up() -> None:
 def test_staging_prefetches_never_take_turns_in_one_slot() -> None:
     """Found as a read without end: each gave up the other, which was needed sooner."""
     r = residency(NVME, NVME, host=1, lookahead=2)
-    assert r.expect(HOST, Schedule([(0,), (1,)])) == [read(0, 0)]
+    assert r.expect({HOST: Schedule([(0,), (1,)])}) == [read(0, 0)]
     assert r.done(read(0, 0)) == []
     assert use(r, 0, HOST) == []
     assert r.release(0, HOST) == [Drop(0, HOST, 0), read(1, 0)]
@@ -75,17 +75,17 @@ def test_staging_prefetches_never_take_turns_in_one_slot() -> None:
 def test_a_prefetch_touches_neither_dirty_copies_nor_copies_in_use() -> None:
     r = residency(NVME, NVME, host=1, lookahead=2)
     visit(r, 0, HOST, dirty=True)
-    assert r.expect(HOST, Schedule([(1,)])) == []
+    assert r.expect({HOST: Schedule([(1,)])}) == []
     assert r.settle(0) == [Write(0, 0)]
     assert r.done(Write(0, 0)) == [Drop(0, HOST, 0), read(1, 0)]
     in_use = residency(HOST, HOST, device=1, lookahead=2)
     bring(in_use, 0, DEVICE)
-    assert in_use.expect(DEVICE, Schedule([(1,)])) == in_use.prefetch(1, DEVICE) == []
+    assert in_use.expect({DEVICE: Schedule([(1,)])}) == in_use.prefetch(1, DEVICE) == []
 
 
 def test_nothing_behind_the_barrier_is_prefetched_but_it_counts_for_eviction() -> None:
     r = residency(HOST, HOST, HOST, device=2, lookahead=8)
-    assert r.expect(DEVICE, Schedule([(0,), (1,), (2,)], barrier=1)) == [up(0, 0)]
+    assert r.expect({DEVICE: Schedule([(0,), (1,), (2,)], barrier=1)}) == [up(0, 0)]
     assert r.done(up(0, 0)) == []
     visit(r, 0, DEVICE)
     visit(r, 1, DEVICE)
@@ -96,7 +96,7 @@ def test_a_waiting_request_goes_before_any_prefetch() -> None:
     r = residency(HOST, Block("large", HOST, span=2), HOST, device=2, lookahead=2)
     bring(r, 0, DEVICE)
     assert use(r, 1, DEVICE) == []
-    assert r.expect(DEVICE, Schedule([(2,), (0,)])) == r.prefetch(2, DEVICE) == [], "not even into the free slot"
+    assert r.expect({DEVICE: Schedule([(2,), (0,)])}) == r.prefetch(2, DEVICE) == [], "not even into the free slot"
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(1, 2)]
 
 
@@ -109,7 +109,7 @@ def test_what_no_schedule_names_is_prefetched_into_free_slots_only() -> None:
 
 def test_a_prefetch_from_nvme_is_two_steps() -> None:
     r = residency(NVME, device=1, host=1, lookahead=1)
-    assert r.expect(DEVICE, Schedule([(0,)])) == [read(0, 0)]
+    assert r.expect({DEVICE: Schedule([(0,)])}) == [read(0, 0)]
     assert r.done(read(0, 0)) == [up(0, 0)]
     assert r.done(up(0, 0)) == []
     assert use(r, 0, DEVICE) == []
@@ -123,7 +123,7 @@ def test_a_prefetch_from_nvme_is_two_steps() -> None:
 def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(lookahead: int) -> None:
     """Block 1 is written as a whole and read after that: it comes by itself. The others have to be read."""
     r = residency(NVME, NVME, NVME, host=3, lookahead=lookahead)
-    ahead = r.expect(HOST, Schedule(UseSequence([(0,), (1,), (1,), (2,)], overwritten=[1])))
+    ahead = r.expect({HOST: Schedule(UseSequence([(0,), (1,), (1,), (2,)], overwritten=[1]))})
     assert ahead == ([read(0, 0), read(2, 1)] if lookahead == 4 else [read(0, 0)])
     for command in ahead:
         assert r.done(command) == []
@@ -140,7 +140,7 @@ def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(look
 def test_what_is_late_to_be_overwritten_is_not_read_ahead() -> None:
     """A gradient arrives behind the use that came after it in the last step: its home is old."""
     r = residency(NVME, NVME, NVME, host=3, lookahead=4)
-    ahead = r.expect(HOST, Schedule(UseSequence([(0,), (1,), (0,), (1,), (2,)], overwritten=[0, 1]), segment=5))
+    ahead = r.expect({HOST: Schedule(UseSequence([(0,), (1,), (0,), (1,), (2,)], overwritten=[0, 1]), segment=5)})
     assert ahead == []
     for load in (False, True):  # 0 is written and read before 1 is written
         r.reach((0,), HOST)
@@ -154,7 +154,7 @@ def test_what_is_late_to_be_overwritten_is_not_read_ahead() -> None:
 
 def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
     r = residency(NVME, NVME, host=2, lookahead=2)
-    assert r.expect(HOST, Schedule(UseSequence([(0,), (1,), (0,)], overwritten=[0]))) == [read(1, 0)]
+    assert r.expect({HOST: Schedule(UseSequence([(0,), (1,), (0,)], overwritten=[0]))}) == [read(1, 0)]
     r.reach((0,), HOST)
     r.acquire(0, HOST, load=False)
     assert r.release(0, HOST, dirty=True) == []

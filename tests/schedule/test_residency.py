@@ -70,7 +70,7 @@ def test_staging_waits_for_a_write_only_where_what_is_clean_is_needed_soon(far: 
     r = residency(NVME, NVME, NVME, host=2)
     visit(r, 0, HOST, dirty=True)
     visit(r, 1, HOST)
-    r.expect(HOST, Schedule([(2,), (0,), (1,)] if far else [(1,), (2,), (0,)]))
+    r.expect({HOST: Schedule([(2,), (0,), (1,)] if far else [(1,), (2,), (0,)])})
     assert r.settle(0) == [Write(0, 0)]
     assert r.acquire(2, HOST) == ([Drop(1, HOST, 1), read(2, 1)] if far else [])
 
@@ -156,7 +156,7 @@ def test_a_request_for_the_device_reloads_a_stale_staged_copy() -> None:
 
 def test_staged_copies_that_the_device_holds_too_go_first() -> None:
     r = residency(NVME, NVME, NVME, device=1, host=2)
-    assert r.expect(DEVICE, Schedule([(0,), (1,)], barrier=0)) == []
+    assert r.expect({DEVICE: Schedule([(0,), (1,)], barrier=0)}) == []
     visit(r, 1, HOST)
     visit(r, 0, DEVICE)
     assert r.acquire(2, HOST) == [Drop(0, HOST, 1), read(2, 1)], "although the device uses 0 before 1"
@@ -164,7 +164,7 @@ def test_staged_copies_that_the_device_holds_too_go_first() -> None:
 
 def test_a_use_in_host_memory_counts_for_what_the_device_holds_too() -> None:
     r = residency(NVME, NVME, NVME, device=1, host=2)
-    assert r.expect(HOST, Schedule([(0,), (1,), (2,)])) == []
+    assert r.expect({HOST: Schedule([(0,), (1,), (2,)])}) == []
     visit(r, 1, HOST)
     visit(r, 0, DEVICE)
     assert r.acquire(2, HOST) == [Drop(1, HOST, 0), read(2, 0)], "0 would be read again, and sooner"
@@ -243,7 +243,7 @@ def test_a_large_block_takes_the_place_whose_blocks_are_needed_last() -> None:
     r = residency(NVME, NVME, NVME, NVME, Block("large", NVME, span=2), host=4)
     for block in range(4):
         visit(r, block, HOST)
-    assert r.expect(HOST, Schedule([(3,), (1,), (0,), (2,)])) == []
+    assert r.expect({HOST: Schedule([(3,), (1,), (0,), (2,)])}) == []
     assert r.acquire(4, HOST) == [Drop(0, HOST, 0), Drop(1, HOST, 1), read(4, 0)]
 
 
@@ -251,9 +251,9 @@ def test_a_large_block_takes_the_slots_of_those_that_are_needed_last_wherever_th
     r = residency(HOST, HOST, HOST, HOST, Block("large", HOST, span=2), device=4)
     for block in range(4):
         visit(r, block, DEVICE)
-    assert r.expect(DEVICE, Schedule([(3,), (1,), (0,), (2,)])) == []
+    assert r.expect({DEVICE: Schedule([(3,), (1,), (0,), (2,)])}) == []
     assert r.acquire(4, DEVICE) == [Drop(2, DEVICE, 2), Drop(0, DEVICE, 0), up(4, 4)]
-    assert (r.used_slots(DEVICE), r.free_slots(DEVICE)) == (4, [0, 2, 6])
+    assert (r.taken[DEVICE].used, r.free_slots(DEVICE)) == (4, [0, 2, 6])
 
 
 def test_blocks_in_use_leave_a_large_one_all_the_room_that_they_do_not_take_on_the_device() -> None:
@@ -278,10 +278,10 @@ def test_a_limit_drops_what_is_needed_last_at_once_and_what_is_in_use_later() ->
     bring(r, 0, DEVICE)
     visit(r, 1, DEVICE)
     visit(r, 2, DEVICE)
-    assert r.expect(DEVICE, Schedule([(1,), (2,), (0,)])) == []
+    assert r.expect({DEVICE: Schedule([(1,), (2,), (0,)])}) == []
     assert r.limit(DEVICE, 2) == [Drop(2, DEVICE, 2)]
     assert r.limit(DEVICE, 0) == [Drop(1, DEVICE, 1)]
-    assert r.used_slots(DEVICE) == 1
+    assert r.taken[DEVICE].used == 1
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0)]
     assert r.acquire(1, DEVICE) == []
     assert r.limit(DEVICE, 1) == [up(1, 0)]

@@ -286,7 +286,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         known = [b for b in wanted if self.world.blocks[b].home > tier]
         if known:
             blocks = [tuple(dict.fromkeys(known[n % len(known)] for n in use)) for use in numbers]
-            self.event_with("expect", lambda: (tier, Schedule(blocks, barrier=barrier)))
+            self.event_with("expect", lambda: ({tier: Schedule(blocks, barrier=barrier)},))
 
     @rule(number=st.integers(0, 5), tier=st.sampled_from([DEVICE, HOST]))
     def prefetch(self, number: int, tier: Tier) -> None:
@@ -374,7 +374,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     def capacity_and_limits_hold(self) -> None:
         for tier, count in self.slots.items():
-            used = self.residency.used_slots(tier)
+            used = self.residency.taken[tier].used
             taken = sum(1 for content in self.world.memory[tier] if content is not None)
             assert used == taken <= count
             assert used <= max(self.limit[tier], self.used_before[tier]), "it took a slot beyond the limit"

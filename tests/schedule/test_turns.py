@@ -22,7 +22,7 @@ def order(made: Turns[tuple[int, str]]) -> str:
     found = ""
     while (one := made.next(everybody)) is not None:
         found += made.take(one)[1]
-    assert not made
+    assert not made.waiting
     return found
 
 
@@ -36,7 +36,7 @@ def test_who_is_not_ready_is_passed_over() -> None:
     made = mostly((0, "a"), (1, "b"))
     assert made.next(lambda one: one[1] != "a") == (1, "b")
     assert made.next(lambda one: False) is None
-    assert len(made) == 2
+    assert len(made.waiting) == 2
 
 
 def test_who_is_waited_for_goes_first_once() -> None:

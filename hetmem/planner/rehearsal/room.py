@@ -83,7 +83,7 @@ class Notes:
             self._expect(follower)
 
     def _expect(self, key: Hashable) -> None:
-        self._traffic.execute(self._traffic.residency.expect_all(self._tracer.book.schedules(key)))
+        self._traffic.execute(self._traffic.residency.expect(self._tracer.book.schedules(key)))
 
     # ---- moments -----------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Notes:
 
     def chunk_bytes(self) -> int:
         """What chunks take of the device now, homes and copies."""
-        return self._traffic.residency.used_slots(DEVICE) * self._slot_bytes + self.home_bytes
+        return self._traffic.residency.taken[DEVICE].used * self._slot_bytes + self.home_bytes
 
     def idle_bytes(self) -> int:
         """See `schedule.update_split`."""

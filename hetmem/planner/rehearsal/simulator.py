@@ -212,9 +212,9 @@ class SimulatedTraffic:
             while self.residency.dirty(block):
                 self.wait_for_one()
 
-    def begin_update(self, operand: int | None, *, keep_copy: bool) -> bool:
+    def begin_update(self, operand: int | None) -> bool:
         """The home of `operand` will be written: until `end_update` nothing is fetched from there. The device copy is
-        given up unless `keep_copy`; whether there is one."""
+        given up; whether there is one."""
         if operand is None:
             return False
         self.residency.suspend(operand)
@@ -224,7 +224,7 @@ class SimulatedTraffic:
         while self.residency.state(operand, DEVICE) is LOADING:
             self.wait_for_one()
         found = self.residency.state(operand, DEVICE) is VALID
-        if found and not keep_copy:
+        if found:
             self.execute(self.residency.invalidate(operand, DEVICE))
         return found
 

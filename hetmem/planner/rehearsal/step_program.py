@@ -241,7 +241,7 @@ class Rehearsal:
         if self._how.overlapped and self._blocks and (self._steps or self._how.streamed_gradients):
             members = self._members(chunk)
             if all(member in self._usual and arrivals[member] == self._usual[member] for member in members):
-                self._begin(chunk, members, in_backward=True)
+                self._begin(chunk, members)
             self._updates.pump()
 
     def _arrive(self) -> None:
@@ -333,7 +333,7 @@ class Rehearsal:
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
             members = self._members(chunk)
             if members and chunk not in self._begun:
-                self._begin(chunk, members, in_backward=False)
+                self._begin(chunk, members)
         if self._how.trails:
             self._updates.pump()
         else:
@@ -349,7 +349,7 @@ class Rehearsal:
             for role in self._arrangement.homes:
                 self._traffic.wait_until_written(self._on_nvme(role))
 
-    def _begin(self, chunk: int, members: set[int], *, in_backward: bool) -> None:
+    def _begin(self, chunk: int, members: set[int]) -> None:
         """Queue the update of `members` of `chunk`."""
         self._begun.add(chunk)
         homes, ground, hardware = self._arrangement.homes, self._arrangement.ground, self._hardware
@@ -359,7 +359,6 @@ class Rehearsal:
         nbytes += COPY_BYTES * copies - itemsize + ground.role_itemsize(chunk, self._arrangement.gradient(chunk))
         nbytes *= sum(self._arrangement.elements[index] for index in members)
         whole = len(members) == len(ground.chunks[chunk].parameters)
-        cast = self._workload.mixed_precision and not copies and whole and not (in_backward or self._how.trails)
         by_the_caller = hardware.host_to_device.by_the_caller
         streams = self._comes_there(chunk) and self._usual.keys() >= members
         self._traffic.now += len(members) * hardware.thread.queue_seconds
@@ -371,7 +370,6 @@ class Rehearsal:
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
             nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
-            keeps_copy=cast and here and not streams,
             ready=lambda: not self._traffic.gradients.arriving(chunk),
             done=lambda: self._sink.retire(chunk),
             crossing=crossing(self._arrangement, chunk, kept=self._streamed.kept.holds(chunk)) if streams else None,

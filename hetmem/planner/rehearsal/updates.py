@@ -36,7 +36,7 @@ class Update:
     """The update of a chunk, and what it takes: `thread_seconds` of the thread that trains, then `host_seconds` of all
     the host's workers together, or `device_seconds`.
 
-    `number`: of the chunk. `operand`: the block whose copy on the device it makes old, unless it `keeps_copy`.
+    `number`: of the chunk. `operand`: the block whose copy on the device it makes old.
     `ready`: whether its gradients are at home. `done` is told at its end. `crossing`: the bytes
     that come to the device for it and go home again, where states do.
     """
@@ -47,7 +47,6 @@ class Update:
     thread_seconds: float
     host_seconds: float
     device_seconds: float
-    keeps_copy: bool
     ready: Callable[[], bool]
     done: Callable[[], None] = lambda: None
     crossing: tuple[int, int] | None = None
@@ -169,7 +168,7 @@ class SimulatedUpdates(HostUpdates[Update]):
 
     def add(self, update: Update) -> None:
         """Queue `update`; until it is over nothing fetches its operand."""
-        update.had_copy = self._traffic.begin_update(update.operand, keep_copy=update.keeps_copy)
+        update.had_copy = self._traffic.begin_update(update.operand)
         if update.crossing is None:
             self.add_here(update)
         else:
@@ -250,7 +249,7 @@ class SimulatedUpdates(HostUpdates[Update]):
         traffic = self._traffic
         for part in update.staged:
             traffic.release(part.block, Tier.HOST, dirty=part.changes)
-        traffic.end_update(update.operand, renew=update.had_copy and not update.keeps_copy)
+        traffic.end_update(update.operand, renew=update.had_copy)
         for part in update.staged:
             if part.changes:
                 traffic.execute(traffic.residency.settle(part.block))

@@ -1,25 +1,28 @@
-"""AdamW on host memory: one pass over parameter, gradient and moments, bit for bit torch's fused one.
-
-It knows flat tensors and tasks; it must not know chunks, parameters, threads or where the memory comes from.
+"""AdamW on flat tensors with the bits of torch's fused kernel: on the host, as tasks over tiles; on a device, with the
+bits of torch there or with the host's.
 
 The reference is `torch.optim.AdamW(fused=True)` on the CPU. Its kernel computes, in the parameter's dtype,
 
     m = fma(1 - b1, g - m, m)        v = fma((1 - b2) * g, g, b2 * v)
     p = p * (1 - lr * wd) + (-lr / bc1 * m) / (sqrt(v) / sqrt(bc2) + eps)        bc = 1 - b ** step
 
-with scalars made in fp64 and rounded once. The loop in loops.py says the same; Numba compiles it on first use. Each
-variant of it is compared with torch before it may touch real memory: where it cannot be built, or torch was built
-without fma and rounds otherwise, torch's own kernel runs instead, with the same bits and more passes.
+with scalars made in fp64 and rounded once. The loop in loops.py and the kernel of `hetmem.cuda` say the same. Each
+variant of them is compared with torch before it may touch real memory. Where the loop cannot be built, or torch was
+built without fma and rounds otherwise, torch's own kernel runs instead, with the same bits and more passes; where the
+device's kernel differs, the host updates.
+
+Note "tail": torch's kernel on the host rounds v differently in the elements behind its last full vector. How many a
+vector has depends on the CPU and on how torch was built, so for the device it is found by trying.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +31,11 @@ from hetmem import torch_private
 from hetmem.base.units import round_down
 from hetmem.cpu import loops
 from hetmem.cpu.workers import Task, as_array, check_flat, cut, one_torch_thread, runs_of, tiles_of
+from hetmem.cuda import kernels
+from hetmem.cuda.backend import Backend, TorchBackend, backend
 
-if TYPE_CHECKING:
-    from hetmem.cpu.workers import WorkerPool
-
-# torch rounds v differently in the elements after the last full SIMD vector. Vectors have at most 16 float32, and
-# every width divides 16, so torch's kernel treats the last `numel % 16` elements alike alone and within the whole.
+# Vectors have at most 16 float32, and every width divides 16, so torch's kernel treats the last `numel % 16` elements
+# alike alone and within the whole: see note "tail".
 WIDEST_VECTOR = 16
 _SCALED_BYTES = 64 << 20
 
@@ -60,23 +62,6 @@ class AdamWStep:
     grad_scale: float = 1.0
 
 
-def adamw(
-    pool: WorkerPool,
-    step: AdamWStep,
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    compute_copy: torch.Tensor | None = None,
-) -> None:
-    """Update `param`, `exp_avg` and `exp_avg_sq` in place; write `param`, rounded, to `compute_copy` if given.
-
-    All as in `adamw_tasks`. Blocks the caller until all is written. May be called from several threads on different
-    memory.
-    """
-    pool.run(adamw_tasks(step, param, grad, exp_avg, exp_avg_sq, compute_copy))
-
-
 def adamw_tasks(
     step: AdamWStep,
     param: torch.Tensor,
@@ -85,7 +70,8 @@ def adamw_tasks(
     exp_avg_sq: torch.Tensor,
     compute_copy: torch.Tensor | None = None,
 ) -> list[Task]:
-    """`adamw` as tasks over disjoint elements, to be run once each, in any order, on any thread. They hold the memory.
+    """Update `param`, `exp_avg` and `exp_avg_sq` in place; write `param`, rounded, to `compute_copy` if given: as tasks
+    over disjoint elements, to be run once each, in any order, on any thread. They hold the memory.
 
     All are 1-D, contiguous, on the CPU and of one length. The moments have the dtype of `param`; `grad` and
     `compute_copy` may have any floating dtype. float32 with gradient and copy in float32, bfloat16 or float16 runs in
@@ -245,3 +231,103 @@ def _fused(
         lr=step.lr, beta1=step.beta1, beta2=step.beta2, weight_decay=step.weight_decay, eps=step.eps,
         amsgrad=False, maximize=step.maximize,
     )  # fmt: skip
+
+
+# ---- The device, as the host computes. ----
+
+Flats = tuple[torch.Tensor, ...]
+"""Of one parameter: itself, its gradient, the two moments and, if there is one, the 16-bit copy that gets it."""
+
+_SIMULATED = TorchBackend("the device is simulated")
+_STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
+_WIDTHS = (16, 8, 4, 2, 1)
+_TRIED = (1024, *(31,) * 16)
+"""Elements of the tensors of a trial: whole vectors of any kind of element, and 16 times a tail."""
+_SAMPLE = 1 << 16
+"""In bfloat16 the two ways to round differ in one of some two thousand elements."""
+
+
+def kernels_of(device: torch.device) -> Backend:
+    """What updates on `device`."""
+    return backend() if device.type == "cuda" else _SIMULATED
+
+
+def adamw_as_on_host(updates: Iterable[tuple[AdamWStep, Flats]]) -> None:
+    """Update whole parameters on a device that `equals_host`, on its current stream; neighbours in one launch."""
+    for step, flats in _joined(updates):
+        kernels.adamw(kernels_of(flats[0].device), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
+
+
+def _joined(updates: Iterable[tuple[AdamWStep, Flats]]) -> list[tuple[AdamWStep, Flats]]:
+    """With one update in place of two that are alike and next to each other, if none of the first is a tail."""
+    joined: list[tuple[AdamWStep, Flats]] = []
+    for step, flats in updates:
+        if joined and joined[-1][0] == step and _go_on(joined[-1][1], flats):
+            before = joined.pop()[1]
+            pairs = zip(before, flats, strict=True)
+            flats = tuple(one.as_strided((one.numel() + other.numel(),), (1,)) for one, other in pairs)
+        joined.append((step, flats))
+    return joined
+
+
+def _go_on(before: Flats, flats: Flats) -> bool:
+    """Whether `flats` lie directly behind `before`, in the same memory."""
+    if len(before) != len(flats) or before[0].numel() % _width_of(before):
+        return False
+    return all(
+        one.dtype is other.dtype
+        and one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        for one, other in zip(before, flats, strict=True)
+    )
+
+
+def equals_host(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
+    """Whether `adamw_as_on_host` of parameters of `dtype`, with a copy of `copy_dtype` (None: without), gives the bits
+    of torch's kernel on the host: tried once, on some 1500 elements. Where it cannot run at all it does not."""
+    return _width(device, dtype, copy_dtype) > 0
+
+
+def _width_of(flats: Flats) -> int:
+    param, _, _, _, *copy = flats
+    width = _width(param.device, param.dtype, copy[0].dtype if copy else None)
+    assert width, f"{param.device} does not compute as the host does"
+    return width
+
+
+@cache
+def _width(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> int:
+    """Elements of a vector of torch's kernel on the host with which `device` computes the same; 0: with none."""
+    # In torch a vector of 16-bit elements has twice as many as one of float32.
+    widths = _WIDTHS if dtype is torch.float32 else (2 * _width(device, torch.float32, None),)
+    try:
+        given = _trial(dtype, copy_dtype)
+        return next((width for width in widths if width and _agrees(device, given, width)), 0)
+    except Exception:  # no compiler, no memory: whatever it is, the host updates
+        return 0
+
+
+def _trial(dtype: torch.dtype, copy_dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """What is updated to try: ordinary elements first, then such that the two ways to round tell apart."""
+    generator = torch.Generator().manual_seed(0)
+    normal = (torch.randn(_SAMPLE, generator=generator, device="cpu").to(dtype) for _ in range(4))
+    param, grad, exp_avg, exp_avg_sq = normal
+    sample = [param, grad, exp_avg, exp_avg_sq.square()]
+    vectors, others = ([tensor.clone() for tensor in sample] for _ in range(2))
+    kernels.adamw(_SIMULATED, scalars_of(_STEP), *vectors)
+    kernels.adamw(_SIMULATED, scalars_of(_STEP), *others, tail=_SAMPLE)
+    telling = (vectors[-1] != others[-1]).nonzero().flatten()
+    rest = torch.arange(sum(_TRIED) - _TRIED[0], device="cpu") % telling.numel()
+    chosen = torch.cat([torch.arange(_TRIED[0], device="cpu"), telling[rest]])
+    copy = [] if copy_dtype is None else [torch.empty(chosen.numel(), dtype=copy_dtype, device="cpu")]
+    return [*(tensor[chosen] for tensor in sample), *copy]
+
+
+def _agrees(device: torch.device, given: list[torch.Tensor], width: int) -> bool:
+    here = [tensor.clone() for tensor in given]
+    there = [tensor.to(device, copy=True) for tensor in given]
+    parts = (zip(*(tensor.split(_TRIED) for tensor in tensors), strict=True) for tensors in (here, there))
+    for on_host, on_device in zip(*parts, strict=True):
+        update_by_torch(_STEP, *on_host)
+        kernels.adamw(kernels_of(device), scalars_of(_STEP), *on_device, tail=on_device[0].numel() % width)
+    return all(torch.equal(one, other.cpu()) for one, other in zip(here, there, strict=True))
