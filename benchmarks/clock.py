@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetmem.memory.device import DevicePool, SimDevice
-from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 
@@ -67,7 +67,7 @@ def _run(queue: SimpleQueue[tuple[float, Sequence[Event], Callable[[], float], E
 
 
 class ClockStreams:
-    """`hetmem.memory.stream_copier.Streams` of three timelines; those of the links move at `bytes_per_second`."""
+    """`hetmem.memory.stream_copies.Streams` of three timelines; those of the links move at `bytes_per_second`."""
 
     def __init__(self, device: ClockDevice) -> None:
         self._device = device

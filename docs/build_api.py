@@ -36,8 +36,8 @@ ELSEWHERE = (
     "hetmem.base.hardware:HardwareProfile",
     "hetmem.base.hardware:ProfileError",
     "hetmem.report.live:top",
-    "hetmem.integrations.scalars:scalars",
-    "hetmem.integrations.scalars:write",
+    "hetmem.integrations:scalars",
+    "hetmem.integrations:write",
     "hetmem.checkpoint.weights:LoadedWeights",
 )
 """What public names take, return or raise."""

@@ -314,7 +314,7 @@ def test_a_trace_for_perfetto_is_told_from_a_report(tmp_path: Path, capsys: pyte
     saved_report(tmp_path / "a.json")
     assert main(["report", str(tmp_path / "a.json"), "-o", str(tmp_path / "a.trace.json")]) == 0
     assert main(["report", str(tmp_path / "a.trace.json")]) == 2
-    assert "is a trace for Perfetto, which is not read back: save one with" in capsys.readouterr().err
+    assert "is not a saved report: save one with" in capsys.readouterr().err
 
 
 def test_bench_prints_each_way_beside_its_ceiling_and_saves_it(

@@ -203,7 +203,7 @@ def _waited_for(check: Callable[[], str]) -> str:
 def _late_copies() -> Any:
     """A device on whose copy streams something sleeps before each copy."""
     from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
-    from hetmem.memory.stream_copier import StreamCopier
+    from hetmem.memory.stream_copies import StreamCopier
 
     class Sleepy(CudaStreams):
         def enqueue(self, link: Any, after: Any, work: Callable[[], None]) -> Any:

@@ -21,11 +21,10 @@ from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Memory
-from hetmem.memory.cuda_copies import Moves
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping, cores_of, node_of
-from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.stream_copies import Moves, StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import PIECE_BYTES

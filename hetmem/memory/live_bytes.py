@@ -54,7 +54,7 @@ class PeakTensors:
     """The tensors of NAMED_BYTES at least that were alive when most was, of all that was watched: see `reached`."""
 
     def __init__(self) -> None:
-        self._alive: dict[Made, None] = {}
+        self.alive: dict[Made, None] = {}
         self._then: list[Made] = []
         self._count = 0
         self._is_now = False
@@ -62,19 +62,15 @@ class PeakTensors:
         self.nbytes = self.step = 0
         self.segment = ""
 
-    def came(self, made: Iterable[Made]) -> None:
-        """Note what is alive from now on."""
-        self._alive.update(dict.fromkeys(made))
-
     def went(self, made: Made) -> None:
         """Note what is not alive any more."""
         if self._is_now:
             self._then, self._is_now = self.tensors(), False
-        self._alive.pop(made, None)
+        self.alive.pop(made, None)
 
     def outlived_forward(self) -> None:
         """Note that what is alive is kept for a backward."""
-        for made in self._alive:
+        for made in self.alive:
             made.saved = True
 
     def reached(self, live_bytes: int, step: int) -> None:
@@ -82,11 +78,11 @@ class PeakTensors:
         if live_bytes > self.nbytes:
             self.nbytes, self.step = live_bytes, step
             self.segment = "forward" if torch_private.current_node() is None else "backward"
-            self._count, self._is_now = len(self._alive), True
+            self._count, self._is_now = len(self.alive), True
 
     def tensors(self) -> list[Made]:
         """Return the tensors of the peak."""
-        return list(islice(self._alive, self._count)) if self._is_now else self._then
+        return list(islice(self.alive, self._count)) if self._is_now else self._then
 
 
 class DeviceMonitor(TorchDispatchMode):
@@ -191,7 +187,7 @@ class DeviceMonitor(TorchDispatchMode):
     def count(self, operator: Any, tensors: Iterable[Any]) -> None:
         """Add the storages of `tensors` that are not known yet; they leave the count when they die. `operator`, or what
         it is in words, has made them."""
-        before, came = self.live_bytes, list[Made]()
+        before, came = self.live_bytes, dict[Made, None]()
         for tensor in tensors:
             if not _has_memory(tensor):
                 continue
@@ -208,9 +204,9 @@ class DeviceMonitor(TorchDispatchMode):
             self._live_bytes += nbytes
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
             if made is not None:
-                came.append(made)
+                came[made] = None
         grown = self.live_bytes > before
-        self.peak.came(came)
+        self.peak.alive.update(came)  # behind those that have died
         if grown:
             self._grown(str(operator), self.live_bytes)
 

@@ -10,25 +10,21 @@ import errno
 import html
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hetmem.base.whole_files import write_whole
-from hetmem.report.chrome_trace import trace_text
+from hetmem.report.step import TERM_NAMES
 from hetmem.report.text import comparison, made_with, table
+
+T = TypeVar("T")
 
 SCHEMA = "hetmem.report"
 SCHEMA_VERSION = 3
 
 _HOW = "save one with hetmem.report(model).save('run.json')"
-_KEYS = (
-    "created_at model device hardware options versions history parameters steps tiers links fetches evictions faults "
-    "staging_faults stall_seconds host_wait_seconds chunks chunk_bytes chunk_waste bytes_per_parameter missing step "
-    "timeline"
-).split()
-"""What every report has; `updates` and `planned` came later."""
 
 
 def json_text(data: dict[str, Any]) -> str:
@@ -85,41 +81,12 @@ def write_atomically(path: Path, text: str) -> None:
     write_whole(path, text)
 
 
-def _no_number(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
-
-
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The dict of a saved `.json` report. Raises ValueError for any other file, OSError if it cannot be read."""
-    name = os.fspath(path)
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not a saved report: {error}; {_HOW}") from error
-    if isinstance(data, dict) and "traceEvents" in data:
-        raise ValueError(f"{name} is a trace for Perfetto, which is not read back: {_HOW}")
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise ValueError(f"{name} is not a saved report: {_HOW}")
-    if data.get("schema_version") != SCHEMA_VERSION:
-        raise ValueError(
-            f"{name} has version {data.get('schema_version')!r} of the report's schema, this hetmem reads "
-            f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
-        )
-    missing = [key for key in _KEYS if key not in data]
-    if missing:
-        raise ValueError(f"{name} is not a whole report: {missing[0]} is missing; {_HOW}")
-    return data
-
-
 # ---- saved reports, shown -------------------------------------------------------------------------------------------
-
-_DAMAGED = (LookupError, TypeError, AttributeError, ArithmeticError)
-"""What is raised for a report of which a part is cut off or changed."""
 
 
 def show(path: str | os.PathLike[str]) -> str:
     """The report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
-    return table(_whole(path))
+    return _of_saved(path, table)
 
 
 def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
@@ -127,32 +94,147 @@ def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
     Raises ValueError if `path` is no report or `out` has another ending than ".json", ".html" or ".trace.json".
     """
-    data = _whole(path)
-    try:
-        save(data, Path(out))
-    except _DAMAGED as error:  # the timeline, which only these have
-        raise _no_report(path, error) from error
+    write_atomically(Path(out), _of_saved(path, _format_of(Path(out))))
 
 
 def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> str:
     """Two saved reports side by side, with the change from the first to the second. Raises ValueError as `render`."""
-    a, b = _whole(path_a), _whole(path_b)
     names = [Path(path).name for path in (path_a, path_b)]
     if names[0] == names[1]:
         names = [os.fspath(path) for path in (path_a, path_b)]
+    a, b = (_of_saved(path, lambda data: (data, comparison("", data, "", data))[0]) for path in (path_a, path_b))
     return comparison(names[0], a, names[1], b)
 
 
-def _whole(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The report saved at `path`, of which everything can be shown. Raises ValueError."""
-    data = load(path)
+def _of_saved(path: str | os.PathLike[str], made_of: Callable[[dict[str, Any]], T]) -> T:
+    """What is `made_of` the report saved at `path`. Raises ValueError for any other file, also for a report of which a
+    part is cut off or changed, and OSError if it cannot be read."""
+    name = os.fspath(path)
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not a saved report: {error}; {_HOW}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"{name} is not a saved report: {_HOW}")
+    if data.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(
+            f"{name} has version {data.get('schema_version')!r} of the report's schema, this hetmem reads "
+            f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
+        )
     try:
         table(data)
-        comparison("", data, "", data)
-    except (*_DAMAGED, ValueError) as error:
-        raise _no_report(path, error) from error
-    return data
+        return made_of(data)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        raise ValueError(f"{name} is not a whole report ({type(error).__name__}: {error}): {_HOW}") from error
 
 
-def _no_report(path: str | os.PathLike[str], error: Exception) -> ValueError:
-    return ValueError(f"{os.fspath(path)} is not a whole report ({type(error).__name__}: {error}): {_HOW}")
+def _no_number(constant: str) -> float:
+    raise ValueError(f"{constant} is no number")
+
+
+# ---- the timeline as Chrome trace events -----------------------------------------------------------------------------
+
+_LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
+_PROCESS = 1
+_TRAINING, _OPTIMIZER, _COMPUTE, _FIRST_LINK = 1, 2, 999, 1000
+_LANES_PER_LINK = 100
+Event = dict[str, Any]
+
+
+def trace_text(data: dict[str, Any]) -> str:
+    """The timeline of a report for Perfetto (ui.perfetto.dev) and chrome://tracing, as JSON; only names of tracks if it
+    has none.
+
+    One track for the thread that trains, and one for compute where that runs behind it; for the host optimizer's
+    updates, and for each link, as many as were under way at once; a counter for the bytes of each tier.
+    """
+    events = [_named("process_name", 0, f"hetmem: {data['model']}")]
+    if data["timeline"] is not None:
+        events += _trace_events(data["timeline"])
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+
+
+def _trace_events(timeline: dict[str, Any]) -> Iterator[Event]:
+    yield _named("thread_name", _TRAINING, "Training thread")
+    launched = timeline["launched"]
+    for what, start, end in launched or timeline["segments"]:
+        yield _complete(what, _TRAINING, start, end)
+    yield from _moments(timeline)
+    compute = _COMPUTE if launched else _TRAINING
+    if launched:
+        yield _named("thread_name", _COMPUTE, "Compute")
+        for what, start, end in timeline["segments"]:
+            yield _complete(what, _COMPUTE, start, end)
+    stalls = timeline["stalls"]
+    for start, end in zip(stalls["from_us"], stalls["until_us"], strict=True):
+        yield _complete("stall", compute, start, end)
+    faults = timeline["faults"]
+    for block, at in zip(faults["block"], faults["at_us"], strict=True):
+        name = f"fault: {_label(timeline, block)}"
+        yield {"ph": "i", "name": name, "pid": _PROCESS, "tid": _TRAINING, "ts": at, "s": "t"}
+    yield from _updates(timeline["updates"])
+    yield from _transfers(timeline)
+    for tier, memory in timeline["memory"].items():
+        for index, at in enumerate(memory["at_us"]):
+            values = {role: column[index] for role, column in memory["bytes"].items()}
+            yield {"ph": "C", "name": f"{tier} bytes", "pid": _PROCESS, "ts": at, "args": values}
+
+
+def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
+    """An operator lasts until the next one, and no longer than its segment."""
+    moments, ends = timeline["moments"], [end for _, _, end in timeline["launched"] or timeline["segments"]]
+    at = moments["at_us"]
+    for index, operator in enumerate(moments["operator"]):
+        following = [end for end in ends if end >= at[index]]
+        end = min([*at[index + 1 : index + 2], *following[:1]], default=at[index])
+        yield _complete(timeline["operators"][operator], _TRAINING, at[index], end)
+
+
+def _lane(free_at: list[int], start: int, end: int) -> int:
+    """The first lane that is free from `start` on, or a new one: events of one track must nest."""
+    lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))
+    free_at[lane : lane + 1] = [end]
+    return lane
+
+
+def _updates(updates: dict[str, Any]) -> Iterator[Event]:
+    """Threads update chunks at the same time."""
+    yield _named("thread_name", _OPTIMIZER, "Host optimizer")
+    named, free_at = 1, list[int]()
+    for start, end, what in sorted(zip(*(updates[key] for key in ("from_us", "until_us", "what")), strict=True)):
+        track = _OPTIMIZER + _lane(free_at, start, end)
+        if len(free_at) > named:
+            named = len(free_at)
+            yield _named("thread_name", track, f"Host optimizer {named}")
+        yield _complete(what, track, start, end)
+
+
+def _transfers(timeline: dict[str, Any]) -> Iterator[Event]:
+    """Transfers in flight at once go to lanes of their own."""
+    moved = timeline["transfers"]
+    free_at: dict[int, list[int]] = {}
+    columns = zip(*(moved[key] for key in ("from_us", "until_us", "link", "block", "bytes")), strict=True)
+    for start, end, link, block, nbytes in sorted(columns):
+        lanes = free_at.setdefault(link, [])
+        known = len(lanes)
+        lane = _lane(lanes, start, end)
+        track = _FIRST_LINK + link * _LANES_PER_LINK + lane
+        if lane == known:
+            yield _named("thread_name", track, f"{TERM_NAMES[_LINKS[link]]} {lane + 1}")
+        event = _complete(_label(timeline, block), track, start, end)
+        yield {**event, "args": {"bytes": nbytes}}
+
+
+def _label(timeline: dict[str, Any], block: int) -> str:
+    if block < 0:
+        return "gradient"
+    facts = timeline["blocks"][block]
+    return f"{facts['role']} of chunk {facts['chunk']}"
+
+
+def _named(kind: str, track: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": track, "args": {"name": name}}
+
+
+def _complete(name: str, track: int, start: int, end: int) -> Event:
+    return {"ph": "X", "name": name, "pid": _PROCESS, "tid": track, "ts": start, "dur": end - start}

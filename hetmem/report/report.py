@@ -24,9 +24,8 @@ from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import Device, SimDevice
-from hetmem.report.activations import activations_section
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
-from hetmem.report.step import step_section
+from hetmem.report.step import activations_section, step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
 from hetmem.report.window import Window, history, last_window, only_infers

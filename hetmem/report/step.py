@@ -1,4 +1,5 @@
-"""Which resource binds a step: the terms of its time, how well they overlap, and what to change. Pure.
+"""Which resource binds a step: the terms of its time, how well they overlap, and what to change; and the activations
+that moved in it. Pure.
 
 Note "terms": a step takes at least the longest of {compute, launching, host to device, device to host, host optimizer,
 NVMe read, NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward on the device
@@ -15,9 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.engine.events import Span
-from hetmem.report.intervals import Interval, clip, length, union, without
-from hetmem.report.window import TRAINING, Window
+from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME, Held, SavedMove, Span
+from hetmem.report.window import TRAINING, Interval, Window, clip, length, union, without
 from hetmem.schedule.blocks import Link
 
 TERM_NAMES = {
@@ -33,6 +33,7 @@ GOOD_OVERLAP = 0.9
 LAUNCH_BOUND = 0.5
 """Compute that has caught up for more than this share of its time waits for the thread that launches it."""
 SECONDS_PER_DAY = 86400
+TIERS = {"device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME}
 
 
 def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int = 0) -> dict[str, Any]:
@@ -183,3 +184,68 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
             "Gradients cross this link once per backward: a larger batch, with fewer backwards, crosses it less often."
         )
     return "Memory is not the limit: a faster device, a smaller dtype or less recomputation would shorten it."
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
+    """The `activations` section of a report; `held`: what each set of tiers holds now. None if none were saved."""
+    seen = [move for move in window.saved if move.at < window.end]
+    if not seen:
+        return None
+    moved = {link.value: 0 for link in Link}
+    for move in seen:
+        link = _link(move)
+        if link is not None:
+            moved[link.value] += move.nbytes
+    peaks = {tier: max(nbytes for _, nbytes in held_over_time(window, held, bit)) for tier, bit in TIERS.items()}
+    away = max(nbytes for _, nbytes in held_over_time(window, held, ON_HOST | ON_NVME, without=ON_DEVICE))
+    forward = length(union((span.start, span.end) for span in window.segments if span.what == "forward"))
+    section = {"bytes": moved, "peak_bytes": peaks, "away_peak_bytes": away, "forward_seconds": forward}
+    section["sentence"] = _moved_sentence(moved, away, forward)
+    return section
+
+
+def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> list[tuple[float, int]]:
+    """The bytes that lie on any of `tiers`, and on none of `without`: at the begin of `window`, and after each move."""
+
+    def lies(on: int) -> bool:
+        return bool(on & tiers) and not on & without
+
+    changes = [(m.at, m.nbytes * (lies(m.after) - lies(m.before))) for m in window.saved]
+    now = sum(nbytes for on, nbytes in held.items() if lies(on)) - sum(change for _, change in changes)
+    points = [(window.start, now)]
+    for at, change in changes:
+        if at >= window.end:
+            break
+        now += change
+        if change:
+            points.append((at, now))
+    return points
+
+
+def _link(move: SavedMove) -> Link | None:
+    """Over which link the bytes came to a tier that they were not on; None if they came to none."""
+    came = move.after & ~move.before
+    if not move.before or not came:
+        return None
+    if came & ON_DEVICE:
+        return Link.HOST_TO_DEVICE
+    if came & ON_NVME:
+        return Link.NVME_WRITE
+    return Link.DEVICE_TO_HOST if move.before & ON_DEVICE else Link.NVME_READ
+
+
+def _moved_sentence(moved: dict[str, int], away: int, forward_seconds: float) -> str:
+    """What moved, and what keeping it and computing it again would come to."""
+    out, back = moved["device_to_host"], moved["host_to_device"]
+    if not out:
+        return "All activations stayed on the device."
+    disk = moved["nvme_write"]
+    through = f" ({format_size(disk)} of them on to NVMe)" if disk else ""
+    again = f", or about {format_seconds(forward_seconds)} of computing the forward again" if forward_seconds else ""
+    return (
+        f"Activations: {format_size(out)} left the device{through} and {format_size(back)} came back. Without moving "
+        f"them a step needs {format_size(away)} more of the device{again} (activation checkpointing)."
+    )

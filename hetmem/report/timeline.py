@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from hetmem.engine.events import Held, Span, Stall
-from hetmem.report.activations import TIERS, held_over_time
-from hetmem.report.intervals import overlap, union
-from hetmem.report.window import Window
+from hetmem.report.step import TIERS, held_over_time
+from hetmem.report.window import Window, overlap, union
 from hetmem.schedule.blocks import Link
 
 MAX_ENTRIES = 20_000

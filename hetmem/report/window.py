@@ -1,5 +1,5 @@
 """The part of the event log that a report shows: the last whole training step, or the last forward if there is none;
-and the history of all steps, or forwards.
+and the history of all steps, or forwards; with the arithmetic of time intervals.
 
 It selects entries by time and copies them; it knows nothing of chunks, tiers or what the entries mean.
 """
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, SavedMove, Span, Stall, Transfer
-from hetmem.report.intervals import overlap, union
 
 Entry = TypeVar("Entry")
 Timed = TypeVar("Timed", Span, Stall)
+Interval = tuple[float, float]
 
 TRAINING = ("forward", "backward")
 """The segments in which the model computes."""
@@ -136,3 +137,56 @@ def _copied(entries: deque[Entry]) -> list[Entry]:
         return list(entries)
     except RuntimeError:  # mutated during iteration
         return _copied(entries)
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points of time as disjoint intervals in order; empty ones are left out."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """What of `intervals` lies within [start, end]."""
+    return [(max(low, start), min(high, end)) for low, high in intervals if high > start and low < end]
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    """Their total length."""
+    return sum(end - start for start, end in disjoint)
+
+
+def overlap(disjoint: list[Interval], start: float, end: float) -> float:
+    """How much of [start, end] the intervals of a `union` cover. O(log n + overlapping)."""
+    index = max(0, bisect_left(disjoint, (start, start)) - 1)
+    covered = 0.0
+    while index < len(disjoint) and disjoint[index][0] < end:
+        low, high = disjoint[index]
+        covered += max(0.0, min(high, end) - max(low, start))
+        index += 1
+    return covered
+
+
+def without(disjoint: list[Interval], taken: list[Interval]) -> list[Interval]:
+    """What of the intervals of one `union` is not covered by those of another. O(n + m)."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in disjoint:
+        while first < len(taken) and taken[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > start:
+                left.append((start, taken[at][0]))
+            start = max(start, taken[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left

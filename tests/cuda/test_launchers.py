@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetmem.cpu import AdamWStep, update
+from hetmem.cpu import AdamWStep
+from hetmem.cpu import adamw as update
 from hetmem.cuda import backend as backend_module
 from hetmem.cuda import nvrtc
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend

@@ -18,7 +18,7 @@ import torch
 
 from hetmem.memory.chunk import Memory
 from hetmem.memory.device import DevicePool, SimDevice
-from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 

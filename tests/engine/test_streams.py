@@ -19,7 +19,7 @@ import hetmem
 from hetmem.intercept import registry
 from hetmem.memory import live_bytes
 from hetmem.memory.device import SimDevice
-from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.optim.device_updates import _Bring
 from hetmem.schedule.blocks import Link

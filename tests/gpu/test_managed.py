@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from hetmem.intercept import registry
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
-from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 from tests.optim.machines import SLOW_HOST

@@ -15,9 +15,9 @@ from torch import nn
 
 import hetmem
 from hetmem.cuda.backend import Backend, TorchBackend, backend
-from hetmem.memory.cuda_copies import PIECE_BYTES
 from hetmem.memory.cuda_device import CudaDevice, pci_address
 from hetmem.memory.mapping import Mapping
+from hetmem.memory.stream_copies import PIECE_BYTES
 from tests.cuda.vectors import assert_same, ordinary
 
 pytestmark = [

@@ -14,7 +14,7 @@ from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.engine.harness import Recipe, Tower, pair, token_batches, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
-from tests.memory.tested import Mapping, cuda_copies
+from tests.memory.tested import Mapping, stream_copies
 
 __all__ = ["cuda"]  # a fixture
 
@@ -36,7 +36,7 @@ def kernels(request: pytest.FixtureRequest) -> LateKernels | None:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_copies, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(stream_copies, "PIECE_BYTES", PIECE)
 
 
 class Machine:
@@ -193,7 +193,7 @@ def test_two_models_on_one_device_take_turns_at_its_buffers(cuda: FakeCuda, inwa
 
 def test_the_memory_of_a_buffer_may_have_been_in_use_on_the_stream_that_made_it(cuda: FakeCuda) -> None:
     """torch's allocator hands memory out again on its stream before that is done with it, and on no other."""
-    staging, first, other, ran = cuda_copies.Staging(torch.device("cpu")), Stream(), Stream(), list[str]()
+    staging, first, other, ran = stream_copies.Staging(torch.device("cpu")), Stream(), Stream(), list[str]()
     first.ask(lambda: ran.append("what had the memory before"))
     with torch.cuda.stream(first):
         one = staging.take(first, 4096)
@@ -204,7 +204,7 @@ def test_the_memory_of_a_buffer_may_have_been_in_use_on_the_stream_that_made_it(
 
 
 def test_a_larger_piece_takes_the_place_of_a_smaller_one_when_that_is_done_with(cuda: FakeCuda) -> None:
-    staging, stream, ran = cuda_copies.Staging(torch.device("cpu")), Stream(), list[str]()
+    staging, stream, ran = stream_copies.Staging(torch.device("cpu")), Stream(), list[str]()
     with torch.cuda.stream(stream):
         small = staging.take(stream, 4096)
         stream.ask(lambda: ran.append("a cast out of it"))

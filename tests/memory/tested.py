@@ -9,7 +9,7 @@ from hetmem.base.units import GIB, MIB
 from hetmem.cuda.backend import Backend, TorchBackend, stream_for
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
-from hetmem.memory import cuda_copies, cuda_device, host_pool, live_bytes, mapping, nvme_file, nvme_requests
+from hetmem.memory import cuda_device, host_pool, live_bytes, mapping, nvme_file, nvme_requests, stream_copies
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_pool import HostPool
@@ -17,7 +17,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of, free_host_bytes, left_by_groups
 from hetmem.memory.nvme_requests import DEFAULT, DiskSettings, Requests, settings_for
 from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
-from hetmem.memory.stream_copier import StreamCopier
+from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
@@ -57,7 +57,6 @@ __all__ = [
     "_keep",
     "address_of",
     "cache_directory",
-    "cuda_copies",
     "cuda_device",
     "examine",
     "free_host_bytes",
@@ -70,6 +69,7 @@ __all__ = [
     "nvme_requests",
     "registry",
     "settings_for",
+    "stream_copies",
     "stream_for",
     "torch_private",
 ]

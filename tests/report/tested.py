@@ -7,14 +7,12 @@ from hetmem.base.units import format_size
 from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
 from hetmem.intercept import registry
 from hetmem.report import files, live, timeline
-from hetmem.report.chrome_trace import trace_text
-from hetmem.report.files import compare, page_text, render, show
-from hetmem.report.intervals import clip, length, overlap, union, without
+from hetmem.report.files import compare, page_text, render, show, trace_text
 from hetmem.report.report import MemoryReport
 from hetmem.report.step import format_seconds, step_section
 from hetmem.report.text import comparison, table
 from hetmem.report.timeline import BlockFacts, Thinning, timeline_section
-from hetmem.report.window import Window, last_window
+from hetmem.report.window import Window, clip, last_window, length, overlap, union, without
 from hetmem.schedule.blocks import Link
 
 __all__ = [

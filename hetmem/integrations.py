@@ -1,0 +1,207 @@
+"""hetmem within the frameworks that people train with: docs/integrations.md shows each in ten lines.
+
+No framework is imported before it is asked for, and nothing of one is replaced: `for_trainer` is for the `Trainer` of
+transformers and those of TRL, `LightningCallback` for Lightning; accelerate needs neither.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+import hetmem
+from hetmem.engine.runtime import Runtime
+from hetmem.errors import ManageError
+from hetmem.report.live import Watch, watch
+
+if TYPE_CHECKING:
+    import transformers
+
+__all__ = ["LightningCallback", "for_trainer", "scalars", "write"]  # noqa: F822 - by `__getattr__`
+
+_watched: WeakKeyDictionary[Runtime, Watch] = WeakKeyDictionary()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LightningCallback":
+        return _lightning()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# ---- numbers for any logger -----------------------------------------------------------------------------------------
+
+
+def scalars(model: torch.nn.Module) -> dict[str, float]:
+    """Return what `model` did since the last call, as numbers to plot: seconds of a step, tokens a second, share of
+    stalls, bytes a second on each link; and the peak of each tier in bytes. A number that is not known is left out.
+
+    Raises `ManageError` if `model` is not managed.
+    """
+    status = watch(model, _watched).look()
+    found = {name: status[name] for name in ("step_seconds", "tokens_per_second", "stall_share") if status[name]}
+    found |= {f"{tier}_peak_bytes": used for tier, (used, capacity) in status["tiers"].items() if capacity}
+    found |= {f"{link}_bytes_per_second": speed for link, speed in status["links"].items() if speed}
+    return {f"hetmem/{name}": float(value) for name, value in found.items()}
+
+
+def write(target: Any, values: Mapping[str, float], step: int) -> None:
+    """Hand `values` of `step` to `target`: a TensorBoard `SummaryWriter`, a run of W&B, the module `mlflow`, an
+    `Accelerator`, a logger of Lightning, or a function of both. Raises TypeError for anything else."""
+    if hasattr(target, "add_scalar"):
+        for name, value in values.items():
+            target.add_scalar(name, value, step)
+    elif hasattr(target, "log_metrics"):
+        target.log_metrics(dict(values), step=step)
+    elif hasattr(target, "log"):
+        target.log(dict(values), step=step)
+    elif callable(target):
+        target(values, step)
+    else:
+        raise TypeError(f"expected a SummaryWriter, a W&B run, mlflow, a logger or a function, got {target!r}")
+
+
+class Recorder:
+    """What the callbacks of frameworks share: numbers to `targets`, a line for `hetmem top`, the report at the end."""
+
+    def __init__(self, report: str | os.PathLike[str] | None) -> None:
+        self._report = report
+
+    def step(self, model: torch.nn.Module) -> None:
+        """An optimizer step of `model` is over."""
+        hetmem.progress(model)
+
+    def log(self, model: torch.nn.Module, targets: Iterable[Any], step: int) -> None:
+        """Write what `model` did since the last time to each of `targets`."""
+        values = scalars(model)
+        for target in targets:
+            write(target, values, step)
+
+    def end(self, model: torch.nn.Module) -> None:
+        """Save the report, where one is wanted."""
+        if self._report is not None:
+            hetmem.report(model).save(self._report)
+
+
+# ---- transformers and TRL -------------------------------------------------------------------------------------------
+
+
+def for_trainer(
+    arguments: transformers.TrainingArguments,
+    *,
+    report: str | os.PathLike[str] | None = None,
+    log: Sequence[Any] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Return keywords for a `Trainer` over a managed model: `Trainer(model, arguments, …, **for_trainer(arguments))`.
+
+    They make it a `hetmem.AdamW` by `arguments` (learning rate, betas, epsilon, weight decay, `max_grad_norm`, which is
+    clipped within the update) and `options`, keywords of `hetmem.AdamW` such as `overlap="backward"`; and add a
+    callback. That writes the `scalars` of the model whenever the trainer logs, to what `arguments.report_to` names of
+    TensorBoard, W&B and MLflow and to `log` (see `write`), tells `hetmem top` of each step, and saves the report to
+    `report` at the end.
+
+    Raises `ManageError` for another optimizer in `arguments.optim` than AdamW.
+    """
+    if not str(getattr(arguments.optim, "value", arguments.optim)).startswith("adamw"):
+        raise ManageError(f"for_trainer makes a hetmem.AdamW: leave optim out of the arguments, got {arguments.optim}")
+    made = {
+        "lr": arguments.learning_rate,
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "eps": arguments.adam_epsilon,
+        "max_grad_norm": arguments.max_grad_norm or math.inf,  # inf: updates wait for the trainer's look at the norm
+        **options,
+    }
+    callback = _trainer_callback()(Recorder(report), tuple(log))
+    return {"optimizer_cls_and_kwargs": (hetmem.AdamW, made), "callbacks": [callback]}
+
+
+@cache
+def _trainer_callback() -> Any:
+    """Return the class of the callback: transformers is there."""
+    from transformers import TrainerCallback
+
+    class Reporting(TrainerCallback):
+        """Lets the optimizer clip in place of the trainer, logs and reports."""
+
+        def __init__(self, recorder: Recorder, log: tuple[Any, ...]) -> None:
+            self._recorder, self._log = recorder, log
+            self._targets: list[Any] = []
+            self._clips = 0.0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._clips, args.max_grad_norm = args.max_grad_norm, 0.0
+            self._targets = [*self._log, *(_target(name, args) for name in args.report_to if name in _TARGETS)]
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._recorder.step(kwargs["model"])
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.is_world_process_zero:
+                self._recorder.log(kwargs["model"], self._targets, state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.max_grad_norm = self._clips
+            for target in self._targets:
+                getattr(target, "flush", int)()
+            self._recorder.end(kwargs["model"])
+
+    return Reporting
+
+
+_TARGETS = ("tensorboard", "wandb", "mlflow")
+
+
+def _target(name: str, arguments: Any) -> Any:
+    """What the trainer reports to under `name`; its own callbacks have begun the run."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(Path(arguments.output_dir, "runs", "hetmem")))
+    if name == "wandb":
+        import wandb
+
+        return lambda values, step: wandb.log({**values, "train/global_step": step})  # steps are counted so there
+    import mlflow
+
+    return mlflow
+
+
+# ---- Lightning ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _lightning() -> Any:
+    """Return the class `LightningCallback`: Lightning is there, or an ImportError says what is missing."""
+    from lightning.pytorch import Callback
+
+    class LightningCallback(Callback):  # type: ignore[misc]  # Any where Lightning is not installed
+        """Writes the `scalars` of `model`, a managed module, to the trainer's loggers every `log_every_n_steps`, tells
+        `hetmem top` of each step, and saves the report to `report` at the end of `fit`.
+
+        Clip with `hetmem.AdamW(max_grad_norm=…)` in place of `gradient_clip_val`: in the update, with any overlap.
+        """
+
+        def __init__(self, model: torch.nn.Module, *, report: str | os.PathLike[str] | None = None) -> None:
+            self._model, self._recorder = model, Recorder(report)
+            self._logged = 0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+            step = trainer.global_step
+            if step == self._logged:  # a part of an accumulated batch
+                return
+            self._recorder.step(self._model)
+            if step // trainer.log_every_n_steps > self._logged // trainer.log_every_n_steps:
+                self._recorder.log(self._model, trainer.loggers, step)
+            self._logged = step
+
+        def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+            self._recorder.end(self._model)
+
+    return LightningCallback

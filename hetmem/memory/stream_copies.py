@@ -1,0 +1,371 @@
+"""Copies on device streams: compute is ordered behind them by events, and the host does not wait. On a GPU bytes are
+cast and added on the device, so that its copy engine moves them.
+
+This module knows tensors, streams and kernels; not chunks, nor what waits for a copy. A cast gives the bits of torch's
+operators, but for NaN: one stays a NaN, and a kernel's is the quiet one without a payload.
+
+Note "stream order": a copy is *over* when its end event has passed, and only then is it reported, so host memory that
+it reads or writes stays its own until then. Compute does not wait for that: it is ordered behind the event. The other
+way round a copy into a slot is ordered behind a mark of the compute that last used the slot.
+
+Note "marks": a mark is the number of the first event behind compute that comes after it. Events are recorded where a
+copy needs one, and at every few marks, so that none of them ends much later than what it marks: most uses need none.
+
+Note "staging": what is cast goes through two small buffers on the device, a piece at a time, so that nothing is
+allocated once they are there, however large the chunk. A piece is copied on the caller's stream and cast on another
+one, so the copy engine brings the next piece meanwhile. An event of each buffer says when it is free again; only the
+device waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from hetmem.base.units import MIB
+from hetmem.cuda.backend import Backend
+from hetmem.cuda.kernels import CASTS, cast
+from hetmem.memory.transfer import ComputeClock, Copier, Finished, Job, Seen
+from hetmem.schedule.blocks import Link
+
+
+class Streams(ComputeClock, Protocol):
+    """One stream for each direction, beside the caller's stream of compute. Events are opaque, and tell when they
+    passed."""
+
+    def see_compute(self) -> object:
+        """Take note of the stream that computes now."""
+
+    def mark(self) -> Any:
+        """An event behind all compute that was asked for so far, on whatever streams."""
+
+    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Any:
+        """Ask for `work` on the stream of `link`, behind the events `after`; the event of its end. If it raises,
+        nothing that `work` asked for is still under way."""
+
+    def order_compute(self, event: Any) -> None:
+        """Compute asked for from now on runs after `event`."""
+
+
+_KEPT = 64
+"""Events behind compute that are kept for marks; older marks take one of these, which is only later."""
+_USES_AN_EVENT = 4
+"""Marks without an event between them, at most."""
+
+
+class _InFlight(NamedTuple):
+    number: int
+    job: Job  # holds the memory that the copy reads and writes
+    asked: float
+    after: list[Any]
+    end: Any
+
+
+class StreamCopier(Copier):
+    """A `Copier` over `streams`. Jobs of one link are over in the order in which they were started."""
+
+    ordered = True
+
+    def __init__(self, streams: Streams, seen: Seen, finished: Callable[[Finished], None]) -> None:
+        self._streams, self._seen, self._finished = streams, seen, finished
+        self.clock: ComputeClock = streams
+        self._queues: dict[Link, deque[_InFlight]] = {
+            Link.HOST_TO_DEVICE: deque(),
+            Link.DEVICE_TO_HOST: deque(),
+        }
+        self._numbers = itertools.count()
+        self._ends: dict[Any, Any] = {}
+        self._not_asked: set[Any] = set()
+        self._over_at = dict.fromkeys(self._queues, 0.0)
+        self._events: deque[Any] = deque(maxlen=_KEPT)
+        self._recorded = self._unmarked = 0
+
+    def start(self, job: Job, after: Sequence[Any]) -> None:
+        """What leaves the device is behind all compute so far, as something just computed it."""
+        self._not_asked.discard(job.tag)
+        try:
+            begun = self._begin(job, [self._event(mark) for mark in after])
+        except Exception as error:  # nothing was asked for (out of memory for a cast, say)
+            self._not_asked.add(job.tag)
+            self._finished(Finished(job.tag, error))
+            return
+        self._queues[job.link].append(begun)
+        self._ends[job.tag] = begun.end
+
+    def _begin(self, job: Job, after: list[Any], *, behind_compute: bool = False) -> _InFlight:
+        if behind_compute or job.link is Link.DEVICE_TO_HOST:
+            after.append(self._record())
+        asked = self._streams.now()
+        end = self._streams.enqueue(job.link, after, job.work)
+        return _InFlight(next(self._numbers), job, asked, after, end)
+
+    def now(self, job: Job) -> None:
+        begun = self._begin(job, [], behind_compute=True)
+        self._streams.wait(begun.end)
+        self._tell(begun)
+
+    def mark(self) -> int:
+        """See note "marks"."""
+        self._streams.see_compute()
+        self._unmarked += 1
+        if self._unmarked < _USES_AN_EVENT:
+            return self._recorded
+        self._record()
+        return self._recorded - 1
+
+    def _record(self) -> Any:
+        event = self._streams.mark()
+        self._unmarked = 0
+        self._recorded += 1
+        self._events.append(event)
+        return event
+
+    def _event(self, mark: int) -> Any:
+        """The first event behind compute that was recorded after `mark`."""
+        at = mark - self._recorded + len(self._events)
+        return self._record() if at >= len(self._events) else self._events[max(0, at)]
+
+    def end_of(self, tag: Any) -> Any:
+        """Until its end has been reported."""
+        return self._ends.get(tag)
+
+    def order_compute_after(self, tag: Any) -> bool:
+        end = self._ends.get(tag)
+        if end is not None:
+            self._streams.order_compute(end)
+        return tag not in self._not_asked
+
+    def order_compute_behind(self, mark: Any) -> bool:
+        event = self._event(mark)
+        if self._streams.passed(event):
+            return False
+        self._streams.order_compute(event)
+        return True
+
+    def poll(self) -> None:
+        passed = self._streams.passed  # asked at every use of a weight, so not by way of `_is_over`
+        for jobs in self._queues.values():
+            while jobs:
+                try:
+                    if not passed(jobs[0].end):
+                        break
+                except Exception:  # of a device that failed
+                    pass
+                self._report(jobs.popleft())
+
+    def busy(self) -> bool:
+        return any(self._queues.values())
+
+    def wait(self) -> bool:
+        heads = sorted(jobs[0] for jobs in self._queues.values() if jobs)
+        if not heads:
+            return False
+        over = next((head for head in heads[1:] if self._is_over(head)), heads[0])
+        self._wait_for(over.job.link)
+        return True
+
+    def _wait_for(self, link: Link) -> None:
+        """Wait for the oldest job of `link`, and report it."""
+        with contextlib.suppress(Exception):  # a device that failed
+            self._streams.wait(self._queues[link][0].end)
+        self._report(self._queues[link].popleft())
+
+    def close(self) -> None:
+        for link, jobs in self._queues.items():
+            while jobs:
+                self._wait_for(link)
+
+    def abandon(self) -> None:
+        """Wait for the device alone: it must not write into memory that is given back."""
+        for jobs in self._queues.values():
+            if jobs:
+                with contextlib.suppress(Exception):  # a device that failed writes no more
+                    self._streams.wait(jobs[-1].end)
+
+    def _is_over(self, job: _InFlight) -> bool:
+        """Also if the device has failed (an assertion in a kernel of the user's, say): then every event says so."""
+        try:
+            return self._streams.passed(job.end)
+        except Exception:
+            return True
+
+    def _report(self, ended: _InFlight) -> None:
+        """Report errors too: a job whose end is not reported would be waited for for ever."""
+        if self._ends.get(ended.job.tag) is ended.end:
+            del self._ends[ended.job.tag]
+        failure = None
+        try:
+            self._tell(ended)
+        except Exception as error:
+            failure = error
+        self._finished(Finished(ended.job.tag, failure))
+
+    def _tell(self, ended: _InFlight) -> None:
+        """It began when it was asked for, the one before it on its link was over, and what it came behind was."""
+        when, link = self._streams.when, ended.job.link
+        end = when(ended.end)
+        start = max(ended.asked, self._over_at[link], *map(when, ended.after))
+        self._over_at[link] = end
+        self._seen(ended.job, min(start, end), end)
+
+
+# ---- moves of a GPU --------------------------------------------------------------------------------------------------
+
+PIECE_BYTES = 64 * MIB  # some 1.2 ms of a link of 53 GB/s, twenty times what asking for a piece costs the host
+_BUFFERS = 2
+
+
+class _Buffer:
+    """One staging buffer. `free` is behind its last use, `full` behind the copy into it."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.free, self.full = torch.cuda.Event(), torch.cuda.Event()
+        self._views: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+
+    def elements(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        found = self._views.get((dtype, numel))
+        if found is None:
+            with torch.inference_mode(False):  # it serves training too
+                found = self._views[dtype, numel] = self.memory[: numel * dtype.itemsize].view(dtype)
+        return found
+
+
+class Staging:
+    """Two buffers, taken in turn. They are made on the stream that first uses them, as large as the largest piece that
+    was asked for, and kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[_Buffer] = []
+        self._turn = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What it has taken of the device."""
+        return sum(buffer.memory.numel() for buffer in self._buffers)
+
+    def take(self, stream: torch.cuda.Stream, nbytes: int) -> _Buffer:
+        """The next buffer, of `nbytes` or more; work on `stream`, which is current, comes after its last use from now
+        on."""
+        if not self._buffers or self._buffers[0].memory.numel() < nbytes:
+            for buffer in self._buffers:
+                buffer.free.synchronize()  # its memory is given back to the allocator, which knows of one stream only
+            self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
+            for buffer in self._buffers:  # of memory that this stream may have given back and be still working on
+                buffer.free.record(stream)
+        self._turn = (self._turn + 1) % _BUFFERS
+        buffer = self._buffers[self._turn]
+        stream.wait_event(buffer.free)
+        return buffer
+
+
+class Moves:
+    """The moves of one GPU. Work is asked for on the stream that is current; tensors must stay until it has passed.
+    Several threads may use it."""
+
+    def __init__(self, device: torch.device, kernels: Backend) -> None:
+        self.kernels = kernels
+        self._device = device
+        self._staging = {"in": Staging(device), "out": Staging(device)}
+        self._casting = torch.cuda.Stream(device)
+        self._turn = threading.Lock()  # buffers are shared by all models on this device
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that staging has taken."""
+        return sum(staging.nbytes for staging in self._staging.values())
+
+    # ---- weights in --------------------------------------------------------------------------------------------
+
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Host memory `source` to device memory `target`, both 1-D, contiguous and as long; cast if dtypes differ."""
+        if source.dtype is target.dtype:
+            target.copy_(source, non_blocking=True)
+        else:
+            with self._turn:
+                self._through_staging(target, source)
+
+    def _through_staging(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        copying = torch.cuda.current_stream(self._device)
+        has_cast = self.kernels.native and (source.dtype, target.dtype) in CASTS
+        last: _Buffer | None = None
+        try:
+            for part in _pieces(source.numel(), PIECE_BYTES // source.itemsize):
+                buffer = self._staging["in"].take(copying, min(source.nbytes, PIECE_BYTES))
+                landed = buffer.elements(source.dtype, part.stop - part.start)
+                landed.copy_(source[part], non_blocking=True)
+                buffer.full.record(copying)
+                self._casting.wait_event(buffer.full)
+                if has_cast:
+                    cast(self.kernels, landed, target[part], stream=self._casting)
+                else:
+                    with torch.cuda.stream(self._casting):
+                        target[part].copy_(landed)
+                buffer.free.record(self._casting)
+                last = buffer
+        finally:
+            if last is not None:
+                copying.wait_event(last.free)  # casts are in order: what follows on this stream finds all of them done
+
+    # ---- gradients out -----------------------------------------------------------------------------------------
+
+    def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """`arrived`, on the device, over host memory `target` (dense, of the same shape), or added to it."""
+        if not _lie_alike(target, arrived):
+            self._in_another_order(target, arrived, add=add)
+            return
+        if not add and target.dtype is arrived.dtype:
+            target.copy_(arrived, non_blocking=True)  # they lie alike: one copy, whatever their strides
+        else:
+            with self._turn:
+                self._from_staging(_flat(target), _flat(arrived), add=add)
+
+    def _from_staging(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+        """Cast and add on the device, so that only copies without a cast cross, which need no host."""
+        stream = torch.cuda.current_stream(self._device)
+        for part in _pieces(home.numel(), PIECE_BYTES // home.itemsize):
+            buffer = self._staging["out"].take(stream, min(home.nbytes, PIECE_BYTES))
+            there = buffer.elements(home.dtype, part.stop - part.start)
+            if add:
+                there.copy_(home[part], non_blocking=True)
+                there.add_(gradient[part])
+            else:
+                there.copy_(gradient[part])
+            home[part].copy_(there, non_blocking=True)
+            buffer.free.record(stream)
+
+    def _in_another_order(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
+        """Strides differ, which autograd avoids: through memory of the target's layout, made on the present stream."""
+        there = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=self._device)
+        if add:
+            there.copy_(target, non_blocking=True)
+            there.add_(arrived)
+        else:
+            there.copy_(arrived)
+        target.copy_(there, non_blocking=True)
+
+
+def _pieces(numel: int, most: int) -> Iterator[slice]:
+    for start in range(0, numel, most):
+        yield slice(start, min(start + most, numel))
+
+
+def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether equal elements have equal places. `one`, a home, has no gaps."""
+    alike = one.stride() == other.stride() or all(
+        size == 1 or here == there for size, here, there in zip(one.shape, one.stride(), other.stride(), strict=True)
+    )
+    return alike and not other.is_conj() and not other.is_neg()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor as they lie in memory."""
+    return torch.as_strided(tensor, (tensor.numel(),), (1,))
