@@ -5,7 +5,6 @@ What follows from the end of a transfer is carried out before anything else goes
 
 from __future__ import annotations
 
-import errno
 import itertools
 import traceback
 import weakref
@@ -212,10 +211,9 @@ class Executor:
             self.wait_for_one()
 
     def quiesce(self) -> None:
-        """Wait until nothing is under way, whatever fails; then the first error is raised. A disk that hangs is waited
-        for once."""
+        """Wait until nothing is under way, whatever fails; then the first error is raised."""
         first: BaseException | None = None
-        while self.busy() and not (isinstance(first, OSError) and first.errno == errno.ETIMEDOUT):
+        while self.busy():
             try:
                 self.wait_for_one()
             except Exception as error:  # noqa: PERF203 - each wait may fail

@@ -253,9 +253,7 @@ class TransferEngine:
         """One finished job: None if none was seen to be over yet (see `nothing_over`), or with `wait` as soon as there
         is one.
 
-        Raises `StoreError` instead of waiting for a disk that hangs; see `NvmeStore.patience_seconds`. The job is not
-        over then: its memory stays its own, and its end is reported when the disk answers. An interrupt that was held
-        back is raised instead of waiting, and nothing is taken.
+        An interrupt that was held back is raised instead of waiting, and nothing is taken.
         """
         if not wait:
             return self._one()
@@ -280,9 +278,7 @@ class TransferEngine:
         return self._taken(finished)
 
     def _next(self) -> Finished | None:
-        patience = None if self._store is None else self._store.patience_seconds()
-        if self._copier.busy():  # what the disk has done must not wait for a copy, which may be behind compute
-            patience = _LOOK_SECONDS if patience is None else min(patience, _LOOK_SECONDS)
+        patience = _LOOK_SECONDS if self._copier.busy() else None  # the disk's end must not wait for a copy's
         with contextlib.suppress(queue.Empty):
             return self._finished.get(timeout=patience)
         return None

@@ -260,9 +260,10 @@ def test_what_is_beside_chunks_at_the_peak_is_told_by_operator_and_module(placem
 
 
 def test_without_a_backward_nothing_beside_chunks_is_saved(tmp_path: Path) -> None:
-    model = manage(Summed(), "host", tmp_path, sanitize=False)
+    model = manage(nn.Linear(64, 256), "host", tmp_path, sanitize=False)
     with torch.no_grad():
-        model(torch.ones(512, 64))
+        result = model(torch.ones(512, 64))
+    assert result.nbytes == 512 * KIB
     found, section = beside_chunks(model)
     assert section["sentence"].endswith("in a forward.")
     assert {held for _, _, held in found} == {"input", "temporary"}
