@@ -121,7 +121,7 @@ def _micro_batches(moments: Sequence[Needs], *, trains: bool) -> Iterator[str]:
 _NAMED = 3
 
 
-class Moves(Protocol):
+class MovingActivations(Protocol):
     """Activations of one model that may leave the device."""
 
     @property
@@ -146,7 +146,7 @@ class Shortage:
 
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
-        self.activations: weakref.ref[Moves] | None = None
+        self.activations: weakref.ref[MovingActivations] | None = None
         """The activations that may leave, if any may: they hold the runtime, which must not hold them."""
 
     def error(
