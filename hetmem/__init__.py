@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
-import torch
+_collects = gc.isenabled()
+gc.disable()  # what is imported stays: a sixth of the time went to looking for garbage in it
+try:
+    import torch
 
-from hetmem.base.config import refuse_environment
+    from hetmem.base.config import refuse_environment
 
-refuse_environment(torch.__version__)  # before what follows fails by something else
+    refuse_environment(torch.__version__)  # before what follows fails by something else
 
-from hetmem.api import manage, managed, release
-from hetmem.base.config import VERSION, Budget
-from hetmem.memory.device import SimDevice
-from hetmem.optim.adamw import AdamW
-from hetmem.report.live import progress
-from hetmem.report.report import MemoryReport, report
-from hetmem.schedule.blocks import FIFO, LRU, NextUse
+    from hetmem.api import manage, managed, release
+    from hetmem.base.config import VERSION, Budget
+    from hetmem.memory.device import SimDevice
+    from hetmem.optim.adamw import AdamW
+    from hetmem.report.live import progress
+    from hetmem.report.report import MemoryReport, report
+    from hetmem.schedule.blocks import FIFO, LRU, NextUse
+finally:
+    if _collects:
+        gc.enable()
 
 if TYPE_CHECKING:
     from hetmem.checkpoint import load, load_weights, save

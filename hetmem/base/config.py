@@ -136,30 +136,19 @@ def world_size() -> int:
     return int(text) if text.isdigit() else 1
 
 
-def nvme_timeout_seconds() -> float:
-    """How long a disk may leave one request without an answer: HETMEM_NVME_TIMEOUT, by default 120; not above what
-    threads can wait for, some 292 years.
+def turn_timeout_seconds() -> float:
+    """How long a thread waits for its turn with a model while the thread that has it does nothing:
+    HETMEM_TURN_TIMEOUT, by default 30; not above what threads can wait for, some 292 years.
 
     Raises `BudgetError` if that is no number of seconds above 0.
     """
-    return _seconds("HETMEM_NVME_TIMEOUT", "120")
-
-
-def turn_timeout_seconds() -> float:
-    """How long a thread waits for its turn with a model while the thread that has it does nothing:
-    HETMEM_TURN_TIMEOUT, by default 30. Raises as `nvme_timeout_seconds` does.
-    """
-    return _seconds("HETMEM_TURN_TIMEOUT", "30")
-
-
-def _seconds(name: str, default: str) -> float:
-    text = os.environ.get(name) or default
+    text = os.environ.get("HETMEM_TURN_TIMEOUT") or "30"
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise BudgetError(f"{name} must be a number of seconds above 0, got {text!r}")
+        raise BudgetError(f"HETMEM_TURN_TIMEOUT must be a number of seconds above 0, got {text!r}")
     return min(seconds, threading.TIMEOUT_MAX)
 
 

@@ -28,7 +28,7 @@ from hetmem.engine.gradient_views import (
     show_widened,
     take_gradient,
 )
-from hetmem.engine.runtime import Runtime
+from hetmem.engine.runtime import Runtime, Segments
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role, stored
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
@@ -101,15 +101,15 @@ class ArrivalHooks(NamedTuple):
 
     before: Callable[[GradientSink, ManagedParameter], Callable[[torch.Tensor], None]]
     after: Callable[[GradientSink, ManagedParameter], Callable[[torch.Tensor], None]]
-    order: Callable[[GradientSink, torch.Tensor, int], list[Any]]
+    order: Callable[[GradientSink, torch.Tensor], list[Any]]
 
 
 class GradientSink:
     """Takes the gradients of one model from autograd, and sends them home."""
 
-    def __init__(self, runtime: Runtime, segments: Any, hooks: ArrivalHooks) -> None:
+    def __init__(self, runtime: Runtime, segments: Segments, hooks: ArrivalHooks) -> None:
         self.runtime = runtime
-        self.segments, self._hooks = segments, hooks  # the `StepSegments` of `intercept.phases`, which imports this
+        self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
         self.listeners: WeakOnes[GradientListener] = WeakOnes()
         self.within_step = False
@@ -125,7 +125,6 @@ class GradientSink:
         self.stayed_bytes = 0
         """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
-        self._before: dict[int, Any] = {}
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
         """Parameters whose gradient is being accumulated, and the `p.grad` that was there before."""
         self.is_simple = False
@@ -142,16 +141,16 @@ class GradientSink:
         if managed.grad_hooked or not managed.parameter.requires_grad:
             return
         managed.grad_hooked = True
-        self._before[id(managed)] = managed.parameter.register_hook(self._hooks.before(self, managed))
+        before = managed.parameter.register_hook(self._hooks.before(self, managed))
         handle = managed.parameter.register_post_accumulate_grad_hook(self._hooks.after(self, managed))
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
-        self._handles.append(handle)
+        self._handles += (before, handle)
         for key in [key for key in hooks if key != handle.id]:  # go behind ours, as C reads them (not `move_to_end`):
             hooks[key] = hooks.pop(key)  # the user's hooks see the gradient that torch would show them
 
     def remove(self) -> None:
         """Take all hooks off."""
-        for handle in (*self._handles, *self._before.values()):
+        for handle in self._handles:
             handle.remove()
 
     def before(self, managed: ManagedParameter) -> None:
@@ -257,7 +256,7 @@ class GradientSink:
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
         for managed in self.runtime.parameters:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
-                self._handles += self._hooks.order(self, managed.parameter, self._before[id(managed)].id)
+                self._handles += self._hooks.order(self, managed.parameter)
             gradient = managed.parameter.grad
             known = gradient is managed.grad_home or gradient is managed.grad_view
             if gradient is None or known or gradient.layout is not torch.strided:

@@ -208,10 +208,11 @@ def _none() -> None:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def order_hooks(sink: GradientSink, parameter: torch.Tensor, own: int) -> list[Any]:
+def order_hooks(sink: GradientSink, parameter: torch.Tensor) -> list[Any]:
     """The user's hooks for what arrives at `parameter` find all gradients at home, its own too: that is taken away by
-    the hook with the number `own`, behind them. Returns the handle of a hook that is new, if one is."""
+    `BeforeArrival`, behind them. Returns the handle of a hook that is new, if one is."""
     hooks: Any = parameter._backward_hooks
+    own = next(key for key, hook in hooks.items() if isinstance(hook, BeforeArrival) and hook.is_of(sink))
     others = [(key, hook) for key, hook in hooks.items() if key != own and not isinstance(hook, _Arrive)]
     made = [] if len(others) + 1 < len(hooks) else [parameter.register_hook(_Arrive(sink, parameter))]
     for key, hook in (*others, (own, hooks[own])):
@@ -228,6 +229,10 @@ class BeforeArrival:
 
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._key = weakref.ref(sink), id(managed.parameter)
+
+    def is_of(self, sink: GradientSink) -> bool:
+        """Whether it tells `sink`."""
+        return self._sink() is sink
 
     @opaque
     def __call__(self, grad: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Reads and writes of files by threads of each disk, and the settings that a disk is asked with.
 
-Requests go over one link for each direction, with its traffic, its time and what is under way.
+Requests go over one link for each direction, with its traffic and its time.
 
 Knows files, memory and futures. Must not know extents, capacities or who asked.
 
@@ -12,15 +12,13 @@ broken or of another machine is as good as none: nothing here fails because of o
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +36,7 @@ _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second
 
 
 class DiskLink:
-    """One direction: the bytes moved, the time it was busy, and the requests that the system has not answered.
+    """One direction: the bytes moved, and the time it was busy.
 
     Each file has threads of its own, so that no disk waits for another. A transfer is shared out to all of them, also
     where it is smaller than their requests may be: a single one that training waits for has the whole disk.
@@ -54,7 +52,6 @@ class DiskLink:
         self._in_flight = 0
         self._busy_since = 0.0
         self._busy_seconds = 0.0
-        self._asked: dict[_Asked, None] = {}  # in order of their start
 
     def start(self, file: StoreFile, index: int, memory: memoryview, position: int) -> Future[int]:
         """Move `memory` from or to `position` of `file`, the store's number `index`."""
@@ -71,11 +68,7 @@ class DiskLink:
     def cache(self, file: StoreFile, index: int, position: int) -> None:
         """Bring the page with byte `position` of `file`, the store's number `index`, to the page cache."""
         self._threads[index].start()
-        self._threads[index].submit(partial(self._cache, file, position))
-
-    def _cache(self, file: StoreFile, position: int) -> None:
-        with self.asked(file, BLOCK_BYTES, position):
-            file.cache(position)
+        self._threads[index].submit(partial(file.cache, position))
 
     def end(self, moved_bytes: int) -> None:
         """A transfer has ended."""
@@ -90,54 +83,12 @@ class DiskLink:
         with self._lock:
             return self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
 
-    @contextmanager
-    def asked(self, file: StoreFile, nbytes: int, position: int) -> Iterator[None]:
-        """Within it the system is asked for `nbytes` at `position` of `file`, which counts for `patience_seconds`."""
-        with self._lock:
-            asked = _Asked(file, nbytes, position)
-            self._asked[asked] = None
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._asked[asked]
-
-    def patience_seconds(self, timeout_seconds: float) -> float:
-        """How long the system has for the oldest request that it has not answered; all of the timeout if there is none.
-
-        Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if that time is over.
-        """
-        with self._lock:
-            oldest = next(iter(self._asked), None)
-        if oldest is None:
-            return timeout_seconds
-        waited = time.perf_counter() - oldest.start
-        if waited < timeout_seconds:
-            return timeout_seconds - waited
-        raise StoreError(
-            errno.ETIMEDOUT,
-            f"{oldest.file.failure(self.verb, oldest.nbytes, oldest.position)}: no answer for {waited:.0f} "
-            f"seconds, the limit is {timeout_seconds:g} (HETMEM_NVME_TIMEOUT). The disk hangs; the memory of this "
-            "request stays in use until the disk answers, and then training can go on",
-        )
-
-    def join(self, timeout_seconds: float) -> None:
-        """Let the threads end once nothing is queued, and wait for them. Raises as `patience_seconds` does."""
+    def join(self) -> None:
+        """Let the threads end once nothing is queued, and wait for them."""
         for threads in self._threads:
             threads.stop()
         for threads in self._threads:
-            while not threads.join(self.patience_seconds(timeout_seconds)):
-                pass
-
-
-class _Asked:
-    """What the system was asked for at the time `start`, and has not answered yet."""
-
-    __slots__ = ("file", "nbytes", "position", "start")
-
-    def __init__(self, file: StoreFile, nbytes: int, position: int) -> None:
-        self.file, self.nbytes, self.position = file, nbytes, position
-        self.start = time.perf_counter()
+            threads.join()
 
 
 class Threads:
@@ -166,13 +117,10 @@ class Threads:
         """Run `work`, which must not raise, on one of the threads."""
         self._queue.put(work)
 
-    def join(self, timeout_seconds: float) -> bool:
-        """After `stop`: whether all have ended, waiting up to `timeout_seconds` for the first that has not."""
+    def join(self) -> None:
+        """Wait, after `stop`, until all have ended."""
         for thread in self._threads:
-            thread.join(timeout_seconds)
-            if thread.is_alive():
-                return False
-        return True
+            thread.join()
 
 
 def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
@@ -215,8 +163,7 @@ class _Transfer:
         moved_bytes, link = 0, self._link
         if self._error is None:
             try:
-                with link.asked(self._file, memory.nbytes, position):
-                    self._file.transfer(link.verb, link.move, memory, position)
+                self._file.transfer(link.verb, link.move, memory, position)
                 moved_bytes = memory.nbytes
             except BaseException as error:  # whatever it is, the waiting thread must learn of it
                 self._error = error
@@ -240,8 +187,7 @@ class _Transfer:
             future.set_exception(error)
 
     def _whole_or_not(self, error: StoreError) -> StoreError:
-        with self._link.asked(self._file, self._memory.nbytes, self._position):  # this may hang too
-            kept = self._file.keep_in_cache(self._link.move, self._memory, self._position)
+        kept = self._file.keep_in_cache(self._link.move, self._memory, self._position)
         what = "Until it is written again " + ("only the page cache has all of it" if kept else "a part of it is old")
         told = StoreError(error.errno, f"{error.strerror}. {what}")
         told.__cause__ = error.__cause__

@@ -14,11 +14,10 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
-from hetmem.base.config import nvme_timeout_seconds
 from hetmem.base.units import round_down, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory.host_pool import Loan, Spans
@@ -57,13 +56,9 @@ class Look:
 
     moved: Future[int]
     memory: memoryview
-    patience_seconds: Callable[[], float]
 
     def first(self, nbytes: int) -> bytes:
-        """The first `nbytes`, at most as many as the block has left. Raises `StoreError` as a read does, and for a disk
-        that hangs."""
-        while not self.moved.done():
-            wait([self.moved], timeout=self.patience_seconds())
+        """The first `nbytes`, at most as many as the block has left. Raises `StoreError` as a read does."""
         self.moved.result()
         return bytes(self.memory[:nbytes])
 
@@ -91,14 +86,13 @@ class NvmeStore:
         *,
         threads: int | None = None,
         request_bytes: int | None = None,
-        timeout_seconds: float | None = None,
         io: VectoredIo = os,
     ) -> None:
         """A store of at most `capacity_bytes` spread over `directories`; no disk space is taken yet.
 
         At most `threads` requests of at most `request_bytes` run per directory and direction, on threads of their own:
         a fetch never queues behind write-backs. None: what `hetmem probe` measured for the disk, or a default; see
-        `settings`. `timeout_seconds`: see `patience_seconds`; None = the user's (`config.nvme_timeout_seconds`).
+        `settings`.
 
         Warns where there is no O_DIRECT. Raises `BudgetError` for a directory that cannot hold the file and for a
         capacity below 1, ValueError for the rest; nothing stays open then.
@@ -114,7 +108,6 @@ class NvmeStore:
         self.capacity_bytes = capacity_bytes
         self.peak_bytes = 0
         """The most that was reserved and lent at one time."""
-        self.timeout_seconds = nvme_timeout_seconds() if timeout_seconds is None else timeout_seconds
         self._lock = threading.Lock()  # guards _closed, reservations, and submission against close
         self._closed = False
         self._first = 0  # the file that the next extents begin with, other things being equal
@@ -252,7 +245,7 @@ class NvmeStore:
         """Begin to read the block with byte `offset` of `extent`: as `read`, but queued behind other looks only."""
         into = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
         start = round_down(offset, BLOCK_BYTES)
-        return Look(self._start(self._looks, extent, into, start), into[offset - start :], self.patience_seconds)
+        return Look(self._start(self._looks, extent, into, start), into[offset - start :])
 
     def cache_pages(self, extent: Extent, offsets: Iterable[int]) -> None:
         """Begin to bring the bytes at `offsets` of `extent` to the page cache, where a view finds them. For many that
@@ -282,30 +275,16 @@ class NvmeStore:
         """
         return self._start(self._writes, extent, source, offset)
 
-    def patience_seconds(self) -> float:
-        """How long to wait before this is asked again: none of the requests under way is overdue until then.
-
-        Raises `StoreError` (path, offset, bytes, seconds; ETIMEDOUT) if one has had no answer for `timeout_seconds`.
-        Its transfer goes on: the future is settled, and the memory may be touched, when the disk answers.
-        """
-        return min(link.patience_seconds(self.timeout_seconds) for link in self._links())
-
     def close(self) -> None:
-        """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent.
-
-        Raises `StoreError` for a request without an answer for `timeout_seconds`, and may be called again.
-        """
+        """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent."""
         with self._lock:
             self._closed = True
-        for link in self._links():
-            link.join(self.timeout_seconds)
+        for link in (self._reads, self._writes, self._looks):
+            link.join()
         with self._lock:
             for file in self._files:
                 file.close()
             self._files = []  # and with them the mappings without views
-
-    def _links(self) -> tuple[DiskLink, ...]:
-        return self._reads, self._writes, self._looks
 
     def _start(self, link: DiskLink, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
         flat = _block_aligned(memory)

@@ -58,40 +58,34 @@ class ComputeClock(Protocol):
     """Tells when compute has come where: marks in its stream whose times can be read once they are passed.
 
     Times are seconds of `now`, which is `time.perf_counter` wherever time is not simulated. A clock keeps no copier
-    alive, and nothing of a model.
+    alive, and nothing of a model. What is here holds where compute is over when it is asked for: marks are times.
     """
 
     def now(self) -> float:
         """The time."""
+        return time.perf_counter()
 
     def timed_mark(self) -> Any:
         """A mark behind all compute so far; None while a CUDA graph is captured."""
+        return time.perf_counter()
 
     def passed(self, mark: Any) -> bool:
         """Whether compute, or a copy, has passed `mark`; never waits."""
+        return True
 
     def wait(self, mark: Any) -> None:
         """Wait until `mark` is passed."""
+        return
 
     def when(self, mark: Any) -> float:
         """The time at which `mark`, which is passed, was passed."""
+        return float(mark)
 
 
-class HostClock:
-    """The `ComputeClock` of a device whose compute is over when it is asked for: marks are times."""
+class HostClock(ComputeClock):
+    """Of a device whose compute is over when it is asked for."""
 
-    now = timed_mark = staticmethod(time.perf_counter)
-
-    def passed(self, mark: float) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self, mark: float) -> None:
-        """Return at once."""
-
-    def when(self, mark: float) -> float:
-        """Return `mark`."""
-        return mark
+    now = timed_mark = staticmethod(time.perf_counter)  # asked at each use of a weight
 
 
 HOST_CLOCK = HostClock()
@@ -253,9 +247,7 @@ class TransferEngine:
         """One finished job: None if none was seen to be over yet (see `nothing_over`), or with `wait` as soon as there
         is one.
 
-        Raises `StoreError` instead of waiting for a disk that hangs; see `NvmeStore.patience_seconds`. The job is not
-        over then: its memory stays its own, and its end is reported when the disk answers. An interrupt that was held
-        back is raised instead of waiting, and nothing is taken.
+        An interrupt that was held back is raised instead of waiting, and nothing is taken.
         """
         if not wait:
             return self._one()
@@ -280,9 +272,7 @@ class TransferEngine:
         return self._taken(finished)
 
     def _next(self) -> Finished | None:
-        patience = None if self._store is None else self._store.patience_seconds()
-        if self._copier.busy():  # what the disk has done must not wait for a copy, which may be behind compute
-            patience = _LOOK_SECONDS if patience is None else min(patience, _LOOK_SECONDS)
+        patience = _LOOK_SECONDS if self._copier.busy() else None  # the disk's end must not wait for a copy's
         with contextlib.suppress(queue.Empty):
             return self._finished.get(timeout=patience)
         return None

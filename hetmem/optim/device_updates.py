@@ -239,10 +239,10 @@ class StreamedUpdates(DeviceUpdates[Chunk, ChunkUpdate, Slot, Memory]):
         if error is not None:
             try:
                 self._traffic.engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
-            except BaseException:  # a device that fails twice is lost, with everything on it
+            except BaseException as again:  # a device that fails twice is lost, with everything on it
                 update.ruined = True
                 self._fail(update)
-                raise
+                raise again from RuntimeError("what the device has updated is not all at home: load a checkpoint")
         self._over(update, done=True)
         self._ended()
 

@@ -7,13 +7,13 @@ remembered by shapes, where they neither share memory nor are written.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -28,18 +28,31 @@ def tensor_bytes(values: Any) -> int:
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
-@functools.cache
-def only_views(func: Any) -> bool:
-    """Whether `func` touches no elements: its results are views of its arguments and nothing is written."""
-    aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
-    returns = [value for value in func._schema.returns if value.alias_info is not None]
-    return bool(returns) and not any(alias.is_write for alias in aliases)
+class Operator(NamedTuple):
+    """An operator of torch, as people call it, and what its schema says: whether it touches no elements, so that its
+    results are views of its arguments, and whether it speaks of no shared memory."""
+
+    func: Any
+    name: str
+    only_views: bool
+    is_pure: bool
 
 
-@functools.cache
-def is_pure(func: Any) -> bool:
-    """Whether the schema of `func` speaks of no shared memory."""
-    return all(value.alias_info is None for value in (*func._schema.arguments, *func._schema.returns))
+_operators: dict[int, Operator] = {}
+
+
+def operator_of(func: Any) -> Operator:
+    """Look `func` up by its identity: its hash is a call of Python, and a trace asks ten thousand times."""
+    found = _operators.get(id(func))
+    if found is None:
+        schema = func._schema
+        given, returned = ([value.alias_info for value in some] for some in (schema.arguments, schema.returns))
+        writes = any(alias is not None and alias.is_write for alias in given)
+        views = any(alias is not None for alias in returned) and not writes
+        pure = all(alias is None for alias in (*given, *returned))
+        name = str(func).removeprefix("aten.").partition(".")[0].strip("_")
+        found = _operators[id(func)] = Operator(func, name, views, pure)
+    return found
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -115,25 +128,30 @@ def _grouped_product(args: Any) -> torch.Tensor:
 class Results:
     """Calls operators, or does as if. For one plan: what it knows holds as long as shapes say all.
 
-    `last` names the operator that was really called last. `fuses_dropout`: the device drops scores of attention within
-    its kernel, as GPUs do; processors keep the whole matrix of them.
+    `fuses_dropout`: the device drops scores of attention within its kernel, as GPUs do; processors keep the whole
+    matrix of them.
     """
 
     def __init__(self, *, fuses_dropout: bool = False) -> None:
         self.fuses_dropout = fuses_dropout
         self._known: dict[Any, tuple[Any, Cost]] = {}
-        self.last = ""
+        self.last: Any = ""
+        """The operator that was really called last."""
 
     def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
         """What `func(*args, **kwargs)` returns, and its cost; None if it touches no elements."""
-        key = _key(func, args, kwargs) if is_pure(func) else None
-        known = self._known.get(key) if key is not None else None
+        operator = operator_of(func)
+        key, known = None, None
+        if operator.is_pure:
+            with suppress(TypeError):  # of arguments that do not say all that is made
+                key = id(func), _key_of(args), _key_of(tuple(kwargs.items()))
+                known = self._known.get(key)
         if known is not None:
             template, cost = known
             return _filled(template), cost
-        self.last = _name(func)
+        self.last = func
         result = _grouped_product(args) if func is _GROUPED_MM else func(*args, **kwargs)
-        if only_views(func):
+        if operator.only_views:
             return result, None
         flops, nbytes = flops_of(func, args, kwargs, result), tensor_bytes((args, kwargs, result))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -173,22 +191,9 @@ def attention(
     return output
 
 
-_name = functools.cache(str)
-
-
-def _key(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """None if the arguments are not all of the kinds that say what is made."""
-    try:
-        key = (func, _key_of(args), _key_of(tuple(kwargs.items())))
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
 def _key_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        if value.device.type != "meta" or value.layout is not torch.strided:
+        if not value.is_meta or value.layout is not torch.strided:
             raise TypeError("a tensor whose result may depend on more than its shape")
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):

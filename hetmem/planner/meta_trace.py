@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from hetmem.placing.build import compute_dtypes, specs
-from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
+from hetmem.planner.meta_results import Cost, Results, attention, operator_of, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
 from hetmem.schedule.saved import LOOKED_AT, SavedRound
 from hetmem.torch_private import TorchDispatchMode, storage_references, tree_leaves, tree_map
@@ -86,6 +87,8 @@ class _Tracer:
         self._held: set[int] = set()
         self._let_go: list[int] = []
         self._sizes: dict[int, int] = {}
+        self._alive: dict[int, object] = {}
+        """Weak references to what is counted, and to views; each takes a third of the time of a `weakref.finalize`."""
         self._log: list[tuple[int, int, _What]] = []
         """Of each tensor that came (its bytes and what it is) or went (0 bytes), in order."""
         self.live_bytes = 0
@@ -210,11 +213,11 @@ class _Tracer:
         key = self._key(view)
         self._owners[key] = index
         self._views[index] += 1
-        weakref.finalize(view.untyped_storage(), self._died, key, index).atexit = False
+        self._alive[key] = weakref.ref(view.untyped_storage(), functools.partial(self._died, key, index))
         return view
 
-    def _died(self, key: int, index: int) -> None:
-        del self._owners[key]
+    def _died(self, key: int, index: int, reference: object) -> None:
+        del self._owners[key], self._alive[key]
         self._views[index] -= 1
         if not self._views[index] and index in self._held:
             self._held.remove(index)
@@ -256,7 +259,7 @@ class _Tracer:
                 self._event_at.append(self._next_to_work())
                 self._staying[key] = None
             self._held_by_graph.setdefault(key, []).append(weakref.ref(kept))
-        for other in list(self._staying)[-LOOKED_AT:]:
+        for other in list(islice(reversed(self._staying), LOOKED_AT)):
             held = sum(reference() is not None for reference in self._held_by_graph.get(other, ()))
             if other not in self._saved:  # used already, within the forward
                 del self._staying[other]
@@ -285,21 +288,22 @@ class _Tracer:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 continue
-            key = self._key(tensor)
+            storage = tensor.untyped_storage()
+            key = storage._cdata
             if key in self._sizes or key in self._owners:
                 continue
-            storage = tensor.untyped_storage()
             self._sizes[key] = nbytes = storage.nbytes()
             self.live_bytes += nbytes
             if nbytes >= _NAMED_BYTES:
                 self._log.append((key, nbytes, (operator, tensor.shape, tensor.dtype)))
-            weakref.finalize(storage, self._forget, key).atexit = False
+            self._alive[key] = weakref.ref(storage, functools.partial(self._forget, key))
         if self.live_bytes > self._phase.peak_bytes:
             self._phase.peak_bytes = self.live_bytes
         self._round.need(self.live_bytes)
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, reference: object) -> None:
         nbytes = self._sizes.pop(key, 0)
+        del self._alive[key]
         self.live_bytes -= nbytes
         if nbytes >= _NAMED_BYTES:
             self._log.append((key, 0, _GONE))
@@ -423,16 +427,11 @@ class _OperatorResults(TorchDispatchMode):
         if self._tracer.paused:
             return func(*args, **(kwargs or {}))
         result, cost = self._tracer.results.of(func, args, kwargs or {})
-        self._tracer.count((result,) if isinstance(result, torch.Tensor) else tree_leaves(result), _name(func))
+        made = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        self._tracer.count(made, operator_of(func).name)
         if cost is not None:
             self._tracer.worked(cost)
         return result
-
-
-@functools.cache
-def _name(func: Any) -> str:
-    """As people call the operator `func`."""
-    return str(func).removeprefix("aten.").partition(".")[0].strip("_")
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -194,7 +194,7 @@ def _on(value: Any, device: str) -> Any:
     return there.detach().requires_grad_(value.requires_grad)
 
 
-def _hint(error: Exception, operator: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _hint(error: Exception, operator: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if "meta" in str(error).lower():
         return (
             f"{type(model).__name__} looks at values while it runs ({operator}, called in {_place(error)}), and "

@@ -64,6 +64,14 @@ class Arrangement:
     spilled_bytes: int = 0
     """What of them lies on NVMe."""
 
+    def __hash__(self) -> int:
+        return hash((self.numels, self.set_aside, len(self.lent), self.spilled_bytes))  # homes are dicts
+
+    def as_rehearsed(self) -> Arrangement:
+        """The same without what no step depends on: two budgets often differ in nothing else."""
+        ground = replace(self.ground, host_bytes=0, missing_bytes=0, state_bytes=0, whole_bytes=0, copied=frozenset())
+        return replace(self, ground=ground, left=self.left if self.lent else Room(0, 0))
+
     def role_bytes(self, chunk: int, role: str) -> int:
         """Bytes of `role` of `chunk` that move."""
         return self.numels[chunk] * self.ground.role_itemsize(chunk, role)

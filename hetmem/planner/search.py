@@ -118,37 +118,44 @@ def judge(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged:
     """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
-    capacities = setting.capacities
     arrangement = arranged(workload, setting)
     simulated = _coarser(workload, setting, arrangement)
-    check_device(workload, simulated, capacities)
-    result = rehearse(
-        workload,
-        simulated,
-        capacities,
-        hardware,
-        micro_batches=micro_batches,
-        updating=setting.updating,
-        steps=steps,
-    )
+    check_device(workload, simulated, setting.capacities)
+    seen = simulated.as_rehearsed(), replace(setting.capacities, host_bytes=0, nvme_bytes=0, home_copies=None)
+    result = _rehearsed(workload, *seen, hardware, micro_batches, setting.updating, steps)
+    if isinstance(result, NoRoom):
+        raise result.with_traceback(None)
     return Judged(setting, arrangement, result)
 
 
 def judged(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:
-    """`judge` with the refusal as a value; one plan asks many things twice."""
-    return _judged(workload, setting, hardware, micro_batches, steps)
-
-
-@functools.lru_cache(maxsize=64)
-def _judged(
-    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, steps: int
-) -> Judged | NoRoom:
+    """`judge` with the refusal as a value."""
     try:
         return judge(workload, setting, hardware, micro_batches, steps=steps)
     except NoRoom as refusal:
         return refusal.with_traceback(None)
+
+
+@functools.lru_cache(maxsize=64)
+def _rehearsed(
+    workload: Workload,
+    arrangement: Arrangement,
+    capacities: Capacities,
+    hardware: HardwareProfile,
+    micro_batches: int,
+    updating: Updating,
+    steps: int,
+) -> StepResult | NoRoom:
+    """One plan asks for many steps twice, in budgets that come to the same."""
+    try:
+        return rehearse(
+            workload, arrangement, capacities, hardware,
+            micro_batches=micro_batches, updating=updating, steps=steps,
+        )  # fmt: skip
+    except NoRoom as refusal:
+        return refusal
 
 
 # ---- what is varied ----------------------------------------------------------------------------------------------

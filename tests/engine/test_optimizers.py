@@ -154,8 +154,10 @@ def test_hooks_of_loading_see_states_and_change_them(placement: str, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])
-def test_checkpoints_of_older_versions_of_torch_load(kind: Any, tmp_path: Path) -> None:
-    """Steps were plain numbers, and options of today were missing."""
+def test_a_checkpoint_without_options_of_today_loads_and_one_with_steps_as_numbers_is_refused(
+    kind: Any, tmp_path: Path
+) -> None:
+    """As older versions of torch saved them."""
     modules = pair(mlp, "host", tmp_path)
     plain, managed = modules
     if kind is torch.optim.AdamW:
@@ -166,11 +168,15 @@ def test_checkpoints_of_older_versions_of_torch_load(kind: Any, tmp_path: Path) 
     train_both(*modules, BATCHES, optimizers=optimizers)
     for optimizer in optimizers:
         old = copy.deepcopy(optimizer.state_dict())
-        for state in old["state"].values():
-            state["step"] = int(state["step"])
         for group in old["param_groups"]:
             del group["maximize"]
         optimizer.load_state_dict(old)
+    train_both(*modules, BATCHES, optimizers=optimizers)
+    older = copy.deepcopy(old)
+    for state in older["state"].values():
+        state["step"] = int(state["step"])
+    with pytest.raises(ManageError, match="is a number in this checkpoint"):
+        optimizer.load_state_dict(older)
     train_both(*modules, BATCHES, optimizers=optimizers)
 
 

@@ -30,7 +30,6 @@ from tests.engine.harness import (
 )
 from tests.engine.test_share import build, moved, room
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
-from tests.faults.test_disk_hangs import Hang, train_while_the_disk_hangs
 from tests.faults.training import REQUEST_BYTES, Training
 from tests.optim.machines import SLOW_HOST
 from tests.optim.test_graphs import Backwards
@@ -292,14 +291,6 @@ def test_a_step_over_two_models_that_is_repeated_updates_each_once(
     for plain, managed in pairs:
         assert_same_weights(plain, managed)
         hetmem.release(managed)
-
-
-# The backward that failed is told once more of the same disk when autograd forgets it, where nobody can be told.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_write_that_hangs_in_backward_leaves_no_staging_slot_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train_while_the_disk_hangs(tmp_path, FaultyDisk(), Hang("write"), monkeypatch)
 
 
 def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_the_device(

@@ -261,3 +261,28 @@ def test_a_segment_that_was_forgotten_holds_back_under_a_handler_that_came_later
     finally:
         HELD_BACK.forget()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_one_within_a_hook_of_a_segment_comes_at_its_end_also_after_a_handler_that_has_not_raised() -> None:
+    came: list[str] = []
+    seen: list[int] = []
+
+    @HELD_BACK.covers
+    def hook() -> None:
+        ctrl_c()
+        seen.append(len(came))
+        if HELD_BACK.came:
+            HELD_BACK.leave()
+
+    before = signal.signal(signal.SIGINT, lambda *_: came.append("one"))
+    HELD_BACK.begin_segment()
+    try:
+        ctrl_c()
+        assert came == ["one"], "nothing is held back between hooks"
+        hook()
+        hook()
+    finally:
+        HELD_BACK.end_segment()
+        signal.signal(signal.SIGINT, before)
+    assert seen == [1, 2]
+    assert len(came) == 3

@@ -93,6 +93,21 @@ def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(forks: Fo
     assert forks.run(program, str(tmp_path), seconds=60) == (0, "", "")
 
 
+def test_the_interpreter_ends_although_a_disk_does_not_answer(forks: Forks, tmp_path: Path) -> None:
+    program = (
+        "import sys, threading\n"
+        "from hetmem.memory.mapping import Mapping\n"
+        "from hetmem.memory.nvme_store import NvmeStore\n"
+        "class Hangs:\n"
+        "    def preadv(self, *_):\n"
+        "        threading.Event().wait()\n"
+        "    pwritev = preadv\n"
+        "store = NvmeStore([sys.argv[1]], 1 << 20, io=Hangs())\n"
+        "store.write(store.reserve(4096), Mapping(4096).buffer(0, 4096))\n"
+    )
+    assert forks.run(program, str(tmp_path), seconds=60).returncode == 0
+
+
 def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(forks: Forks, tmp_path: Path) -> None:
     """Its threads go on while others end: a descriptor that is closed then is the next file's."""
     program = (

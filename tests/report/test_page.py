@@ -15,8 +15,8 @@ import hetmem
 from tests.report.browser import chromium
 from tests.report.logs import backward, blocks, came, forward, moment, to_device, went, window
 from tests.report.models import trained
+from tests.report.sample import SAMPLE
 from tests.report.test_planned import PLANNED
-from tests.report.test_report import SAMPLE
 from tests.report.tested import (
     Fault,
     MemoryReport,
@@ -116,7 +116,10 @@ def long_step(moments: int = 10_000, chunks: int = 200) -> dict[str, Any]:
     facts = [replace(block, tier_bytes=(4096, 4096)) for block in blocks(chunks, parameters=(NASTY,))]
     timeline = timeline_section(seen, facts, (frozenset(), frozenset()))
     timeline["operators"] = [NASTY for _ in timeline["operators"]]
-    return {**SAMPLE, "model": NASTY, "tiers": tiers, "step": step_section(seen, tiers), "timeline": timeline}
+    row = {"operator": "log_softmax_backward_data", "module": NASTY, "held": "temporary", "count": 12, "bytes": PEAK}
+    beside = {"bytes": 2 * PEAK, "tensors": [row], "other_bytes": PEAK, "sentence": NASTY}
+    sections = {"step": step_section(seen, tiers), "timeline": timeline, "beside_chunks": beside}
+    return {**SAMPLE, "model": NASTY, "tiers": tiers, **sections}
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +164,9 @@ def test_every_number_on_the_page_is_that_of_the_json(browser: Any, tmp_path: Pa
         shown = page.evaluate(
             "[...document.querySelectorAll('[data-key]')].map((n) => ({...n.dataset, text: n.textContent}))"
         )
-    assert {"step.seconds", "step.overlap", "tiers.device.peak_bytes", "bytes_per_parameter", "chunk_waste"} <= {
-        number["key"] for number in shown
-    }
-    assert {f"links.{link}.bytes" for link in report.data["links"]} <= {number["key"] for number in shown}
+    keys = {number["key"] for number in shown}
+    assert {"step.seconds", "tiers.device.peak_bytes", "bytes_per_parameter", "beside_chunks.other_bytes"} <= keys
+    assert {f"links.{link}.bytes" for link in report.data["links"]} <= keys
     for number in shown:
         value: Any = report.to_dict()
         for part in number["key"].split("."):
