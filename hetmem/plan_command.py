@@ -137,7 +137,6 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
     from hetmem import planner
-    from hetmem.planner.plan_text import described
 
     named = options.hardware or planner.DEFAULT_HARDWARE
     profile = planner.load_profile(named)
@@ -164,7 +163,7 @@ def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
     )
     if options.output:
         plan.best.save(options.output)
-    print(described(plan, options.output))
+    print(plan.described(options.output))
     return 0 if plan.fits else 1
 
 
