@@ -67,26 +67,17 @@ def write(target: Any, values: Mapping[str, float], step: int) -> None:
         raise TypeError(f"expected a SummaryWriter, a W&B run, mlflow, a logger or a function, got {target!r}")
 
 
-class Recorder:
-    """What the callbacks of frameworks share: numbers to `targets`, a line for `hetmem top`, the report at the end."""
+def _log(model: torch.nn.Module, targets: Iterable[Any], step: int) -> None:
+    """Write what `model` did since the last time to each of `targets`."""
+    values = scalars(model)
+    for target in targets:
+        write(target, values, step)
 
-    def __init__(self, report: str | os.PathLike[str] | None) -> None:
-        self._report = report
 
-    def step(self, model: torch.nn.Module) -> None:
-        """An optimizer step of `model` is over."""
-        hetmem.progress(model)
-
-    def log(self, model: torch.nn.Module, targets: Iterable[Any], step: int) -> None:
-        """Write what `model` did since the last time to each of `targets`."""
-        values = scalars(model)
-        for target in targets:
-            write(target, values, step)
-
-    def end(self, model: torch.nn.Module) -> None:
-        """Save the report, where one is wanted."""
-        if self._report is not None:
-            hetmem.report(model).save(self._report)
+def _save(model: torch.nn.Module, report: str | os.PathLike[str] | None) -> None:
+    """Save the report of `model`, where one is wanted."""
+    if report is not None:
+        hetmem.report(model).save(report)
 
 
 # ---- transformers and TRL -------------------------------------------------------------------------------------------
@@ -118,7 +109,7 @@ def for_trainer(
         "max_grad_norm": arguments.max_grad_norm or math.inf,  # inf: updates wait for the trainer's look at the norm
         **options,
     }
-    callback = _trainer_callback()(Recorder(report), tuple(log))
+    callback = _trainer_callback()(report, tuple(log))
     return {"optimizer_cls_and_kwargs": (hetmem.AdamW, made), "callbacks": [callback]}
 
 
@@ -130,8 +121,8 @@ def _trainer_callback() -> Any:
     class Reporting(TrainerCallback):
         """Lets the optimizer clip in place of the trainer, logs and reports."""
 
-        def __init__(self, recorder: Recorder, log: tuple[Any, ...]) -> None:
-            self._recorder, self._log = recorder, log
+        def __init__(self, report: str | os.PathLike[str] | None, log: tuple[Any, ...]) -> None:
+            self._report, self._log = report, log
             self._targets: list[Any] = []
             self._clips = 0.0
 
@@ -140,17 +131,17 @@ def _trainer_callback() -> Any:
             self._targets = [*self._log, *(_target(name, args) for name in args.report_to if name in _TARGETS)]
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._recorder.step(kwargs["model"])
+            hetmem.progress(kwargs["model"])
 
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.is_world_process_zero:
-                self._recorder.log(kwargs["model"], self._targets, state.global_step)
+                _log(kwargs["model"], self._targets, state.global_step)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             args.max_grad_norm = self._clips
             for target in self._targets:
                 getattr(target, "flush", int)()
-            self._recorder.end(kwargs["model"])
+            _save(kwargs["model"], self._report)
 
     return Reporting
 
@@ -189,19 +180,19 @@ def _lightning() -> Any:
         """
 
         def __init__(self, model: torch.nn.Module, *, report: str | os.PathLike[str] | None = None) -> None:
-            self._model, self._recorder = model, Recorder(report)
+            self._model, self._report = model, report
             self._logged = 0
 
         def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
             step = trainer.global_step
             if step == self._logged:  # a part of an accumulated batch
                 return
-            self._recorder.step(self._model)
+            hetmem.progress(self._model)
             if step // trainer.log_every_n_steps > self._logged // trainer.log_every_n_steps:
-                self._recorder.log(self._model, trainer.loggers, step)
+                _log(self._model, trainer.loggers, step)
             self._logged = step
 
         def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-            self._recorder.end(self._model)
+            _save(self._model, self._report)
 
     return LightningCallback

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from _pytest.config import get_config
 from numba.core.registry import cpu_target
 
 # A function that numba compiles, or has compiled before, makes it read its tables, which takes a third of a second.
 cpu_target.typing_context.refresh()
 cpu_target.target_context.refresh()
+
+get_config()  # imports the plugins that every run of pytest has
 
 FUNCTIONS: defaultdict[str, list[FunctionType]] = defaultdict(list)
 """Of each file, those that were there when this module was imported."""

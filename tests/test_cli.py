@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,11 +187,11 @@ def test_the_module_runs(forks: Forks) -> None:
     assert "probe" in done.stdout
 
 
-def test_output_that_nobody_reads_to_the_end_is_no_error() -> None:
+def test_output_that_nobody_reads_to_the_end_is_no_error(forks: Forks) -> None:
     """As in `hetmem doctor | head -1`."""
-    command = f"{sys.executable} -m hetmem top --once"
-    done = subprocess.run(["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) in (("141\n", ""), ("0\n", ""))  # 0: `true` has ended after the command
+    closed = "import os, runpy, sys; reader, writer = os.pipe(); os.close(reader); os.dup2(writer, 1); "
+    done = forks.run(closed + "sys.argv = ['hetmem', 'top', '--once']; runpy.run_module('hetmem', {}, '__main__')")
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def saved_report(path: Path) -> None:
@@ -287,12 +285,13 @@ def keys(data: dict[str, object], before: tuple[str, ...] = ()) -> list[tuple[st
 def test_a_damaged_report_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], all_cases: bool
 ) -> None:
-    """Each tier has the same figures, and so has each link: one of them is enough, and one wrong value of each."""
+    """Each tier has the same figures, and so has each link: every other of one of them is enough."""
     whole, path = tmp_path / "whole.json", tmp_path / "cut.json"
     saved_report(whole)
     text = whole.read_text()
     found = keys(json.loads(text))
-    for at, name in enumerate(found if all_cases else {(name[0], name[-1]): name for name in found}.values()):
+    some = list({(name[0], name[-1]): name for name in found}.values())[::2]
+    for at, name in enumerate(found if all_cases else some):
         for value in (None, "words") if all_cases else ((None, "words")[at % 2],):
             data = json.loads(text)
             place = data

@@ -21,6 +21,7 @@ import hetmem
 from hetmem.schedule.placement import COPY_BYTES
 from hetmem.schedule.update_split import UPDATE_BYTES
 from tests.engine.harness import CHUNK_ELEMENTS
+from tests.pairs import case
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("docs", "examples", "benchmarks", "tests", "hetmem")
@@ -248,7 +249,7 @@ def test_links_move_what_the_page_says(
     assert trained.on_nvme == (0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(("m", "layers", "host"), [(1, 48, 100), (2, 48, 100), (1, 96, 48)])
+@pytest.mark.parametrize(("m", "layers", "host"), [case(1, 48, 100, nightly=True), (2, 48, 100), (1, 96, 48)])
 def test_nvme_moves_what_the_page_says(m: int, layers: int, host: int, tmp_path: Path) -> None:
     """Host memory has room for parameters and some gradients beside the staging ring, or for some of the parameters."""
     trained = Trained(tmp_path, m=m, layers=layers, host=host)

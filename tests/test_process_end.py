@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.forked import Forks
 
 PROGRAM = """
 import atexit, threading
@@ -45,9 +44,8 @@ assert len([each for each in threading.enumerate() if "hetmem" in each.name]) ==
 """
 
 
-def test_no_thread_of_hetmem_runs_when_the_interpreter_goes() -> None:
+def test_no_thread_of_hetmem_runs_when_the_interpreter_goes(forks: Forks) -> None:
     """It went while one was in C++, which ended the process: "terminate called without an active exception"."""
-    command = [sys.executable, "-c", PROGRAM]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ended = forks.run(PROGRAM)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.split() == ["ran", "5", "alive", "[]"]

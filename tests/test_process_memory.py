@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import json
 import os
 import selectors
-import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+from tests.forked import Forks
+
 DEVICE_MIB, HOST_MIB, SLACK_MIB = 16, 48, 16
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 LAYERS, WIDTH = 16, 1024  # 16.8 M parameters: 256 MiB of states, four times device + host
 
 PROGRAM = f"""
@@ -60,7 +64,7 @@ def in_files_mib(pid: int, directory: Path) -> float:
     """What open files in `directory` take of the disk; those of one inode, once."""
     found = {}
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if os.readlink(descriptor).startswith(str(directory)):
                 status = descriptor.stat()
                 found[status.st_ino] = status.st_blocks * 512 / 2**20
@@ -72,41 +76,50 @@ def anonymous_mib(pid: int) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def run_watched(program: str, directory: Path) -> tuple[float, float]:
-    """Run `program` from its "ready" to its "done"; returns how many MiB its anonymous memory grew by, and how many its
-    files in `directory` took, at most."""
+def watch(program: str, directory: Path) -> tuple[float, float]:
+    """Run `program` in a fork, from its "ready" to its "done"; returns how many MiB its anonymous memory grew by, and
+    how many its files in `directory` took, at most."""
     # Freed tensors go back to the system at once: what the C library keeps of them is nobody's memory.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(directory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        before = anonymous_mib(process.pid)
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        peak, in_files, finished = 0.0, 0.0, False
-
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while not finished:
-                peak = max(peak, anonymous_mib(process.pid))
-                in_files = max(in_files, in_files_mib(process.pid, directory))
-                finished = bool(selector.select(timeout=0.01))
-        assert process.stdout.readline() == "done\n"
-        process.stdin.close()
-    assert process.returncode == 0
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    (read_there, write), (read, write_there) = os.pipe(), os.pipe()
+    if not (pid := os.fork()):
+        os.close(write)  # else its input never ends
+        os.dup2(read_there, 0)
+        os.dup2(write_there, 1)
+        sys.stdin, sys.stdout, sys.argv = os.fdopen(0), os.fdopen(1, "w"), ["-c", str(directory)]
+        exec(program, {"__name__": "__main__"})
+        os._exit(0)
+    os.close(write_there)
+    said = os.fdopen(read)
+    assert said.readline() == "ready\n"
+    before = anonymous_mib(pid)
+    os.write(write, b"go\n")
+    peak, in_files, finished = 0.0, 0.0, False
+    with selectors.DefaultSelector() as selector:
+        selector.register(said, selectors.EVENT_READ)
+        while not finished:
+            peak = max(peak, anonymous_mib(pid))
+            in_files = max(in_files, in_files_mib(pid, directory))
+            finished = bool(selector.select(timeout=0.01))
+    assert said.readline() == "done\n"
+    os.close(write)
+    assert os.waitpid(pid, 0)[1] == 0
     assert not list(directory.iterdir())
     return peak - before, in_files
 
 
-def test_anonymous_memory_stays_within_device_and_host_budget(tmp_path: Path) -> None:
-    grown, in_files = run_watched(PROGRAM, tmp_path)
+def run_watched(forks: Forks, program: str, directory: Path) -> tuple[float, float]:
+    """`watch` in a process that has torch and no thread."""
+    watching = "import json, sys; from pathlib import Path; from tests.test_process_memory import watch; "
+    watching += "print(json.dumps(watch(sys.argv[1], Path(sys.argv[2]))))"
+    ended = forks.run(watching, program, str(directory))
+    assert ended.returncode == 0, ended.stderr
+    grown, in_files = json.loads(ended.stdout)
+    return grown, in_files
+
+
+def test_anonymous_memory_stays_within_device_and_host_budget(forks: Forks, tmp_path: Path) -> None:
+    grown, in_files = run_watched(forks, PROGRAM, tmp_path)
     assert grown <= DEVICE_MIB + HOST_MIB + SLACK_MIB, f"{grown:.0f} MiB more than before"
     assert grown >= HOST_MIB / 2, f"only {grown:.0f} MiB: was anything trained?"
     assert in_files <= 16 * LAYERS
@@ -151,9 +164,9 @@ sys.stdin.readline()
 """
 
 
-def test_building_a_model_of_nine_tenths_of_host_memory_and_nvme_takes_no_more(tmp_path: Path) -> None:
+def test_building_a_model_of_nine_tenths_of_host_memory_and_nvme_takes_no_more(forks: Forks, tmp_path: Path) -> None:
     layers, host_mib, nvme_mib = 115, 43, 85  # a layer is 1 MiB
-    grown, in_files = run_watched(BUILDING % (layers, host_mib, nvme_mib), tmp_path)
+    grown, in_files = run_watched(forks, BUILDING % (layers, host_mib, nvme_mib), tmp_path)
     assert grown <= host_mib + 8, f"{grown:.0f} MiB more than before"
     assert in_files <= nvme_mib + 1
     assert grown + in_files >= layers

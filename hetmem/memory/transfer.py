@@ -58,40 +58,34 @@ class ComputeClock(Protocol):
     """Tells when compute has come where: marks in its stream whose times can be read once they are passed.
 
     Times are seconds of `now`, which is `time.perf_counter` wherever time is not simulated. A clock keeps no copier
-    alive, and nothing of a model.
+    alive, and nothing of a model. What is here holds where compute is over when it is asked for: marks are times.
     """
 
     def now(self) -> float:
         """The time."""
+        return time.perf_counter()
 
     def timed_mark(self) -> Any:
         """A mark behind all compute so far; None while a CUDA graph is captured."""
+        return time.perf_counter()
 
     def passed(self, mark: Any) -> bool:
         """Whether compute, or a copy, has passed `mark`; never waits."""
+        return True
 
     def wait(self, mark: Any) -> None:
         """Wait until `mark` is passed."""
+        return
 
     def when(self, mark: Any) -> float:
         """The time at which `mark`, which is passed, was passed."""
+        return float(mark)
 
 
-class HostClock:
-    """The `ComputeClock` of a device whose compute is over when it is asked for: marks are times."""
+class HostClock(ComputeClock):
+    """Of a device whose compute is over when it is asked for."""
 
-    now = timed_mark = staticmethod(time.perf_counter)
-
-    def passed(self, mark: float) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self, mark: float) -> None:
-        """Return at once."""
-
-    def when(self, mark: float) -> float:
-        """Return `mark`."""
-        return mark
+    now = timed_mark = staticmethod(time.perf_counter)  # asked at each use of a weight
 
 
 HOST_CLOCK = HostClock()

@@ -43,7 +43,7 @@ def facts(module: Any) -> testing.MemoryFacts:
     return testing.of(module).memory()
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("sanitize", [True, False], ids=["checked", "traced"])
 @pytest.mark.parametrize("how", ["offload", "auto"])

@@ -248,7 +248,7 @@ def test_what_an_update_leaves_out_keeps_its_copy(place: str, tmp_path: Path) ->
 # ---- what the user writes --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("write", "place"), mostly(writes.WRITES, SLOTS, writes.KINDS), ids=writes.named)
+@pytest.mark.parametrize(("write", "place"), mostly(writes.WRITES, SLOTS), ids=writes.named)
 def test_what_the_user_writes_is_in_the_copies_at_the_next_forward(
     write: Callable[[nn.Module], None], place: str, tmp_path: Path
 ) -> None:

@@ -249,7 +249,7 @@ def test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_evaluati
         evaluate()
 
 
-@pytest.mark.parametrize(("write", "placement"), mostly(WRITES, PLACEMENTS, KINDS), ids=named)
+@pytest.mark.parametrize(("write", "placement"), mostly(WRITES, PLACEMENTS), ids=named)
 def test_writes_between_backward_and_step_are_stepped_from(
     write: Callable[[nn.Module], None], placement: str, tmp_path: Path
 ) -> None:

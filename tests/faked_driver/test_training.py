@@ -151,12 +151,14 @@ class Interfaced(Small):
                 block(torch.zeros(1, 64, device="cuda", dtype=block.up.bias.dtype))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_array_interface_of_a_weight_is_right_for_the_call_of_its_module(placement: str, tmp_path: Path) -> None:
     expected = steps_of(Interfaced, mixed=None, where="cuda" if placement == "resident" else "cpu")
     hetmem.release(train(expected, placement, tmp_path, Interfaced, device="cuda"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placement", ["host", "nvme"])
 def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: str, tmp_path: Path) -> None:
     fails = [True]
@@ -227,6 +229,7 @@ def _raise(*_: object) -> None:
     raise ValueError("a hook of the user's")
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tmp_path: Path) -> None:
     """As scripts do it, and trainers: its parameters stay where the budget has them."""

@@ -7,7 +7,6 @@ GPU is. Its slots are poisoned when they are freed.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import testing
@@ -33,121 +31,28 @@ from tests.engine.harness import (
 )
 from tests.engine.lazy_device import UnwatchedDevice
 from tests.engine.test_writes_within_steps import KINDS, WritesInForward
+from tests.intercept import compiling
+from tests.intercept.compiling import (
+    AS_A_WHOLE,
+    BATCH,
+    BLOCKS,
+    BY_BLOCK,
+    STEPS,
+    WIDTH,
+    Backend,
+    Block,
+    Chain,
+    Stack,
+    each_block,
+    each_forward,
+    limits,
+    managed_and_plain,
+    train,
+    whole,
+)
 from tests.pairs import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but not as an error
-
-WIDTH, BLOCKS, STEPS = 64, 6, 3
-BATCH = (torch.randn(3, WIDTH),)
-Ways = dict[str, Callable[[nn.Module, Any], Any]]
-
-
-class Block(nn.Module):
-    """Weights in five chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.fails:
-            fail()
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """`BLOCKS` blocks, each checkpointed where `reentrant` says how, and a function of a weight of its own."""
-
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
-        return x
-
-
-class Chain(nn.Module):
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(x)
-
-
-raised: type[BaseException] = ValueError
-
-
-@torch._dynamo.disable
-def fail() -> None:
-    """Is not compiled itself."""
-    raise raised
-
-
-class Backend:
-    """Runs what it gets as it is, and keeps what it got; with `managed`, its weights must be on the device."""
-
-    def __init__(self) -> None:
-        self.graphs: list[int] = []
-        self.calls = 0
-        self.managed: Callable[[], Any] = lambda: None  # weak, as torch keeps every backend
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        self.graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
-
-        def call(*arguments: Any) -> Any:
-            self.calls += 1
-            for argument in arguments:
-                if isinstance(argument, nn.Parameter):
-                    assert self.managed() is None or testing.of(self.managed()).place_of(argument) == "device"
-            return graph(*arguments)
-
-        return call
-
-
-def each_block(model: Any, backend: Any) -> Any:
-    for block in model.blocks:
-        block.compile(backend=backend)
-    return model
-
-
-def each_forward(model: Any, backend: Any) -> Any:
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, backend=backend)
-    return model
-
-
-def each_wrapped(model: Any, backend: Any) -> Any:
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend=backend)
-    return model
-
-
-def whole(model: Any, backend: Any) -> Any:
-    return torch.compile(model, backend=backend)
-
-
-def whole_in_place(model: Any, backend: Any) -> Any:
-    model.compile(backend=backend)
-    return model
-
-
-def function_around(model: Any, backend: Any) -> Any:
-    @torch.compile(backend=backend)
-    def around(x: torch.Tensor) -> torch.Tensor:
-        return model(x)
-
-    return around
-
-
-BY_BLOCK = (each_block, each_forward, each_wrapped)
-AS_A_WHOLE = (whole, whole_in_place, function_around)
 
 
 @pytest.fixture(autouse=True)
@@ -160,39 +65,6 @@ def forgetful() -> Any:
     assert torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
     assert torch._dynamo.eval_frame._stance.stance == "default"
     assert set(_get_current_function_mode_stack()) <= set(before)
-
-
-def limits(slots: int, directory: Path, **changes: Any) -> hetmem.Budget:
-    return hetmem.Budget(
-        **{"device": slots * CHUNK, "host": "8MiB", "nvme": "8MiB", "nvme_dir": directory, "home_copies": False}
-        | changes
-    )
-
-
-def managed_and_plain(
-    make: Callable[[], Any], compiled: Callable[[Any, Any], Any], directory: Path, slots: int = 24, **options: Any
-) -> tuple[Any, Any, Any, Any, Backend]:
-    """A model, the same managed, what to call each by, and the backend of the managed one."""
-    torch.manual_seed(0)
-    plain = make()
-    device = UnwatchedDevice(0)
-    managed = manage(copy.deepcopy(plain), limits(slots, directory), directory, device=device, **options)
-    backend = Backend()
-    backend.managed = weakref.ref(managed)
-    call = compiled(plain, Backend()) if compiled is each_wrapped else plain  # whose names are those of wrapped blocks
-    return plain, managed, call, compiled(managed, backend), backend
-
-
-def train(plain: Any, managed: Any, call: Any, call_managed: Any, steps: int = STEPS) -> None:
-    """Losses, gradients and weights are the same."""
-    calls = {id(plain): call, id(managed): call_managed}
-    train_both(
-        plain,
-        managed,
-        [BATCH],
-        Recipe(steps=steps),
-        loss=lambda module, batch: calls[id(module)](*batch).square().mean(),
-    )
 
 
 @pytest.mark.parametrize("compiled", BY_BLOCK)
@@ -365,8 +237,7 @@ def test_a_region_that_is_broken_off_leaves_nothing_behind(
     plain, managed, call, call_managed, _ = managed_and_plain(lambda: Stack(reentrant), compiled, tmp_path)
     train(plain, managed, call, call_managed, steps=2)
 
-    global raised
-    raised, managed.blocks[3].fails = error, True
+    compiling.raised, managed.blocks[3].fails = error, True
     with pytest.raises(error):
         call_managed(*BATCH)
     managed.blocks[3].fails = False
@@ -411,8 +282,7 @@ class Stubborn(Stack):
 
 def test_a_forward_that_goes_on_after_an_interrupt_is_watched_again(tmp_path: Path) -> None:
     _, managed, _, call_managed, backend = managed_and_plain(Stubborn, each_block, tmp_path)
-    global raised
-    raised, managed.blocks[2].fails = KeyboardInterrupt, True
+    compiling.raised, managed.blocks[2].fails = KeyboardInterrupt, True
     call_managed(*BATCH)
     assert testing.of(managed).operators().count("compiled Block") == BLOCKS
     assert backend.calls == BLOCKS - 1

@@ -25,7 +25,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests.cuda.shim import ShimBackend
-from tests.memory.tested import Backend, CudaDevice, TorchBackend, cuda_device, live_bytes, torch_private
+from tests.memory.tested import (
+    Backend,
+    ComputeStreams,
+    CudaDevice,
+    CudaStreams,
+    TorchBackend,
+    cuda_device,
+    live_bytes,
+    registry,
+    torch_private,
+)
 
 _EARLY = 0.4  # of the times that a stream may run ahead, where `FakeCuda.early` is chance
 
@@ -275,7 +285,8 @@ def current_stream(device: Any = None) -> Stream:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """`torch.cuda` as on a machine with one GPU."""
-    gc.collect()  # models of earlier tests are told of refusals too, as long as they live
+    if registry.interceptions():
+        gc.collect()  # models of earlier tests are told of refusals too, as long as they live
     fake = FakeCuda()
     install(fake, monkeypatch.setattr)
     return fake
@@ -355,3 +366,7 @@ class CpuCuda(CudaDevice):
 
     def is_registered(self, tensor: torch.Tensor) -> bool:
         return any(tensor.data_ptr() in piece for locks in self._page_locks for piece in locks.pieces)
+
+
+def streams_of_cpu() -> CudaStreams:
+    return CudaStreams(torch.device("cpu"), ComputeStreams(torch.device("cpu")))

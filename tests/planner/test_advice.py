@@ -23,6 +23,7 @@ from hetmem.base.units import MIB, parse_size
 from hetmem.cli import main
 from hetmem.planner import Plan, TracedCall, hugging_face_call, known_profiles, with_adapters
 from hetmem.planner.plan import KEPT
+from tests.pairs import case
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128}
 SHAPES: dict[str, Any] = {
@@ -262,7 +263,7 @@ def test_a_card_is_never_given_more_than_it_has(tmp_path: Path, capsys: pytest.C
     assert "has 3.00 MiB for programs: planned with that, not 4.00 MiB" in asked.err
 
 
-@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "LlamaForCausalLM"])
+@pytest.mark.parametrize("name", [case("T5ForConditionalGeneration", nightly=True), "LlamaForCausalLM"])
 def test_what_the_device_is_missing_is_no_more_than_it_needs(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

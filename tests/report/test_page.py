@@ -15,8 +15,8 @@ import hetmem
 from tests.report.browser import chromium
 from tests.report.logs import backward, blocks, came, forward, moment, to_device, went, window
 from tests.report.models import trained
+from tests.report.sample import SAMPLE
 from tests.report.test_planned import PLANNED
-from tests.report.test_report import SAMPLE
 from tests.report.tested import (
     Fault,
     MemoryReport,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import hetmem
-from tests.report.test_report import LINKS, SAMPLE
+from tests.report.sample import LINKS, SAMPLE
 from tests.report.tested import page_text, planner, table
 from tests.test_planning import BATCH, GPT
 
