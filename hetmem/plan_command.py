@@ -137,6 +137,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
     from hetmem import planner
+    from hetmem.planner.plan import described
 
     named = options.hardware or planner.DEFAULT_HARDWARE
     profile = planner.load_profile(named)
@@ -163,7 +164,7 @@ def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
     )
     if options.output:
         plan.best.save(options.output)
-    print(plan.described(options.output))
+    print(described(plan, options.output))
     return 0 if plan.fits else 1
 
 

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hetmem.base.config import Budget
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.planner.plan_text import TIERS, Figures, described, line
+from hetmem.planner.plan_text import TIERS, Figures, line, text
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),
@@ -242,14 +242,8 @@ class Plan(Figures):
         }
         return cls(**made)
 
-    def described(self, saved_as: str | None = None) -> str:
-        """The whole of it, one figure a line. `saved_as`: the file that the plan of the block to paste is in."""
-        best = self.best
-        code = best.code(saved_as if best.needs_its_file else None)
-        return described(self, best, code, is_to_be_saved=best.needs_its_file and saved_as is None)
-
     def __str__(self) -> str:
-        return self.described()
+        return described(self)
 
     def __repr__(self) -> str:
         return line(self)
@@ -257,6 +251,13 @@ class Plan(Figures):
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def described(plan: Plan, saved_as: str | None = None) -> str:
+    """The whole of `plan`, one figure a line. `saved_as`: the file that the plan of the block to paste is in."""
+    best = plan.best
+    code = best.code(saved_as if best.needs_its_file else None)
+    return text(plan, best, code, is_to_be_saved=best.needs_its_file and saved_as is None)
 
 
 def _is(value: Any, kind: Any) -> bool:

@@ -98,7 +98,7 @@ def line(plan: Figures) -> str:
     return f"<Plan of {plan.model}: {format_seconds(plan.step_seconds)} a step, {binds} binds; peak: {peaks}>"
 
 
-def described(plan: Figures, best: Figures, code: str, *, is_to_be_saved: bool) -> str:
+def text(plan: Figures, best: Figures, code: str, *, is_to_be_saved: bool) -> str:
     """The whole of `plan`, one figure a line, and the `code` of `best`, which holds if that plan `is_to_be_saved`."""
     parts = [*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))]
     return "\n".join([*parts, *_choices(plan), *_block(plan, best, code, is_to_be_saved)])
