@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,22 @@ class _ClearsFrames(ContextDecorator):
 _CLEARS_FRAMES = _ClearsFrames()
 
 
+class Worker(Protocol):
+    """Updates of one optimizer, behind what the program does."""
+
+    def hasten(self, chunk: Chunk) -> None:
+        """Work on `chunk` first."""
+
+    def give_way(self) -> bool:
+        """Give memory up; return False if there is none to give."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+
+    def close(self) -> None:
+        """End all work."""
+
+
 class Executor:
     """Tells `engine` to copy, and `residency` what became of it; waits for copies and for jobs, which are no
     commands."""
@@ -72,9 +88,8 @@ class Executor:
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
         self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
-        """See `stand`."""
-        self.workers: WeakOnes[Any] = WeakOnes()
-        """The `Updates` of optimizers, which import this: they go on whenever something has ended."""
+        self.workers: WeakOnes[Worker] = WeakOnes()
+        """They go on whenever something has ended."""
         self._memory = memory
         self._residency = residency
         self._engine = engine
