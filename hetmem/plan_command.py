@@ -137,7 +137,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace, told: Callable[[str], None]) -> int:
     from hetmem import planner
-    from hetmem.planner.plan_text import described
+    from hetmem.planner.plan import described
 
     named = options.hardware or planner.DEFAULT_HARDWARE
     profile = planner.load_profile(named)

@@ -20,8 +20,8 @@ from hetmem.planner.decide import Decision
 from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, SENT_STATES, Plan
 from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
-from hetmem.planner.reservation import arrange, check_device
-from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, judged, not_whole
+from hetmem.planner.reservation import arrange
+from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
@@ -127,7 +127,8 @@ def activation_choices(
 
         def fits(factor: float, kept: Workload = kept, how: str = how) -> bool:
             larger = scaled(kept, factor)
-            return _has_room(moved(larger, how) or larger, asked)
+            made = moved(larger, how) or larger
+            return any(has_room(made, setting) for setting in dict.fromkeys((asked, not_whole(made, asked))))
 
         for _ in range(12):
             middle = math.sqrt(lower * upper)
@@ -145,15 +146,6 @@ def activation_choices(
             }
         )
     return tuple(found)
-
-
-def _has_room(workload: Workload, asked: Setting) -> bool:
-    """Whether each operator has room on the device, and what moves in host memory and on NVMe."""
-    for setting in dict.fromkeys((asked, not_whole(workload, asked))):
-        with suppress(NoRoom):
-            check_device(workload, arranged(workload, setting), setting.capacities)
-            return True
-    return False
 
 
 def _optimizer(how: Updating) -> dict[str, Any]:

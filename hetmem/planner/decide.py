@@ -14,12 +14,13 @@ from itertools import product
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import format_enough, format_seconds, round_up
-from hetmem.planner.reservation import check_device, state_bytes
+from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import (
     Judged,
     Setting,
     arranged,
     first_that_fits,
+    has_room,
     judged,
     search,
     tuning,
@@ -159,14 +160,10 @@ def _hoped(
     about: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, seconds: float | None
 ) -> float | None:
     """The seconds of a step of `about`, 0 where those do not matter; None if it does not fit."""
-    if seconds is not None:
-        found = judged(about, setting, hardware, micro_batches)
-        return found.result.seconds if isinstance(found, Judged) else None
-    try:
-        check_device(about, arranged(about, setting), setting.capacities)
-    except NoRoom:
-        return None
-    return 0.0
+    if seconds is None:
+        return 0.0 if has_room(about, setting) else None
+    found = judged(about, setting, hardware, micro_batches)
+    return found.result.seconds if isinstance(found, Judged) else None
 
 
 def _faster(best: Judged, others: Sequence[Alternative]) -> Iterator[str]:

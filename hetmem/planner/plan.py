@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hetmem.base.config import Budget
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.planner.plan_text import TIERS, described, line
+from hetmem.planner.plan_text import TIERS, Figures, line, text
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),
@@ -41,7 +41,7 @@ class PlanError(HetmemError, ValueError):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class Plan(Figures):
     """What a managed run will do. Bytes and seconds; the dicts' keys are the tiers, roles and resources by name.
 
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
@@ -71,55 +71,6 @@ class Plan:
     of the first are checkpointed (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
-
-    model: str
-    hardware: str
-    parameters: int
-    rows: int
-    tokens: int
-    micro_batches: int
-    checkpointing: bool
-    mixed_precision: str | None
-    fits: bool
-    capacity_bytes: dict[str, int]
-    budget_bytes: dict[str, int]
-    peak_bytes: dict[str, int]
-    role_bytes: dict[str, dict[str, int]]
-    step_seconds: float | None
-    stall_seconds: float | None
-    terms: dict[str, float]
-    binding: str | None
-    link_bytes: dict[str, int]
-    flops: int
-    activations: str
-    activation_bytes: dict[str, int]
-    activation_choices: tuple[dict[str, Any], ...]
-    layers: dict[str, Any] | None
-    chunk_waste: float
-    slot_bytes: int
-    chunk_bytes: int | None
-    device_chunks: int | None
-    home_copies: bool | None
-    device_update_share: float
-    streamed_update_share: float
-    streaming: dict[str, float] | None
-    profile: dict[str, Any] | None
-    profile_name: str | None
-    optimizer: dict[str, Any]
-    alternatives: tuple[dict[str, Any], ...]
-    approximations: tuple[dict[str, Any], ...]
-    combined: dict[str, Any] | None
-    inference: bool
-    setup: tuple[str, ...]
-    at_peak: tuple[dict[str, Any], ...]
-    peak_operator: str
-    logits_bytes: int
-    compute_bound_rows: int | None
-    largest_parameters: int
-    missing_bytes: dict[str, int]
-    reasons: tuple[str, ...]
-    advice: tuple[str, ...]
-    nvme_directories: tuple[str, ...]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -299,7 +250,14 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
-        return f"<pre>{html.escape(described(self))}</pre>"
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def described(plan: Plan, saved_as: str | None = None) -> str:
+    """The whole of `plan`, one figure a line. `saved_as`: the file that the plan of the block to paste is in."""
+    best = plan.best
+    code = best.code(saved_as if best.needs_its_file else None)
+    return text(plan, best, code, is_to_be_saved=best.needs_its_file and saved_as is None)
 
 
 def _is(value: Any, kind: Any) -> bool:

@@ -1,18 +1,16 @@
 """A plan as text of at most 80 columns: what fits, what a step waits for, what to change, and a block to paste.
 
-Knows a `Plan` only; it computes nothing but shares and sums.
+Computes nothing but shares and sums.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-
-Plan = Any
-"""`planner.plan.Plan`, which asks for its text here."""
 
 MARGIN_SHARE = 0.05
 """Of the planned peak of a tier: so much more a run is given."""
@@ -36,7 +34,61 @@ _RESOURCES = {
 }
 
 
-def line(plan: Plan) -> str:
+@dataclass(frozen=True, repr=False)
+class Figures:
+    """What a `planner.plan.Plan` says; that tells what each of them is."""
+
+    model: str
+    hardware: str
+    parameters: int
+    rows: int
+    tokens: int
+    micro_batches: int
+    checkpointing: bool
+    mixed_precision: str | None
+    fits: bool
+    capacity_bytes: dict[str, int]
+    budget_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+    role_bytes: dict[str, dict[str, int]]
+    step_seconds: float | None
+    stall_seconds: float | None
+    terms: dict[str, float]
+    binding: str | None
+    link_bytes: dict[str, int]
+    flops: int
+    activations: str
+    activation_bytes: dict[str, int]
+    activation_choices: tuple[dict[str, Any], ...]
+    layers: dict[str, Any] | None
+    chunk_waste: float
+    slot_bytes: int
+    chunk_bytes: int | None
+    device_chunks: int | None
+    home_copies: bool | None
+    device_update_share: float
+    streamed_update_share: float
+    streaming: dict[str, float] | None
+    profile: dict[str, Any] | None
+    profile_name: str | None
+    optimizer: dict[str, Any]
+    alternatives: tuple[dict[str, Any], ...]
+    approximations: tuple[dict[str, Any], ...]
+    combined: dict[str, Any] | None
+    inference: bool
+    setup: tuple[str, ...]
+    at_peak: tuple[dict[str, Any], ...]
+    peak_operator: str
+    logits_bytes: int
+    compute_bound_rows: int | None
+    largest_parameters: int
+    missing_bytes: dict[str, int]
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    nvme_directories: tuple[str, ...]
+
+
+def line(plan: Figures) -> str:
     """`plan` in one line: whether it fits, how fast it is, what binds, and the peak of each tier."""
     if not plan.fits or plan.step_seconds is None or plan.binding is None:
         missing = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in plan.missing_bytes.items() if nbytes)
@@ -46,10 +98,10 @@ def line(plan: Plan) -> str:
     return f"<Plan of {plan.model}: {format_seconds(plan.step_seconds)} a step, {binds} binds; peak: {peaks}>"
 
 
-def described(plan: Plan, saved_as: str | None = None) -> str:
-    """The whole of `plan`, one figure a line. `saved_as`: the file that the plan of the block is in."""
+def text(plan: Figures, best: Figures, code: str, *, is_to_be_saved: bool) -> str:
+    """The whole of `plan`, one figure a line, and the `code` of `best`, which holds if that plan `is_to_be_saved`."""
     parts = [*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))]
-    return "\n".join([*parts, *_choices(plan), *_block(plan, saved_as)])
+    return "\n".join([*parts, *_choices(plan), *_block(plan, best, code, is_to_be_saved)])
 
 
 def _wrapped(text: str, indent: str = "  ") -> str:
@@ -64,7 +116,7 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: Figures) -> Iterator[str]:
     precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
     kind = "rows" if plan.tokens == plan.rows else "tokens"
     size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} {kind} a batch"
@@ -74,7 +126,7 @@ def _head(plan: Plan) -> Iterator[str]:
     yield "fits" if plan.fits else "DOES NOT FIT"
 
 
-def _tiers(plan: Plan) -> Iterator[str]:
+def _tiers(plan: Figures) -> Iterator[str]:
     yield f"{'tier':7}{'peak':>11}{'budget':>12}   of which"
     for tier in TIERS:
         there = plan.role_bytes[tier].items()
@@ -110,14 +162,15 @@ def _tiers(plan: Plan) -> Iterator[str]:
         )
 
 
-def _time(plan: Plan) -> Iterator[str]:
-    assert plan.step_seconds is not None and plan.tokens_per_second is not None and plan.overlap is not None
+def _time(plan: Figures) -> Iterator[str]:
+    seconds = plan.step_seconds
+    assert seconds is not None
     kind = "rows" if plan.tokens == plan.rows else "tokens"
-    speed = f"{plan.tokens_per_second:.1f} {kind}/s, {plan.flops / plan.step_seconds / 1e12:.1f} TFLOP/s"
-    yield f"step: {format_seconds(plan.step_seconds)}, {speed}; overlap {plan.overlap:.2f}"
-    for name, seconds in plan.terms.items():
+    speed = f"{plan.tokens * plan.micro_batches / seconds:.1f} {kind}/s, {plan.flops / seconds / 1e12:.1f} TFLOP/s"
+    yield f"step: {format_seconds(seconds)}, {speed}; overlap {max(plan.terms.values()) / seconds:.2f}"
+    for name, busy in plan.terms.items():
         mark = "  <- binds" if name == plan.binding else ""
-        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(seconds):>12}{mark}"
+        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
     if not plan.inference:
         yield _wrapped(f"optimizer: {_updates(plan)}")
@@ -138,14 +191,14 @@ def _time(plan: Plan) -> Iterator[str]:
     yield from (_wrapped(f"do: {advice}") for advice in plan.advice)
 
 
-def _updates(plan: Plan) -> str:
+def _updates(plan: Figures) -> str:
     """Where the parameters are updated."""
     there, sent = plan.device_update_share, plan.streamed_update_share
     streamed = f"{sent:.0%} there with their states sent for it, " if sent else ""
     return f"{there:.0%} of the parameters are updated on the device, {streamed}{1 - there - sent:.0%} by the host"
 
 
-def _wear(plan: Plan) -> str:
+def _wear(plan: Figures) -> str:
     """How long a drive of the planned size lasts."""
     return (
         f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(_daily_bytes(plan))} a day; "
@@ -154,18 +207,18 @@ def _wear(plan: Plan) -> str:
     )
 
 
-def _daily_bytes(plan: Plan) -> float:
+def _daily_bytes(plan: Figures) -> float:
     assert plan.step_seconds is not None
     written: float = plan.link_bytes["nvme_write"] / plan.step_seconds * _DAY
     return written
 
 
-def _life(plan: Plan) -> str:
+def _life(plan: Figures) -> str:
     days = _FULL_WRITES * plan.capacity_bytes["nvme"] / _daily_bytes(plan)
     return f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
 
 
-def _refusal(plan: Plan) -> Iterator[str]:
+def _refusal(plan: Figures) -> Iterator[str]:
     missing = " and ".join(f"{format_size(nbytes)} on {tier}" for tier, nbytes in plan.missing_bytes.items())
     yield f"missing: {missing}"
     yield from (_wrapped(f"because {reason}") for reason in plan.reasons)
@@ -174,7 +227,7 @@ def _refusal(plan: Plan) -> Iterator[str]:
         yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"
 
 
-def _choices(plan: Plan) -> Iterator[str]:
+def _choices(plan: Figures) -> Iterator[str]:
     """What changes the mathematics, and is the user's to choose."""
     if plan.approximations:
         yield "changes the mathematics:"
@@ -182,8 +235,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield _wrapped(f"  {other['advice']}: {format_seconds(other['step_seconds'])} a step", "    ")
 
 
-def _block(plan: Plan, saved_as: str | None) -> Iterator[str]:
-    best = plan.best
+def _block(plan: Figures, best: Figures, code: str, is_to_be_saved: bool) -> Iterator[str]:
     if not best.fits:
         return
     assert best.step_seconds is not None
@@ -200,8 +252,8 @@ def _block(plan: Plan, saved_as: str | None) -> Iterator[str]:
         moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
         yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")
-    yield textwrap.indent(best.code(saved_as if best.needs_its_file else None), "    ")
-    if best.needs_its_file and saved_as is None:
+    yield textwrap.indent(code, "    ")
+    if is_to_be_saved:
         yield _wrapped(
             'do: save it with -o plan.json and give plan="plan.json" in place of all else: keywords cannot say it all'
         )

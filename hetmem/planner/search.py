@@ -128,6 +128,14 @@ def judge(
     return Judged(setting, arrangement, result)
 
 
+def has_room(workload: Workload, setting: Setting) -> bool:
+    """Whether homes have places and each operator has room on the device, which is the quick part of `judge`."""
+    with suppress(NoRoom):
+        check_device(workload, arranged(workload, setting), setting.capacities)
+        return True
+    return False
+
+
 def judged(
     workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged | NoRoom:

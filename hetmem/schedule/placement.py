@@ -256,7 +256,8 @@ def survey(
     upper = largest_chunk_elements(cap, host_bytes, compute_itemsize, itemsize, capacities.nvme_bytes > 0)
     elements = _chunk_elements(specs, chunk_bytes, itemsize, upper)
     layout = build_layout(specs, elements)
-    with_states = frozenset(chunk.index for chunk in layout.chunks if set(trainable) & set(chunk.parameters))
+    trained_ones = set(trainable)
+    with_states = frozenset(chunk.index for chunk in layout.chunks if not trained_ones.isdisjoint(chunk.parameters))
     states = sum(
         chunk.span * elements * chunk.itemsize * (STAGED_ROLES if chunk.index in with_states else 1)
         for chunk in layout.chunks
