@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,6 +39,7 @@ from hetmem.memory.mapping import Mapping, free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
+_Dimensions = TypeVar("_Dimensions", bound="tuple[int, ...]")
 _ALIGNMENT_BYTES = 512
 _NOWHERE = range(0)
 
@@ -173,7 +175,14 @@ def _managed(chunk: Chunk, offset: int, name: str, parameter: torch.nn.Parameter
     data = parameter.data
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
     strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
-    return ManagedParameter(parameter, name, chunk, offset, data.numel(), data.shape, strides, _NO_HOME, _NO_HOME)
+    shape, strides = _shared(data.shape), _shared(strides)
+    return ManagedParameter(parameter, name, chunk, offset, data.numel(), shape, strides, _NO_HOME, _NO_HOME)
+
+
+@lru_cache(1024, typed=True)
+def _shared(dimensions: _Dimensions) -> _Dimensions:
+    """One object for all that are equal: a model has many parameters and few shapes."""
+    return dimensions
 
 
 def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory) -> None:
