@@ -171,6 +171,25 @@ def test_of_a_slow_link_states_leave_the_device_and_activations_stay(tmp_path: P
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(("how", "allocated"), [("offload", 900 * KIB), ("auto", 1100 * KIB)])
+def test_what_blocks_save_that_inductor_compiles_leaves_too(how: str, allocated: int, tmp_path: Path) -> None:
+    """The bits of torch's compiled run; a block uses as many weights at once as the device has room for beside."""
+    limits = hetmem.Budget(device="1536KiB", device_chunks=512 * KIB, host="32MiB")
+    device = UnwatchedDevice(allocated)
+    plain, managed = deep(tmp_path, limits=limits, activations=how, device=device, sanitize=False, chunk_bytes=64 * KIB)
+    for module in (plain, managed):
+        for block in module.blocks:
+            block.compile(fullgraph=True)
+    train_both(plain, managed, INPUTS[:1], harness.Recipe(steps=3))
+    gradients = 3 * sum(p.numel() * 4 for p in plain.parameters())
+    if how == "offload":
+        assert testing.of(managed).link_bytes()["device_to_host"] - gradients > 3 * SAVED
+    assert peak(managed) <= 1536 * KIB
+    assert testing.of(managed).memory().activation_bytes == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_what_compiled_blocks_save_leaves_too(tmp_path: Path) -> None:
     """On a device that nobody watches, as torch compiles nothing under a mode that watches; its allocator says that a
     few of the activations have no room."""
