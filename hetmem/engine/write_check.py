@@ -20,8 +20,9 @@ operators, NumPy) count no version:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import compress
+from operator import attrgetter, ne
 
 import torch
 
@@ -36,6 +37,14 @@ from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
+_TRAINS = attrgetter("parameter.requires_grad")
+_SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
+    (_VERSION, attrgetter("version")),
+    (torch.Tensor.data_ptr, attrgetter("home_address")),
+    (attrgetter("shape"), attrgetter("shape")),
+    (torch.Tensor.stride, attrgetter("stride")),
+]
+"""What a parameter shows of a write, and as it was last seen."""
 
 
 class WriteCheck:
@@ -88,7 +97,7 @@ class WriteCheck:
             self._were_used_again, self._used_again = self._used_again, set()
         self._gradients_wanted = torch.is_grad_enabled()
         chunks, counted = self._chunks, self._all_counted()
-        due = {each.chunk for each in self._parameters if trained and each.parameter.requires_grad}
+        due = {each for each in chunks if trained and any(map(_TRAINS, each.parameters))}
         due.update(managed.chunk for managed in self.touched)
         self.touched.clear()
         self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
@@ -141,13 +150,11 @@ class WriteCheck:
         """Return the parameters with a write that torch itself shows, by chunk: `_counted` of all before each forward,
         so without a call of Python for each fact."""
         found: dict[Chunk, list[ManagedParameter]] = {}
-        tensors = [managed.parameter for managed in self._parameters]
-        facts = map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors)
-        for managed, address, stride in zip(self._parameters, *facts, strict=True):
-            parameter = managed.parameter
-            same = parameter._version == managed.version and address == managed.home_address
-            if not same or managed.shape != parameter.shape or stride != managed.stride:
-                found.setdefault(managed.chunk, []).append(managed)
+        parameters = self._parameters
+        tensors = [managed.parameter for managed in parameters]
+        facts = [map(ne, map(shown, tensors), map(seen, parameters)) for shown, seen in _SHOWN_AND_SEEN]
+        for managed in compress(parameters, map(any, zip(*facts, strict=True))):
+            found.setdefault(managed.chunk, []).append(managed)
         return found
 
     def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:

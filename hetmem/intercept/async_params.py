@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import compress
-from operator import attrgetter, gt
+from operator import attrgetter, gt, not_
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ _TELL_NO_VALUES = {way for each in _TOLD for way in (each.__get__, each.__set__)
 """Functions that read no values: those that every step calls of every parameter (`zero_grad`), and metadata."""
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
+_TRAINS = attrgetter("parameter.requires_grad")
 _NUMBERS = (bool, float, complex, str, type(None))
 
 
@@ -114,7 +115,7 @@ class Trailing:
         """The parameters whose copies stay on the device though the program may write to them."""
         if not self._stepped:
             return self._all
-        return {key: managed for key, managed in self._all.items() if not managed.parameter.requires_grad}
+        return dict(compress(self._all.items(), map(not_, map(_TRAINS, self._all.values()))))
 
     def unmark_all(self) -> None:
         """Unmark all parameters until `resume`."""
