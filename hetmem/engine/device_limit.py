@@ -283,7 +283,7 @@ class DeviceRoom:
             return False
         if watched:
             self._tracer.begins_with(needed)
-        self._set_limit(needed)
+        self._set_limit(needed, needs_all=True)
         return True
 
     def out_of_memory(self) -> None:
@@ -343,11 +343,12 @@ class DeviceRoom:
                 return True
         return False
 
-    def _set_limit(self, non_model_bytes: int) -> None:
-        """Leave room for `non_model_bytes` beside chunks."""
+    def _set_limit(self, non_model_bytes: int, *, needs_all: bool = False) -> None:
+        """Leave room for `non_model_bytes` beside chunks, and for activations that come before their use unless what is
+        in use at once `needs_all`."""
         self._left = -1
         limit = self._memory.device_slots(non_model_bytes)
-        if self.shortage.activations is not None and (moves := self._activations) is not None:
+        if not needs_all and self.shortage.activations is not None and (moves := self._activations) is not None:
             less = self._memory.device_slots(non_model_bytes + moves.ahead_bytes)
             limit = max(less, min(limit, self._many_slots))  # chunks that are many leave activations room to come
         if limit != self._limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,41 @@ def test_of_a_slow_link_states_leave_the_device_and_activations_stay(tmp_path: P
     assert left[3] == left[-1] <= SAVED
     assert there[3] == there[-1]
     assert took[-1] == pytest.approx(took[3])
+
+
+class Chain(torch.nn.Module):
+    """A block of six layers, whose weights it uses at once where it is compiled, or a model of four such blocks."""
+
+    def __init__(
+        self, part: Callable[[], torch.nn.Module] = lambda: torch.nn.Linear(64, 64, False), count: int = 6
+    ) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(part() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["offload", "auto"])
+def test_what_blocks_save_that_inductor_compiles_leaves_too(how: str, tmp_path: Path) -> None:
+    """The bits of torch's compiled run; a block has the room for its weights that activations would come to earlier."""
+    limits, device = hetmem.Budget(device="1MiB", host="32MiB"), UnwatchedDevice(896 * KIB)
+    options = {"activations": how, "chunk_bytes": 16 * KIB, "device": device, "sanitize": False}
+    plain, managed = pair(lambda: Chain(Chain, 4), limits, tmp_path, **options)
+    for module in (plain, managed):
+        for block in module.blocks:
+            block.compile(fullgraph=True)
+    train_both(plain, managed, INPUTS[:1], harness.Recipe(steps=3))
+    gradients = 3 * sum(p.numel() * 4 for p in plain.parameters())
+    moved = testing.of(managed).link_bytes()["device_to_host"] - gradients
+    assert moved > 3 * SAVED or how == "auto"
+    assert peak(managed) <= 1 << 20
+    assert testing.of(managed).memory().activation_bytes == 0
 
 
 @pytest.mark.nightly
