@@ -108,7 +108,7 @@ def test_five_steps_are_the_float32_update_rounded_by_chance(
     pool: WorkerPool, weight: torch.dtype, first_moment: torch.dtype, second_moment: torch.dtype
 ) -> None:
     dtypes = weight, first_moment, second_moment
-    numel, first = 333, 2**32 - 100  # over the edge of the hash's 32 bits
+    numel, first = 333, 2**32 + TILE_ELEMENTS  # a tile beyond the hash's 32 bits, and none lies across their edge
     states = [randn(numel, dtypes[0]), torch.zeros(numel, dtype=dtypes[1]), torch.zeros(numel, dtype=dtypes[2])]
     for count, grad_dtype in enumerate((F32, BF16, F16, F32, BF16), start=1):
         step = dataclasses.replace(STEP, step=count, grad_scale=0.3)
@@ -246,7 +246,7 @@ def check_codes(actual: Codes8Bit, x: torch.Tensor, chance: torch.Tensor) -> Non
 def test_five_steps_are_the_float32_update_in_codes_by_chance(
     pool: WorkerPool, numel: int, param_dtype: torch.dtype
 ) -> None:
-    first = 2**32 - GROUP_ELEMENTS
+    first = 2**32 + TILE_ELEMENTS
     p, (m, root) = randn(numel, param_dtype), make_codes(numel)
     for count, grad_dtype in enumerate((F32, BF16, F16, F32, BF16), start=1):
         step = dataclasses.replace(STEP, step=count)
