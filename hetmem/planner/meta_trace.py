@@ -365,7 +365,11 @@ class _Uses(TorchFunctionMode):
             self._tracer.called()
         if func is torch.nn.functional.scaled_dot_product_attention:
             return attention(self._tracer.results, func, *args, **kwargs)
-        if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:
+        if (
+            func is torch.Tensor.__bool__
+            and id(args[0]) in self._answers
+            and args[0] not in self._tracer.results.values
+        ):
             return self._answers[id(args[0])][1]
         used: list[int] = []
         self._find((*args, *kwargs.values()), used)
@@ -409,6 +413,9 @@ _QUESTIONS = frozenset(
 )
 
 
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
 class _OperatorResults(TorchDispatchMode):
     """Tells the tracer what every operator makes and costs."""
 
@@ -426,7 +433,11 @@ class _OperatorResults(TorchDispatchMode):
     ) -> Any:
         if self._tracer.paused:
             return func(*args, **(kwargs or {}))
-        result, cost = self._tracer.results.of(func, args, kwargs or {})
+        results = self._tracer.results
+        if func is _ITEM and args[0] in results.values:
+            return results.values.item(args[0])
+        result, cost = results.of(func, args, kwargs or {})
+        results.values.learn_result(func, args, kwargs or {}, result)
         made = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         self._tracer.count(made, operator_of(func).name)
         if cost is not None:

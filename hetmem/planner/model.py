@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hetmem.placing.filling import as_written
-from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
+from hetmem.planner.meta_results import RefuseRealMemory, Results, knowable, rows_of
 from hetmem.planner.meta_trace import trace_step
 from hetmem.planner.plan import PlanError
 from hetmem.planner.workload import Workload
@@ -126,7 +126,11 @@ def divided(call: TracedCall, parts: int) -> TracedCall:
 
 def joined(call: TracedCall, parts: int) -> TracedCall:
     """The same call with a batch of `parts` times the rows."""
-    return _with_rows(call, lambda tensor: tensor.to("meta").repeat(parts, *[1] * (tensor.dim() - 1)))
+    return _with_rows(call, lambda tensor: _to_repeat(tensor).repeat(parts, *[1] * (tensor.dim() - 1)))
+
+
+def _to_repeat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if knowable(tensor) else tensor.to("meta")
 
 
 def _with_rows(call: TracedCall, change: Callable[[torch.Tensor], torch.Tensor]) -> TracedCall:
@@ -169,8 +173,8 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
 def _run(
     call: TracedCall, model: nn.Module, results: Results | None, device: str = "meta", *, inference: bool = False
 ) -> Workload:
-    args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
     made, results = call.loss, results or Results()
+    args, kwargs = tree_map(lambda leaf: _on(leaf, device, results), arguments(call.batch))
     loss_of = default_loss if made is None else lambda output: _scalar(made(output))
     try:
         if inference:
@@ -186,12 +190,14 @@ def _run(
         ) from error
 
 
-def _on(value: Any, device: str) -> Any:
+def _on(value: Any, device: str, results: Results) -> Any:
     """A tensor on `device`, beside the user's; what was on `meta` is zeros elsewhere."""
     if not isinstance(value, torch.Tensor):
         return value
     there = torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.detach().to(device)
-    return there.detach().requires_grad_(value.requires_grad)
+    there = there.detach().requires_grad_(value.requires_grad)
+    results.values.learn(there, value)
+    return there
 
 
 def _hint(error: Exception, operator: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

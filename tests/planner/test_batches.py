@@ -27,6 +27,21 @@ class Positioned(nn.Module):
         return (self.words(tokens) + self.places(positions)).sum()
 
 
+class Masked(nn.Module):
+    """Asks in ways of libraries whether its mask leaves anything out, and then makes a table of pairs."""
+
+    def __init__(self, asks: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.words, self.asks = nn.Embedding(100, 64), asks
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """tokens, mask: [rows, length], integers."""
+        kept, x = mask.to(device=tokens.device, dtype=torch.bool), self.words(tokens)
+        if not self.asks(kept[:, : tokens.shape[1]]):
+            x = (kept[:, None, :] & kept[:, :, None]).to(x.dtype) @ x
+        return x.sum()
+
+
 def linear() -> nn.Module:
     return nn.Linear(4, 4)
 
@@ -49,6 +64,18 @@ def test_most_tensors_say_what_rows_are() -> None:
 
     batch = {"mask": torch.ones(16, 16), "x": torch.ones(6, 4), "y": torch.ones(6, 4)}
     assert hetmem.plan(lambda: Called(4, 4), batch, BUDGET).rows == 6
+
+
+@pytest.mark.parametrize("asks", [torch.all, lambda mask: mask.sum() == mask.numel(), lambda mask: mask.all().item()])
+def test_a_mask_is_planned_by_its_values(asks: Callable[[Tensor], Any]) -> None:
+    tokens, mask = torch.zeros(4, 64, dtype=torch.long), torch.ones(4, 64, dtype=torch.long)
+    peaks = []
+    for first in (1, 0):
+        mask[0, 0] = first
+        plan = hetmem.plan(lambda: Masked(asks), {"tokens": tokens, "mask": mask}, BUDGET)
+        peaks.append(plan.peak_bytes["device"])
+        assert mask[0, 0] == first
+    assert peaks[1] >= peaks[0] + 4 * 64 * 64 * 4
 
 
 def test_a_batch_that_cannot_be_cut_is_planned_whole() -> None:
