@@ -56,8 +56,8 @@ class Worker(Protocol):
     def hasten(self, chunk: Chunk) -> None:
         """Work on `chunk` first."""
 
-    def give_way(self) -> bool:
-        """Give memory up; return False if there is none to give."""
+    def give_way(self, *, again: bool) -> bool:
+        """Give memory up; return False if there is none to give, or `again` and nothing came of the last time."""
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
@@ -163,9 +163,9 @@ class Executor:
         for worker in self.workers:
             worker.hasten(chunk)
 
-    def make_way(self, worker: object = None) -> bool:
-        """Have one worker, other than `worker`, give memory up; return False if none does."""
-        return any(other.give_way() for other in self.workers if other is not worker)
+    def make_way(self, worker: object = None, *, again: bool = False) -> bool:
+        """Have one worker, other than `worker`, give memory up (see `Worker.give_way`); return False if none does."""
+        return any(other.give_way(again=again) for other in self.workers if other is not worker)
 
     def end_workers(self) -> None:
         """Close all workers."""

@@ -64,7 +64,7 @@ class Updates(HostUpdates[ChunkUpdate]):
                 if self._opening[0] is stuck:
                     raise self._cannot_open(stuck)
                 stuck = self._opening[0]
-                self.give_way()  # a read of it failed earlier: once more
+                self.give_way(again=False)  # a read of it failed earlier: once more
 
     def wait_for(self, chunk: Chunk) -> None:
         """Wait until nothing computes with `chunk`; what is queued stays so."""
@@ -96,7 +96,7 @@ class Updates(HostUpdates[ChunkUpdate]):
     def cancel(self, *, owed: bool = False) -> None:
         """Dismiss what has not begun, what earlier steps owe only if `owed`, and wait for what has; errors are dropped,
         as one is on its way already."""
-        self.give_way()
+        self.give_way(again=False)
         self._dismiss(lambda update: owed or not update.owed)
         while self._running or self.streamed.under_way:
             with contextlib.suppress(Exception):

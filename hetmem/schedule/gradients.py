@@ -44,23 +44,23 @@ class Waiting(Protocol):
     def wait_for_one(self) -> None:
         """Wait until one transfer, or update, has ended."""
 
-    def make_way(self) -> bool:
-        """Have updates let go of memory that they hold and do not use yet; False if there is none."""
+    def make_way(self, *, again: bool) -> bool:
+        """Have updates let go of memory that they hold and do not use yet; False if there is none, or if they let go
+        `again` though none had all its memory since."""
 
 
 def wait_until(waiting: Waiting, reached: Callable[[], bool]) -> bool:
     """Wait until `reached()`; False if nothing is under way and no memory that updates let go of brings it about.
 
-    Updates run as far as they can before they are asked for memory, and are asked once: what they let go of and nothing
-    else takes would be theirs again, without end.
+    Updates run as far as they can before they are asked for memory, and are asked again only once one has run: what
+    they let go of and nothing else takes would be theirs again, without end.
     """
     made_way = False
     while not reached():
         waiting.pump()
         if waiting.busy():
             waiting.wait_for_one()
-            made_way = False
-        elif made_way or not waiting.make_way():
+        elif not waiting.make_way(again=made_way):
             return False
         else:
             made_way = True

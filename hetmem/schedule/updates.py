@@ -225,6 +225,8 @@ class HostUpdates(ABC, Generic[T]):
         self._opening: deque[T] = deque()
         self._running: list[T] = []
         self._pumping = False
+        self._has_run = True
+        """Whether an update has run since memory was given up."""
 
     @property
     def idle(self) -> bool:
@@ -295,11 +297,16 @@ class HostUpdates(ABC, Generic[T]):
         self._opening.append(update)
 
     def _run_first(self) -> None:
+        self._has_run = True
         self._run(self._opening.popleft())
 
-    def give_way(self) -> bool:
-        """Let go of what is open but not computed with yet, for who needs its memory; False if that is nothing."""
-        gives = self.streamed.give_way() or bool(self._opening)
+    def give_way(self, *, again: bool) -> bool:
+        """Let go of what is open but not computed with yet, for what needs its memory; False if that is nothing, or
+        if this lets go `again` though no update has run since."""
+        gives = self.streamed.give_way()
+        if again and not self._has_run:
+            return gives
+        gives, self._has_run = gives or bool(self._opening), False
         while self._opening:
             update = self._opening.pop()
             self._unask(update)

@@ -114,8 +114,8 @@ class SimulatedTraffic:
         """Has the worker that makes updates behind everything else go on as far as that needs no waiting."""
         self.hasten: Callable[[int], None] = lambda block: None
         """Has it work on a block first: the thread that trains waits for that."""
-        self.make_way: Callable[[], bool] = lambda: False
-        """Has it let go of memory that it holds and does not work with yet; False if there is none."""
+        self.make_way: Callable[..., bool] = lambda *, again: False
+        """Has it let go of memory that it holds and does not work with yet; see `Waiting`."""
         self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
