@@ -57,7 +57,7 @@ class Worker(Protocol):
         """Work on `chunk` first."""
 
     def give_way(self, *, again: bool) -> bool:
-        """Give memory up; return False if there is none to give, or `again` and nothing came of the last time."""
+        """Give memory up; return False if there is none to give, or if nothing came of it `again` and again."""
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""

@@ -45,25 +45,26 @@ class Waiting(Protocol):
         """Wait until one transfer, or update, has ended."""
 
     def make_way(self, *, again: bool) -> bool:
-        """Have updates let go of memory that they hold and do not use yet; False if there is none, or if they let go
-        `again` though none had all its memory since."""
+        """Have updates let go of memory that they hold and do not use yet; False if there is none, or if they have let
+        go `again` and again in one wait while none had all its memory."""
 
 
 def wait_until(waiting: Waiting, reached: Callable[[], bool]) -> bool:
     """Wait until `reached()`; False if nothing is under way and no memory that updates let go of brings it about.
 
-    Updates run as far as they can before they are asked for memory, and are asked again only once one has run: what
-    they let go of and nothing else takes would be theirs again, without end.
+    Updates run as far as they can before they are asked for memory, and are asked again only once something has ended:
+    what they let go of and nothing else takes would be theirs again, without end.
     """
-    made_way = False
+    made_way = asked = False
     while not reached():
         waiting.pump()
         if waiting.busy():
             waiting.wait_for_one()
-        elif not waiting.make_way(again=made_way):
+            made_way = False
+        elif made_way or not waiting.make_way(again=asked):
             return False
         else:
-            made_way = True
+            made_way = asked = True
     return True
 
 

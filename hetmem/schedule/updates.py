@@ -33,6 +33,8 @@ SlotT = TypeVar("SlotT")
 
 AT_ONCE = 3
 """Updates opening or running together: while one is computed, the next ones are brought."""
+_GIVEN_UP = 8
+"""Times that updates give memory up for one wait: its copy crosses two tiers, and reads under way end first."""
 
 
 class Turns(Generic[T]):
@@ -225,8 +227,8 @@ class HostUpdates(ABC, Generic[T]):
         self._opening: deque[T] = deque()
         self._running: list[T] = []
         self._pumping = False
-        self._has_run = True
-        """Whether an update has run since memory was given up."""
+        self._given_up = 0
+        """How often memory was given up in one wait since an update has run."""
 
     @property
     def idle(self) -> bool:
@@ -297,16 +299,17 @@ class HostUpdates(ABC, Generic[T]):
         self._opening.append(update)
 
     def _run_first(self) -> None:
-        self._has_run = True
+        self._given_up = 0
         self._run(self._opening.popleft())
 
     def give_way(self, *, again: bool) -> bool:
         """Let go of what is open but not computed with yet, for what needs its memory; False if that is nothing, or
-        if this lets go `again` though no update has run since."""
+        if it was let go of `again` and again in one wait though no update has run: it would be taken each time."""
         gives = self.streamed.give_way()
-        if again and not self._has_run:
+        self._given_up = self._given_up + 1 if again else 0
+        if self._given_up >= _GIVEN_UP:
             return gives
-        gives, self._has_run = gives or bool(self._opening), False
+        gives = gives or bool(self._opening)
         while self._opening:
             update = self._opening.pop()
             self._unask(update)
