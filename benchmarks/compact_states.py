@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from benchmarks import nearest_codes
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, Task, adamw_compact_tasks, adamw_tasks
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Task, adamw_compact_tasks, adamw_tasks
 from hetmem.cpu.workers import WorkerPool
 
 SEED, CORPUS_BYTES, HELD_OUT_BYTES = 20, 4_000_000, 200_000
@@ -73,23 +73,23 @@ def compact(weight: torch.dtype, moments: torch.dtype) -> Callable[[Tensor, int]
         p = computed.to(weight, copy=True)
         computed.copy_(p)
         m, v = (torch.zeros_like(p, dtype=moments) for _ in range(2))
-        return lambda step, grad: adamw_compact_tasks(step, p, grad, m, v, computed, key=key)
+        return lambda step, grad: adamw_compact_tasks(step, p, grad, [m, v], computed, key=key)
 
     return make
 
 
-def zero_codes(numel: int) -> tuple[Codes8Bit, Codes8Bit]:
+def zero_codes(numel: int) -> list[Tensor]:
     groups = -(-numel // GROUP_ELEMENTS)
     m, root = (torch.zeros(numel, dtype=dtype) for dtype in (torch.int8, torch.uint8))
-    return Codes8Bit(m, torch.zeros(groups)), Codes8Bit(root, torch.zeros(groups))
+    return [m, torch.zeros(groups), root, torch.zeros(groups)]
 
 
 def eight_bits(weight: torch.dtype) -> Callable[[Tensor, int], Update]:
     def make(computed: Tensor, key: int) -> Update:
         p = computed.to(weight, copy=True)
         computed.copy_(p)
-        m, root = zero_codes(p.numel())
-        return lambda step, grad: adamw_compact_tasks(step, p, grad, m, root, computed, key=key)
+        codes = zero_codes(p.numel())
+        return lambda step, grad: adamw_compact_tasks(step, p, grad, codes, computed, key=key)
 
     return make
 

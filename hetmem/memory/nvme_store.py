@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from hetmem.base.units import round_down, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory.host_pool import Loan, Spans
-from hetmem.memory.mapping import Mapping, address_of
+from hetmem.memory.mapping import address_of
 from hetmem.memory.nvme_file import BLOCK_BYTES, StoreFile, VectoredIo, sized
 from hetmem.memory.nvme_requests import DiskLink, DiskSettings, Requests, settings_for
 
-__all__ = ["BLOCK_BYTES", "Extent", "Look", "NvmeStore"]
+__all__ = ["BLOCK_BYTES", "Extent", "NvmeStore"]
 
 _LOOKS_AT_ONCE = 8  # per directory: nothing but their latency matters
 
@@ -48,19 +48,6 @@ class LentExtent(Loan):
     def __init__(self, spans: Spans, at: int, memory: memoryview, extent: Extent) -> None:
         super().__init__(spans, at, memory)
         self.extent = extent
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A few bytes that are being read."""
-
-    moved: Future[int]
-    memory: memoryview
-
-    def first(self, nbytes: int) -> bytes:
-        """The first `nbytes`, at most as many as the block has left. Raises `StoreError` as a read does."""
-        self.moved.result()
-        return bytes(self.memory[:nbytes])
 
 
 class NvmeStore:
@@ -142,7 +129,7 @@ class NvmeStore:
     @property
     def bytes_read(self) -> int:
         """Bytes moved from disk by completed requests."""
-        return self._reads.moved_bytes + self._looks.moved_bytes
+        return self._reads.moved_bytes
 
     @property
     def bytes_written(self) -> int:
@@ -240,12 +227,6 @@ class NvmeStore:
         with self._lock:
             file = self._file_of(extent)
             return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
-
-    def look(self, extent: Extent, offset: int) -> Look:
-        """Begin to read the block with byte `offset` of `extent`: as `read`, but queued behind other looks only."""
-        into = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
-        start = round_down(offset, BLOCK_BYTES)
-        return Look(self._start(self._looks, extent, into, start), into[offset - start :])
 
     def cache_pages(self, extent: Extent, offsets: Iterable[int]) -> None:
         """Begin to bring the bytes at `offsets` of `extent` to the page cache, where a view finds them. For many that

@@ -13,13 +13,13 @@ from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
-    Codes8Bit,
     Task,
     adamw_compact_tasks,
     adamw_on_device,
     adamw_tasks,
 )
 from hetmem.cpu.adamw import WIDEST_VECTOR, adamw_as_on_host, equals_host
+from hetmem.cpu.compact import check_numba
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -30,7 +30,6 @@ _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _THERE = ("param", "grad", "exp_avg", "exp_avg_sq", "compute")
 _step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
-_FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
 class AdamW(OffloadedOptimizer):
@@ -134,7 +133,7 @@ class AdamWRule(Rule):
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""
 
     has_kernel = True
-    merges = WIDEST_VECTOR
+    merges = 2 * WIDEST_VECTOR  # of 16-bit elements torch's vectors hold twice as many as of float32
 
     def __init__(self, moments: Moments = None) -> None:
         self._moments = moments
@@ -146,12 +145,6 @@ class AdamWRule(Rule):
                 f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out"
             )
         return _ROLES
-
-    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        """See `Rule`."""
-        param, exp_avg, exp_avg_sq = (_one(dtype) for _ in range(3))
-        grad, copy = _one(gradient_dtype), None if copy_dtype is None else _one(copy_dtype)
-        adamw_tasks(_FIRST, param, grad, exp_avg, exp_avg_sq, copy)
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
@@ -231,6 +224,7 @@ class CompactAdamWRule(Rule):
     runs_on_device = False
 
     def __init__(self, moments: Moments, seed: int, *, stochastic_rounding: bool) -> None:
+        check_numba()
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
         self.seed = seed
 
@@ -249,18 +243,13 @@ class CompactAdamWRule(Rule):
             return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
         return AdamWRule(self._moments).roles(group, dtype)
 
-    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        """See `Rule`."""
-        param, grad, copy = _one(dtype), _one(gradient_dtype), None if copy_dtype is None else _one(copy_dtype)
-        made = {role.name: _one(role.dtype or dtype) for role in self.roles({}, dtype)}
-        made |= {f"{name}_scale": _one(torch.float32) for name in made if self._moments == "8bit"}
-        adamw_compact_tasks(_FIRST, param, grad, *_moments(made), copy, key=0)
-
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
         assert self.seed is not None
         step, key = _count(update), (self.seed << 32) + update.number
-        return adamw_compact_tasks(step, update.param, update.grad, *_moments(update.states), update.copy, key=key)
+        names = (each for role in _ROLES for each in (role.name, f"{role.name}_scale"))
+        moments = [update.states[name] for name in names if name in update.states]
+        return adamw_compact_tasks(step, update.param, update.grad, moments, update.copy, key=key)
 
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """Not there: states this small are for models that are larger than the device."""
@@ -270,21 +259,9 @@ class CompactAdamWRule(Rule):
         )
 
 
-def _moments(states: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Both moments of `states`, those in 8 bits with their scales."""
-    if "exp_avg_scale" not in states:
-        return states["exp_avg"], states["exp_avg_sq"]
-    first, second = (Codes8Bit(states[name], states[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq"))
-    return first, second
-
-
 def _by_role(update: ParameterUpdate) -> dict[str, torch.Tensor]:
     copies = {} if update.copy is None else {"compute": update.copy}
     return {"param": update.param, "grad": update.grad, **update.states, **copies}
-
-
-def _one(dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(1, dtype=dtype, device="cpu")
 
 
 def _count(update: ParameterUpdate) -> AdamWStep:

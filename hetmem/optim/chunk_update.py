@@ -18,7 +18,6 @@ from hetmem.engine.gradient_views import take_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role, address_of, stored
-from hetmem.memory.nvme_store import Look
 from hetmem.optim.options import Rule
 from hetmem.schedule.update_split import Way
 
@@ -41,8 +40,6 @@ class Part:
     at_home: bool
     version: int
     sample: Sample | None = None
-    look: Look | bool | None = None
-    """The element of `sample` as the step began: being read from NVMe, or whether it is unchanged on the device."""
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""

@@ -128,19 +128,22 @@ class MutationCheck:
         for _, part in self._waiting.values():
             if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
                 raise changed([part], optimizer, begun)
-        self._passes.look_at(part for update in begun for part in update.parts if part.look is None)
         groups = optimizer.groups_by_parameter() if begun else {}
         streamed = optimizer.gradients is Gradients.STREAMED
+        seen: list[tuple[ChunkUpdate, Part]] = []
         for update in begun:
-            as_used, seen = not update.disturbed, []
+            as_used = not update.disturbed
             for part in update.parts:
                 if update.kept:  # also of one that was written to and is used up
                     as_used = as_used and part.version == part.gradient._version
                 elif part.managed.parameter.grad is part.gradient:
-                    seen.append(part)
+                    seen.append((update, part))
                 else:
                     as_used = as_used and streamed  # it is used up
-            if not (as_used and self._passes.unscaled(seen)) or self._have_changed(update, groups):
+            if not as_used or self._have_changed(update, groups):
+                raise changed(update.parts, optimizer, begun)
+        for (update, _), same in zip(seen, self._passes.as_sampled(part for _, part in seen), strict=True):
+            if not same:
                 raise changed(update.parts, optimizer, begun)
         self._checked = True
 

@@ -27,7 +27,7 @@ class ParameterUpdate:
     parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
     they are zero. `number` is the parameter's place in the optimizer. `grad` is multiplied by `grad_scale` in float32.
     `copy`, if given, gets the new parameter, rounded. A rule that `merges` gets neighbours in memory of one group and
-    age as one; `also` are the states of the others.
+    age as one; `also` are the states of the others. `place` are its elements in the chunk's flat tensors.
     """
 
     group: dict[str, Any]
@@ -40,10 +40,11 @@ class ParameterUpdate:
     number: int = 0
     copy: torch.Tensor | None = None
     also: Sequence[dict[str, Any]] = ()
+    place: slice = slice(None)  # noqa: RUF009 - no slice changes
 
 
 There = Callable[[Sequence[Mapping[str, torch.Tensor]]], None]
-"""Updates on the device, on the current stream, of tensors there: for each parameter by role, "param", "grad", the
+"""Updates on the device, on the current stream, of tensors there: for each of them by role, "param", "grad", the
 states, and "compute" if there is a copy."""
 
 
@@ -63,12 +64,6 @@ class Rule(ABC):
     @abstractmethod
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
-
-    def prepare(  # noqa: B027 - there may be nothing to compile
-        self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> None:
-        """Compile what `tasks` run for parameters of `dtype`, gradients of `gradient_dtype` and copies of `copy_dtype`
-        (None: no)."""
 
     @abstractmethod
     def tasks(self, update: ParameterUpdate) -> list[Task]:

@@ -235,7 +235,7 @@ class Stepper:
         waiting = [chunk for chunk in self.runtime.chunks if chunk not in begun]
         self.runtime.traffic.forget_read_ahead(waiting)
         self.runtime.writes.look_ahead(self.runtime.chunks)
-        self._passes.look_at(part for update in self._progress.values() for part in update.parts)
+        self._passes.look_ahead(part for update in self._progress.values() for part in update.parts)
         with self._remembering_a_failure():
             self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
             for update in self._progress.values():

@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 import stat
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -299,18 +298,6 @@ def test_the_store_works_where_there_is_neither_o_tmpfile_nor_o_direct(
     store.close()
 
 
-def test_a_look_sees_what_lies_there_now(store: NvmeStore) -> None:
-    """Also what was written to the view, of which the disk knows nothing yet."""
-    first, extent = store.reserve_many([BLOCK_BYTES, 3 * BLOCK_BYTES])
-    source = random_memory(3 * BLOCK_BYTES, seed=3)
-    store.write(extent, source).result()
-    at = 2 * BLOCK_BYTES + 40
-    assert store.look(extent, at).first(8) == bytes(source[at : at + 8])
-    store.view(extent)[at : at + 4] = b"user"
-    assert store.look(extent, at).first(4) == b"user"
-    assert store.look(first, 0).first(4) == bytes(4)
-
-
 def test_pages_that_are_looked_at_next_are_brought_to_the_page_cache(store: NvmeStore) -> None:
     extent = store.reserve_many([BLOCK_BYTES, 64 * BLOCK_BYTES])[1]
     store.write(extent, random_memory(64 * BLOCK_BYTES, seed=3)).result()
@@ -324,37 +311,13 @@ def test_pages_that_cannot_be_read_ahead_are_left_to_whoever_looks(
     store: NvmeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as would end every thread that has one."""
-    extent = store.reserve(64 * BLOCK_BYTES)
+    extent, asked = store.reserve(64 * BLOCK_BYTES), []
+
+    def fails(*_: object) -> int:
+        asked.append(1)
+        raise OSError(errno.EIO, "the disk is ill")
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", _fails)
+        patch.setattr(os, "preadv", fails)
         store.cache_pages(extent, range(0, 64 * BLOCK_BYTES, BLOCK_BYTES))
-        look = store.look(extent, 0)
-        assert comes_to_be(look.moved.done, seconds=5)
-        assert look.first(1) == b"\0"
-
-
-def _fails(*_: object) -> int:
-    raise OSError(errno.EIO, "the disk is ill")
-
-
-def test_looks_do_not_wait_for_reads_and_count_as_read(tmp_path: Path, nothing_left: None) -> None:
-    may_go_on = threading.Event()
-
-    class Held:
-        pwritev = staticmethod(os.pwritev)
-
-        @staticmethod
-        def preadv(fd: int, buffers: list[memoryview], offset: int, /) -> int:
-            if len(buffers[0]) > BLOCK_BYTES:
-                may_go_on.wait()
-            return os.preadv(fd, buffers, offset)
-
-    store = NvmeStore([tmp_path], 4 * MIB, threads=1, request_bytes=2 * BLOCK_BYTES, io=Held())
-    extent = store.reserve(2 * BLOCK_BYTES)
-    read = store.read(extent, Mapping(2 * BLOCK_BYTES).buffer(0, 2 * BLOCK_BYTES))
-    assert store.look(extent, 0).first(1) == b"\0"
-    assert not read.done()
-    may_go_on.set()
-    read.result()
-    assert store.bytes_read == 3 * BLOCK_BYTES
-    store.close()
+        assert comes_to_be(lambda: len(asked) == 64, seconds=5)

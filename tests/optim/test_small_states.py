@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_compact_tasks
+from tests.cpu.tested import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_compact_tasks
 from tests.engine.harness import (
     CHUNK,
     CHUNK_ELEMENTS,
