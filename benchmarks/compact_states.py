@@ -113,12 +113,14 @@ def to_nearest(weight: torch.dtype, moments: torch.dtype) -> Callable[[Tensor, i
 
 
 def eight_bits_to_nearest(computed: Tensor, key: int) -> Update:
-    p, m, v, (m_codes, root_codes) = computed.clone(), *torch.zeros(2, computed.numel()), zero_codes(computed.numel())
+    p, m, v = computed.clone(), *torch.zeros(2, computed.numel())
+    m_codes, m_scales, root_codes, root_scales = zero_codes(computed.numel())
 
     def store() -> None:
-        for form, state, moment in (("snorm8", m, m_codes), ("unorm8", v.sqrt_(), root_codes)):
-            nearest_codes.quantise(form, state, moment.codes, moment.scales)
-            nearest_codes.dequantise(state, moment.codes, moment.scales)
+        coded = (("snorm8", m, m_codes, m_scales), ("unorm8", v.sqrt_(), root_codes, root_scales))
+        for form, state, codes, scales in coded:
+            nearest_codes.quantise(form, state, codes, scales)
+            nearest_codes.dequantise(state, codes, scales)
         v.square_()
 
     return lambda step, grad: [lambda: [task() for task in adamw_tasks(step, p, grad, m, v, computed)] and store()]

@@ -186,16 +186,14 @@ class TorchRule(Rule):
     def _trial(
         self, options: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[str]]:
-        optimizer = self.optimizer_of([start.clone()], options)
-        parameter = optimizer.param_groups[0]["params"][0]
+        parameter, state = start.clone(), dict[str, Any]()
         for grad in grads:
-            parameter.grad = grad.clone()
             try:
-                optimizer.step()
+                state = self._step(options, parameter, grad.clone(), state)
             except (TypeError, RuntimeError) as error:  # it wants a closure, sparse gradients, …
                 raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
         names = []
-        for name, value in optimizer.state[parameter].items():
+        for name, value in state.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 continue
             if value.shape != start.shape or value.dtype != start.dtype:
@@ -204,7 +202,7 @@ class TorchRule(Rule):
                     f"{tuple(start.shape)} and {start.dtype} has shape {tuple(value.shape)} and {value.dtype}"
                 )
             names.append(name)
-        return parameter.detach(), names
+        return parameter, names
 
     def _name(self) -> str:
         return f"{self._optimizer.__module__.split('.')[0]}.{self._optimizer.__name__}"
