@@ -260,8 +260,6 @@ class WholeGroup:
 
     def __init__(self, runtime: Runtime, managed: list[ManagedParameter], roles: tuple[Role, ...]) -> None:
         self.runtime, self._managed = runtime, managed
-        self.owned_after = -1
-        """The `Owners.changes` at which all parameters were the optimizer's."""
         self.parameters = [each.parameter for each in managed]
         self._names = [role.name for role in roles]
         self._dtypes = [each.chunk.dtype for each in managed]
@@ -282,7 +280,9 @@ class WholeGroup:
         pick: Callable[[Iterable[Any]], list[Any]] = list if all(live) else lambda each: list(compress(each, live))
         params, grads, managed = pick(self.parameters), pick(given), pick(self._managed)
         entries: list[Any] = list(map(shown.get, params))
-        if not params or not all(entries) or set(map(_LAYOUT, grads)) != {torch.strided}:
+        if not params:
+            return WholeUpdate(self, group, [], [], [], [], [])
+        if not all(entries) or set(map(_LAYOUT, grads)) != {torch.strided}:
             return None
         try:
             states = [[entry[name] for entry in entries] for name in self._names]

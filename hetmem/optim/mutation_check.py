@@ -227,8 +227,7 @@ class Marks:
 
     def __init__(self) -> None:
         self._marked: list[torch.Tensor] = []
-        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._made: dict[ManagedParameter, tuple[tuple[torch.dtype, torch.device], torch.Size, UsedUp]] = {}
+        self._made: dict[ManagedParameter, UsedUp] = {}
 
     def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
         """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
@@ -245,14 +244,11 @@ class Marks:
 
     def _mark(self, managed: ManagedParameter) -> UsedUp:
         """Return the one that stands for a gradient of `managed`."""
-        parameter = managed.parameter
-        kind, shape = (parameter.dtype, parameter.device), parameter.shape
-        made = self._made.get(managed)
-        if made is None or made[:2] != (kind, shape):
-            if kind not in self._elements:
-                self._elements[kind] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-            made = self._made[managed] = kind, shape, UsedUp(parameter, self._elements[kind], managed.name)
-        return made[2]
+        parameter, made = managed.parameter, self._made.get(managed)
+        if made is None or made.device != parameter.device:
+            element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+            made = self._made[managed] = UsedUp(parameter, element, managed.name)
+        return made
 
     def drop(self) -> None:
         """Let every marked gradient be None."""

@@ -194,12 +194,10 @@ class Owners:
 
     def __init__(self) -> None:
         self._tokens: dict[int, object] = {}
-        self.changes = 0
 
     def take(self, parameters: Iterable[ManagedParameter], owner: SteppingOptimizer) -> None:
         """Let `owner` be the one that steps `parameters`."""
         self._tokens |= {id(managed): owner.token for managed in parameters}
-        self.changes += 1
 
     def owns(self, owner: SteppingOptimizer, managed: ManagedParameter) -> bool:
         """Whether `owner` steps `managed`."""

@@ -266,13 +266,6 @@ class Stepper:
         """Raise RuntimeError if any of `stepped` is another optimizer's."""
         self.owners.check(self._optimizer, stepped)
 
-    def own_whole(self, update: WholeUpdate) -> None:
-        """The same of `update`, once after each change."""
-        if update.of.owned_after != self.owners.changes:
-            self.own(update.managed)
-            if len(update.managed) == len(update.of.parameters):
-                update.of.owned_after = self.owners.changes
-
     @property
     def updates_whole(self) -> bool:
         """Whether the model is whole on the device, and a step is updated at once, with nothing begun before it."""
