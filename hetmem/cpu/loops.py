@@ -135,25 +135,13 @@ def compare(values: Any, copy: Any) -> Any:
 
 
 def square_sum(values: Any) -> Any:
-    """The sum of squares of up to RUNS * RUN float32 in float64, in an order that a GPU can follow.
+    """The sum of squares of up to RUNS * RUN elements, widened to float32, in float64, in an order that a GPU can follow.
 
     Element i of each RUN goes to lane i % LANES; the lanes are added by halves (the second to the first, and so on),
     and so are the sums of RUNS runs, those that are not there being 0. So it is the same sum whatever the CPU's vectors
-    hold. A square is exact: a float32 has 24 bits, a float64 53.
+    hold. A square is exact: a float32 has 24 bits, a float64 53. LLVM widens a block at a time faster than element by
+    element.
     """
-    runs, lanes = np.zeros(RUNS), np.zeros(LANES)
-    whole = values.size // BLOCK * BLOCK
-    blocks = values[:whole].reshape(-1, ROWS, LANES)
-    for index in range(blocks.shape[0]):
-        _fetch_ahead(values, index * BLOCK)
-        _add_squares(lanes, blocks[index])
-        if (index + 1) % (RUN // BLOCK) == 0:
-            _end_run(runs, lanes, index * BLOCK // RUN)
-    return _add_runs(runs, lanes, values[whole:], whole // RUN)
-
-
-def square_sum_16_bits(values: Any) -> Any:
-    """`square_sum` of bfloat16 or float16. LLVM widens a block at a time faster than element by element."""
     runs, lanes, wide = np.zeros(RUNS), np.zeros(LANES), np.empty((ROWS, LANES), np.float32)
     whole = values.size // BLOCK * BLOCK
     blocks = values[:whole].reshape(-1, ROWS, LANES)

@@ -66,7 +66,7 @@ class AdamW(OffloadedOptimizer):
         seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        _refuse_malformed(defaults)
+        _check(defaults)
         for name, value, fine in (
             ("learning rate", lr, float(lr) >= 0),
             ("epsilon value", eps, eps >= 0),
@@ -96,31 +96,12 @@ class AdamW(OffloadedOptimizer):
             gradients=gradients,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not, and for
-        hyper-parameters that are no numbers."""
-        _refuse_amsgrad([param_group])
-        _refuse_malformed(param_group)
-        super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
-        _refuse_amsgrad(state_dict["param_groups"])
-        super().load_state_dict(state_dict)
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
-        _refuse_amsgrad(state_dict["param_groups"])
-        super().check_state_dict(state_dict)
-
-
-def _refuse_amsgrad(groups: list[dict[str, Any]]) -> None:
-    if any(group.get("amsgrad") for group in groups):
+def _check(group: dict[str, Any]) -> None:
+    """Raise ValueError for what torch's AdamW knows and this one does not, and for hyper-parameters that no step could
+    compute with."""
+    if group.get("amsgrad"):
         raise ValueError("hetmem.AdamW has no amsgrad: use hetmem.optim.offload(torch.optim.AdamW, …, amsgrad=True)")
-
-
-def _refuse_malformed(group: dict[str, Any]) -> None:
-    """Raise ValueError for hyper-parameters that no step could compute with."""
     for name in ("lr", "eps", "weight_decay"):
         if name in group and not is_number(group[name]):
             raise ValueError(f"{name} must be a number, got {group[name]!r}")
@@ -139,7 +120,9 @@ class AdamWRule(Rule):
         self._moments = moments
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments, in the parameter's dtype. Raises `ManageError` if that is not the one that was asked for."""
+        """Two moments, in the parameter's dtype. Raises `ManageError` if that is not the one that was asked for, and
+        ValueError for options that make no sense."""
+        _check(group)
         if self._moments not in (None, dtype):
             raise ManageError(
                 f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out"
@@ -229,7 +212,9 @@ class CompactAdamWRule(Rule):
         self.seed = seed
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments. Raises `ManageError` for parameters that cannot be updated so."""
+        """Two moments. Raises `ManageError` for parameters that cannot be updated so, and ValueError for options that
+        make no sense."""
+        _check(group)
         if dtype not in (torch.float32, torch.bfloat16):
             raise ManageError(f"small states are for parameters in float32 or bfloat16, not in {dtype}")
         if dtype is torch.bfloat16 and not self._stochastic_rounding:
