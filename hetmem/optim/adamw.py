@@ -136,9 +136,7 @@ class AdamWRule(Rule):
             _count(update), update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy
         )
 
-    def equals_host(
-        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> bool:
+    def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
         """The kernel on `device` against torch's on the host."""
         return equals_host(device, dtype, copy_dtype)
 
@@ -188,7 +186,7 @@ class AdamWRule(Rule):
 
     def _equals_host(self, update: ParameterUpdate) -> bool:
         copy_dtype = None if update.copy is None else update.copy.dtype
-        return self.equals_host(update.param.device, update.group, update.param.dtype, copy_dtype)
+        return equals_host(update.param.device, update.param.dtype, copy_dtype)
 
     def there(self, updates: Sequence[ParameterUpdate]) -> There:
         """See `Rule`."""

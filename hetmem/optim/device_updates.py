@@ -22,7 +22,7 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink, has_hooks_of_the_user
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
+from hetmem.memory.chunk import Chunk, Memory, Role
 from hetmem.memory.device import Device
 from hetmem.optim.chunk_update import ChunkUpdate, DeviceWork, Opened, Slot
 from hetmem.optim.options import Gradients, Rule
@@ -329,7 +329,7 @@ class UpdatePlaces:
             return set()
         owned = [managed for managed in self._runtime.parameters if id(managed.parameter) in groups]
         if self._runtime.memory.device.torch_device.type != "cpu":  # else the host updates there too
-            owned = [managed for managed in owned if self._equals_host(managed, groups[id(managed.parameter)])]
+            owned = [managed for managed in owned if self._equals_host(managed.chunk)]
         return {id(managed.parameter) for managed in owned}
 
     def way_of(self, update: ChunkUpdate) -> Way:
@@ -375,12 +375,11 @@ class UpdatePlaces:
             return False
         if not all(m.parameter.requires_grad and id(m.parameter) in groups for m in chunk.parameters):
             return False
-        return all(self._equals_host(managed, groups[id(managed.parameter)]) for managed in chunk.parameters)
+        return self._equals_host(chunk)
 
-    def _equals_host(self, managed: ManagedParameter, group: dict[str, Any]) -> bool:
-        chunk = managed.chunk
+    def _equals_host(self, chunk: Chunk) -> bool:
         copy_dtype = chunk.compute_dtype if Role.COMPUTE in chunk.homes else None
-        return self._rule.equals_host(self._runtime.memory.device.torch_device, group, chunk.dtype, copy_dtype)
+        return self._rule.equals_host(self._runtime.memory.device.torch_device, chunk.dtype, copy_dtype)
 
 
 def _bytes_there(chunk: Chunk) -> int:

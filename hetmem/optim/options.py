@@ -69,11 +69,9 @@ class Rule(ABC):
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
 
-    def equals_host(
-        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> bool:
-        """Whether updates on `device` of parameters of `dtype` in `group`, with copies of `copy_dtype` (None: without),
-        have the bits of `tasks`. Tried once."""
+    def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
+        """Whether updates on `device` of parameters of `dtype`, with copies of `copy_dtype` (None: without), have the bits
+        of `tasks`. Tried once."""
         return False
 
     @abstractmethod
