@@ -82,19 +82,8 @@ class MutationCheck:
 
     def __init__(self, passes: Passes, writes: WriteCheck) -> None:
         self._passes, self._writes = passes, writes
-        self._waiting: dict[int, tuple[int, Part]] = {}
-        """Gradients that wait, beside streamed ones that are used up: as the backward left them, after how many
-        arrivals."""
         self._checked = False
         self._marks, self._shows = Marks(), False
-
-    def see(self, waiting: Iterable[tuple[ManagedParameter, dict[str, Any], int]]) -> None:
-        """The backward is over: `waiting` are parameters whose gradient no update has used, their groups, and how
-        many of their gradients have arrived."""
-        for managed, group, count in waiting:
-            if self._waiting.get(id(managed), (-1,))[0] != count:
-                (part,) = self._passes.parts(managed.chunk, [(managed, group)])
-                self._waiting[id(managed)] = count, self._passes.seen(part)
 
     def show(self, begun: Iterable[ChunkUpdate]) -> None:
         """The backward is over: those streamed gradients of `begun` that are used up are shown as that until the step
@@ -125,9 +114,6 @@ class MutationCheck:
         step has seen once, it changes itself: one that is repeated looks no more."""
         if self._checked:
             return
-        for _, part in self._waiting.values():
-            if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
-                raise changed([part], optimizer, begun)
         groups = optimizer.groups_by_parameter() if begun else {}
         streamed = optimizer.gradients is Gradients.STREAMED
         seen: list[tuple[ChunkUpdate, Part]] = []
@@ -162,7 +148,6 @@ class MutationCheck:
 
     def forget(self) -> None:
         """The step is over."""
-        self._waiting.clear()
         self._checked = self._shows = False
         self._marks.drop()
 
@@ -203,14 +188,6 @@ def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: It
         f"{advice(optimizer.gradients)}, or begin with the step that has most (streamed gradients allow one). "
         f"{GOES_THROUGH}. To leave a step out, or after a backward that did not end, call the optimizer's "
         f"forget_step() and zero_grad(): it goes on from the weights that are updated. {updated_already(begun)}"
-    )
-
-
-def other_factor(update: ChunkUpdate) -> RuntimeError:
-    """Return the error of a step whose gradients have another factor than the update of `update` was made with."""
-    return RuntimeError(
-        f"chunk {update.chunk.spec.index} was updated with a factor of {update.scale} for its gradients, and "
-        f"step() wants another one: max_grad_norm or loss_scale was changed in between"
     )
 
 

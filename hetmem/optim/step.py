@@ -32,7 +32,6 @@ from hetmem.optim.mutation_check import (
     changed,
     edits_gradients,
     half_updated,
-    other_factor,
     updated_already,
 )
 from hetmem.optim.options import Gradients, Overlap, advice
@@ -134,20 +133,12 @@ class Stepper:
         for update in begun:
             self._passes.see_what_is_left(update)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
-            self._mutations.see(self._waiting(chunks))
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.show(begun)
 
     def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
         if chunk in self._progress:
             self._mutations.show_more(parameters)
-
-    def _waiting(self, begun: Collection[Chunk]) -> Iterator[tuple[ManagedParameter, dict[str, Any], int]]:
-        """See `MutationCheck.see`: those in chunks that are not in `begun`."""
-        for managed in self.runtime.parameters:
-            group = self._groups.get(id(managed.parameter))
-            if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
-                yield managed, group, self._arrivals.of(managed)
 
     def place_on_device(self, chunk: Chunk) -> Memory | None:
         return self._places.place_on_device(chunk)
@@ -293,7 +284,7 @@ class Stepper:
             wanted = self._wanted(chunks)
             for update in wanted:
                 if update.begun and update.scale != grad_scale:
-                    raise other_factor(update)
+                    raise changed(update.parts, self._optimizer, wanted)
             for update in wanted:
                 if not update.begun:
                     self._add_update(update, grad_scale)
@@ -310,7 +301,7 @@ class Stepper:
         """Make no update. Raises RuntimeError where one has begun."""
         for update in self._progress.values():
             if update.begun:
-                raise other_factor(update)
+                raise changed(update.parts, self._optimizer, self._progress.values())
 
     def end(self, *, updated: bool) -> None:
         """End the step for all models of the optimizer; it is not tried again."""

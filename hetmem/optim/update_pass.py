@@ -99,16 +99,7 @@ class Passes:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
                 if self._optimizer.gradients is Gradients.STREAMED and not update.kept:
-                    self.seen(part)
-
-    def seen(self, part: Part) -> Part:
-        """`part`, with a sample of its gradient as it is now."""
-        part.sample = sample_of(part.flat_gradient({}))
-        return part
-
-    def as_seen(self, part: Part) -> bool:
-        """Whether the gradient of `part` was not written to since."""
-        return part.version == part.gradient._version and self.unscaled([part])
+                    part.sample = sample_of(part.flat_gradient({}))
 
     def _notice_disturbance(self, update: ChunkUpdate, opened: Opened) -> None:
         """Whether streamed gradients of `update` that were seen are as they were."""
