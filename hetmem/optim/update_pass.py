@@ -116,12 +116,10 @@ class Passes:
         """Begin to read what `unscaled` compares and lies on NVMe: one by one, each would cost a whole access."""
         store = self._runtime.memory.store
         for part in parts if store is not None else ():
-            chunk = part.managed.chunk
+            chunk, at = part.managed.chunk, None if part.sample is None else part.sample[0]
             home = chunk.homes.get(Role.GRAD) if part.at_home else None  # none: streamed, and used up
-            if part.sample is None or home is None or home.extent is None:
-                continue
-            assert store is not None and isinstance(part.sample[0], int)
-            store.cache_pages(home.extent, [(part.managed.offset + part.sample[0]) * chunk.dtype.itemsize])
+            if store is not None and isinstance(at, int) and home is not None and home.extent is not None:
+                store.cache_pages(home.extent, [(part.managed.offset + at) * chunk.dtype.itemsize])
 
     def as_sampled(self, parts: Iterable[Part]) -> list[bool]:
         """Return for each of `parts` whether its gradient is what was seen, as far as its sample says. One wait for all
