@@ -21,8 +21,9 @@ from tests.cpu.tested import (
     update_by_torch,
 )
 from tests.engine.harness import same_bits
+from tests.optim import test_streamed
 from tests.optim.machines import SLOW_HOST
-from tests.optim.test_streamed import trained, updated
+from tests.optim.test_streamed import assert_alike, trained, updated, weight_bytes
 
 CPU = torch.device("cpu")
 BF16, HALF = torch.bfloat16, torch.float16
@@ -123,32 +124,21 @@ def test_a_device_where_nothing_runs_is_not_used(monkeypatch: pytest.MonkeyPatch
         adamw_as_on_host([(STEPS["first"], tuple(torch.zeros(3) for _ in range(4)))])
 
 
-def test_neighbours_are_updated_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what is behind a tail or a gap, of another age, or of which only a part lies next to it."""
-    sizes, second = (64, 96, 8, 7, 16, 32, 64), STEPS["scaled"]
-    generator = torch.Generator().manual_seed(0)
-    memory = [torch.randn(sum(sizes) + 16, generator=generator) for _ in range(4)]
-    memory[3].square_()
-    starts = [sum(sizes[:number]) + 16 * (number > 4) for number in range(len(sizes))]
-    here = [[flat[at : at + size].clone() for flat in memory] for at, size in zip(starts, sizes, strict=True)]
-    there = [[flat[at : at + size] for flat in memory] for at, size in zip(starts, sizes, strict=True)]
-    there[6][1] = here[6][1].clone()  # its gradient is elsewhere
-    steps = [STEPS["first"]] * 2 + [second] * 5
-    launched = []
-    original = kernels.adamw
+def test_neighbours_are_updated_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one group and age of which all but the last end with a vector."""
+    monkeypatch.setattr(test_streamed, "WIDTH", 64)
+    equals_host(CPU, torch.float32, None)
+    launched, original = [], kernels.adamw
 
     def adamw(*arguments: object, tail: int = 0) -> None:
-        launched.append((arguments[2].numel(), tail))
+        launched.append(arguments[2])
         original(*arguments, tail=tail)
 
-    equals_host(CPU, torch.float32, None)
     monkeypatch.setattr(kernels, "adamw", adamw)
-    adamw_as_on_host((step, tuple(flats)) for step, flats in zip(steps, there, strict=True))
-    for step, flats in zip(steps, here, strict=True):
-        update_by_torch(step, *flats)
-    assert [numel for numel, _ in launched] == [64 + 96, 8 + 7, 16, 32, 64]
-    for one, other in zip(here, there, strict=True):
-        assert all(map(same_bits, one, other))
+    here, there = (trained(4, tmp_path, hardware) for hardware in (None, SLOW_HOST))
+    steps = updated(there[0])["streamed"] // weight_bytes(there[0])
+    assert 0 < len(launched) < steps * len([*there[0].parameters()])
+    assert_alike(here, there)
 
 
 def test_a_device_that_rounds_otherwise_gets_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
