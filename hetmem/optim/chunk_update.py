@@ -51,10 +51,7 @@ class Part:
 
     def says(self, group: dict[str, Any]) -> bool:
         """Whether `group`, but for its parameters, has the options that this was made with."""
-        return len(self.group) == len(group) - ("params" in group) and all(
-            key in group and (value is group[key] or _number(value) == _number(group[key]))
-            for key, value in self.group.items()
-        )
+        return self.group == {name: value for name, value in group.items() if name != "params"}
 
     def flat_gradient(self, opened: Opened) -> torch.Tensor:
         """Return the gradient in the order in which the parameter's elements lie in memory."""
@@ -182,15 +179,6 @@ class Slot:
         return found
 
 
-def frozen(value: Any) -> Any:
-    """What no write in place changes, as a learning rate in a tensor or a list may be; `value` itself if it is so."""
-    if isinstance(value, (tuple, list)):
-        parts = [frozen(part) for part in value]
-        kept = isinstance(value, tuple) and all(map(is_, parts, value))
-        return value if kept else type(value)(parts)
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 def refuse_sparse(managed: ManagedParameter, optimizer: str) -> None:
     """Raise RuntimeError if the gradient of `managed` is not dense."""
     gradient = managed.parameter.grad
@@ -204,12 +192,6 @@ def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
     here = [one for one in sums if not isinstance(one, torch.Tensor)]
     arrived = torch.cat(there).cpu().split([one.numel() for one in there]) if there else ()
     return [*here, *map(sums_of_tiles, arrived)]
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_number(part) for part in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 # ---- Parameters that are whole on the device, states and all: one call of torch's kernel for each group. Nothing

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,6 @@ from hetmem.optim.chunk_update import (
     Opened,
     Part,
     Sums,
-    frozen,
     refuse_sparse,
 )
 from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
@@ -69,7 +69,7 @@ class Passes:
             assert gradient is not None
             refuse_sparse(managed, type(self._optimizer).__name__)
             if id(group) not in said:
-                options = {name: frozen(value) for name, value in group.items() if name != "params"}
+                options = {name: deepcopy(value) for name, value in group.items() if name != "params"}
                 said[id(group)] = options, rule.roles(options, chunk.dtype)
             found.append(Part(managed, *said[id(group)], gradient, is_home_gradient(managed), gradient._version))
         return found
