@@ -148,8 +148,7 @@ def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
         return kind(wanted)
     except ValueError:
         *others, last = (repr(known.value) for known in kind)
-        instead = "; use 'backward', which gives the same bits" if wanted == "speculative" else ""
-        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}{instead}") from None
+        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}") from None
 
 
 def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:
