@@ -363,7 +363,7 @@ class OffloadedOptimizer(Optimizer):
                 self._whole[id(group)] = None  # perhaps all has its states, and a place, in the next step
                 return []
             if update.params:
-                known[0].own(update.managed)
+                known[0].owners.check(self, update.managed)
                 found.append((known[0], update))
         return found
 
@@ -389,7 +389,7 @@ class OffloadedOptimizer(Optimizer):
                 refuse_sparse(managed, type(self).__name__)
                 work.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, group))
         for stepper, chunks in work.items():
-            stepper.own([managed for members in chunks.values() for managed, _ in members])
+            stepper.owners.check(self, (managed for members in chunks.values() for managed, _ in members))
         return work
 
     def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:

@@ -123,8 +123,7 @@ class Stepper:
         self._progress.pop(chunk, None)
 
     def backward_over(self) -> None:
-        """End a backward. Used-up streamed gradients raise when they are read; a clip of the other gradients alone is
-        refused in the step, by its wrong norm."""
+        """End a backward. Used-up streamed gradients raise when they are read from here on."""
         begun = [update for update in self._progress.values() if update.begun]
         chunks = {update.chunk for update in begun}
         for chunk in self._kept.chunks:
@@ -252,10 +251,6 @@ class Stepper:
         for managed in parameters if begun else ():
             if managed in begun:
                 raise RuntimeError(updated_by_another(managed.name))
-
-    def own(self, stepped: Iterable[ManagedParameter]) -> None:
-        """Raise RuntimeError if any of `stepped` is another optimizer's."""
-        self.owners.check(self._optimizer, stepped)
 
     @property
     def updates_whole(self) -> bool:
