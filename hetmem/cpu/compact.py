@@ -56,8 +56,8 @@ def adamw_compact_tasks(
     *,
     key: int,
 ) -> list[Task]:
-    """`adamw_tasks` for states of which each may be float32 or bfloat16, or for moments in 8 bits; what is not float32 is
-    rounded by chance.
+    """`adamw_tasks` for states of which each may be float32 or bfloat16, or for moments in 8 bits; what is not float32
+    is rounded by chance.
 
     `moments`: the first and the second; in 8 bits codes and scales of the one, then of the other. code * scale is the
     first moment (int8), or the root of the second (uint8), with a float32 scale for each GROUP_ELEMENTS. All zeros is

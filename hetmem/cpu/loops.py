@@ -135,7 +135,8 @@ def compare(values: Any, copy: Any) -> Any:
 
 
 def square_sum(values: Any) -> Any:
-    """The sum of squares of up to RUNS * RUN elements, widened to float32, in float64, in an order that a GPU can follow.
+    """The sum of squares of up to RUNS * RUN elements, widened to float32, in float64, in an order that a GPU can
+    follow.
 
     Element i of each RUN goes to lane i % LANES; the lanes are added by halves (the second to the first, and so on),
     and so are the sums of RUNS runs, those that are not there being 0. So it is the same sum whatever the CPU's vectors

@@ -164,11 +164,11 @@ class TorchRule(Rule):
         self, options: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[str]]:
         parameter, state = start.clone(), dict[str, Any]()
-        for grad in grads:
-            try:
+        try:
+            for grad in grads:
                 state = self._step(options, parameter, grad.clone(), state)
-            except (TypeError, RuntimeError) as error:  # it wants a closure, sparse gradients, …
-                raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
+        except (TypeError, RuntimeError) as error:  # it wants a closure, sparse gradients, …
+            raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
         names = []
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:

@@ -177,8 +177,9 @@ class OffloadedOptimizer(Optimizer):
                     stepper.skip()
                 else:
                     stepper.update(chunks, grad_scale)
-            for _, update in whole if grad_scale is not None else ():
-                update.carry_out(self.rule, grad_scale)
+            for _, update in whole:
+                if grad_scale is not None:
+                    update.carry_out(self.rule, grad_scale)
         except BaseException:
             for stepper in work:  # those that are done must know too that this step may be tried again
                 stepper.failed = True

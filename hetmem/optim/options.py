@@ -40,7 +40,7 @@ class ParameterUpdate:
     number: int = 0
     copy: torch.Tensor | None = None
     also: Sequence[dict[str, Any]] = ()
-    place: slice = slice(None)  # noqa: RUF009 - no slice changes
+    place: slice = slice(None)
 
 
 There = Callable[[Sequence[Mapping[str, torch.Tensor]]], None]
@@ -70,8 +70,8 @@ class Rule(ABC):
         """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
-        """Whether updates on `device` of parameters of `dtype`, with copies of `copy_dtype` (None: without), have the bits
-        of `tasks`. Tried once."""
+        """Whether updates on `device` of parameters of `dtype`, with copies of `copy_dtype` (None: without), have the
+        bits of `tasks`. Tried once."""
         return False
 
     @abstractmethod

@@ -22,7 +22,7 @@ from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Sums, WholeUpdate, on_host
+from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
 from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,

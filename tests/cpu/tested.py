@@ -11,6 +11,7 @@ from hetmem.cpu import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
+    Task,
     adamw_on_device,
     adamw_tasks,
     compact,
@@ -24,7 +25,6 @@ from hetmem.cpu import (
     total,
     workers,
 )
-from hetmem.cpu import Task
 from hetmem.cpu import adamw as update
 from hetmem.cpu.adamw import adamw_as_on_host, equals_host, update_by_torch
 from hetmem.cpu.loops import BLOCK, RUN
