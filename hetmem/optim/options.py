@@ -40,7 +40,7 @@ class ParameterUpdate:
     number: int = 0
     copy: torch.Tensor | None = None
     also: Sequence[dict[str, Any]] = ()
-    place: slice = slice(None)
+    place: slice = field(default_factory=lambda: slice(None))
 
 
 There = Callable[[Sequence[Mapping[str, torch.Tensor]]], None]
