@@ -140,18 +140,14 @@ def square_sum(values: Any) -> Any:
 
     Element i of each RUN goes to lane i % LANES; the lanes are added by halves (the second to the first, and so on),
     and so are the sums of RUNS runs, those that are not there being 0. So it is the same sum whatever the CPU's vectors
-    hold. A square is exact: a float32 has 24 bits, a float64 53. LLVM widens a block at a time faster than element by
-    element.
+    hold. A square is exact: a float32 has 24 bits, a float64 53.
     """
-    runs, lanes, wide = np.zeros(RUNS), np.zeros(LANES), np.empty((ROWS, LANES), np.float32)
+    runs, lanes = np.zeros(RUNS), np.zeros(LANES)
     whole = values.size // BLOCK * BLOCK
     blocks = values[:whole].reshape(-1, ROWS, LANES)
     for index in range(blocks.shape[0]):
         _fetch_ahead(values, index * BLOCK)
-        for row in range(ROWS):
-            for lane in range(LANES):
-                wide[row, lane] = _widen(blocks[index, row, lane])
-        _add_squares(lanes, wide)
+        _add_squares(lanes, blocks[index])
         if (index + 1) % (RUN // BLOCK) == 0:
             _end_run(runs, lanes, index * BLOCK // RUN)
     return _add_runs(runs, lanes, values[whole:], whole // RUN)
@@ -168,7 +164,7 @@ def _add_squares(lanes: Any, block: Any) -> None:
     for lane in range(LANES):
         total = lanes[lane]
         for row in range(ROWS):
-            x = np.float64(block[row, lane])
+            x = np.float64(_widen(block[row, lane]))
             total = _fma(x, x, total)
         lanes[lane] = total
 
