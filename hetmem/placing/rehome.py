@@ -35,7 +35,7 @@ class ResidentShare:
         self._idle_seen = -1
         self._went_back, self._may_go_back = 0, False
         self._left_device = left_device
-        runtime.room.give_way, runtime.room.movable_bytes = weakly(self.shrink), weakly(self.movable_bytes)
+        runtime.room.give_way = weakly(self.shrink)
 
     def grow(self) -> None:
         """Fill idle device memory, between a backward and the updates of a step.
@@ -50,7 +50,8 @@ class ResidentShare:
         if idle == self._idle_seen:
             return
         self._idle_seen = idle
-        chunks = self._that_may_move()
+        updated = set[int]().union(*(listener.updates_on_device() for listener in self._sink.listeners))
+        chunks = [chunk for chunk in runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
         chosen = choose([self._candidate(chunk) for chunk in chunks], idle)
         if not chosen:
             return
@@ -61,16 +62,6 @@ class ResidentShare:
             for at in chosen:
                 if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):
                     return
-
-    def movable_bytes(self) -> int:
-        """Return the bytes of homes that would move to idle device memory if there were more of it."""
-        if self._runtime.memory.resident or self._went_back >= _TRIES:
-            return 0
-        return sum(self._candidate(chunk).device_bytes for chunk in self._that_may_move())
-
-    def _that_may_move(self) -> list[Chunk]:
-        updated = set[int]().union(*(listener.updates_on_device() for listener in self._sink.listeners))
-        return [chunk for chunk in self._runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
 
     def shrink(self, nbytes: int) -> None:
         """Move homes of at least `nbytes` back, as far as they may: the last ones first, and those that an update is
