@@ -161,11 +161,6 @@ class StoreFile:
                 done += moved
         return done == memory.nbytes
 
-    def cache(self, position: int) -> None:
-        """Bring the page with byte `position` to the page cache, if that goes; who looks at it learns of errors."""
-        with contextlib.suppress(OSError):
-            os.preadv(self.buffered, [bytearray(1)], position)
-
     def _drop_behind(self, position: int, nbytes: int, *, written: bool) -> None:
         if written:
             os.fdatasync(self.buffered)  # the next line drops clean pages only

@@ -65,11 +65,6 @@ class DiskLink:
             self._in_flight += 1
         return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
 
-    def cache(self, file: StoreFile, index: int, position: int) -> None:
-        """Bring the page with byte `position` of `file`, the store's number `index`, to the page cache."""
-        self._threads[index].start()
-        self._threads[index].submit(partial(file.cache, position))
-
     def end(self, moved_bytes: int) -> None:
         """A transfer has ended."""
         with self._lock:

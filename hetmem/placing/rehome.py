@@ -192,7 +192,6 @@ class ResidentShare:
         self._went_back += self._may_go_back
         self._may_go_back = False
         self._settle(chunk)
-        traffic.copy_equals_home(chunk)
 
     def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:
         """Copy the gradients of `chunk` that are autograd's own to their place, and return them."""
