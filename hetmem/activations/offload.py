@@ -1,4 +1,4 @@
-"""Moves what autograd saves off the device, and brings it back: when, and who waits. `spill` knows where it lies.
+"""Moves what autograd saves off the device, and brings it back: when, and who waits. `storages` knows where it lies.
 
 A storage leaves when nothing but the graph holds it any more: before that its leaving would free nothing, and it may
 still be written to. It is looked for whenever another one is saved, and where the device has no room. It comes back
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from hetmem.activations.choice import Choice, WhatMust
-from hetmem.activations.spill import Spill
-from hetmem.activations.storages import SavedStorage, SavedView
+from hetmem.activations.storages import SavedStorage, SavedView, Spill
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Held, SavedMove
 from hetmem.engine.runtime import Runtime

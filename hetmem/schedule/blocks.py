@@ -359,10 +359,6 @@ class SlotMap:
         self.free_bits |= ((1 << span) - 1) << slot
         self.used -= span
 
-    def has(self, block: int, slot: int, span: int) -> bool:
-        """Whether `block` has taken `span` slots from `slot` on."""
-        return self._owner[slot : slot + span] == [block] * span
-
     def free(self) -> list[int]:
         """The free slots, by number."""
         return [slot for slot, owner in enumerate(self._owner) if owner is None]
@@ -384,7 +380,6 @@ class PlaceMap:
     def __init__(self, count: int) -> None:
         self.count = count
         self.used = 0
-        self._owner: dict[int, int] = {}
         self._numbers = 0
         self._places: dict[int, _SpanPlaces] = {}
         self._of(1)  # has the numbers of slots
@@ -401,20 +396,13 @@ class PlaceMap:
         bit = 1 << (place - places.first) // span
         assert places.free & bit, f"place {place} is taken"
         places.free ^= bit
-        self._owner[place] = block
         self.used += span
 
     def give(self, place: int, span: int) -> None:
         """`place`, of `span` slots, becomes free."""
         places = self._of(span)
         places.free |= 1 << (place - places.first) // span
-        del self._owner[place]
         self.used -= span
-
-    def has(self, block: int, place: int, span: int) -> bool:
-        """Whether `block` has taken `place`, of `span` slots."""
-        places = self._of(span)
-        return self._owner.get(place) == block and not places.free >> (place - places.first) // span & 1
 
     def free(self) -> list[int]:
         """The free places of spans that were asked for."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.schedule.invariants import check_invariants
 from tests.schedule.scanning import compare
 from tests.schedule.tested import (
     FIFO,
@@ -123,7 +124,7 @@ class Run:
             self.update(block, home)
         while self.pending:
             self.answer()
-        residency.check()
+        check_invariants(residency)
 
     def update(self, block: int, home: Tier) -> None:
         residency = self.residency
