@@ -319,15 +319,6 @@ class SlotMap:
         return [slot for slot, owner in enumerate(self._owner) if owner is None]
 
 
-@dataclass(slots=True)
-class _SpanPlaces:
-    """Those of one span: numbers from `first` on, `span` apart; the free ones are bits."""
-
-    first: int
-    span: int
-    free: int
-
-
 class PlaceMap:
     """Occupancy of places for `count` slots; places that take `used` slots are taken. A place is named by a number that
     no place of another span has."""
@@ -336,42 +327,35 @@ class PlaceMap:
         self.count = count
         self.used = 0
         self._numbers = 0
-        self._places: dict[int, _SpanPlaces] = {}
+        self._free: dict[int, list[int]] = {}
+        """By span, in order."""
         self._of(1)  # has the numbers of slots
 
     def find(self, span: int) -> int | None:
         """A free place for `span` slots, or None: only where so many slots are not free."""
-        places = self._of(span)
-        free = places.free
-        return places.first + ((free & -free).bit_length() - 1) * span if free else None
+        free = self._of(span)
+        return free[0] if free else None
 
     def take(self, place: int, span: int, block: int) -> None:
         """`block` takes `place`, of `span` slots."""
-        places = self._of(span)
-        bit = 1 << (place - places.first) // span
-        assert places.free & bit, f"place {place} is taken"
-        places.free ^= bit
+        free = self._of(span)
+        at = bisect_left(free, place)
+        assert at < len(free) and free[at] == place, f"place {place} is taken"
+        del free[at]
         self.used += span
 
     def give(self, place: int, span: int) -> None:
         """`place`, of `span` slots, becomes free."""
-        places = self._of(span)
-        places.free |= 1 << (place - places.first) // span
+        insort(self._of(span), place)
         self.used -= span
 
     def free(self) -> list[int]:
         """The free places of spans that were asked for."""
-        return [
-            places.first + index * places.span
-            for places in self._places.values()
-            for index in range(places.free.bit_length())
-            if places.free >> index & 1
-        ]
+        return [place for free in self._free.values() for place in free]
 
-    def _of(self, span: int) -> _SpanPlaces:
-        places = self._places[span] if span in self._places else None  # noqa: SIM401 - asked for each copy
-        if places is None:
-            count = self.count // span
-            places = self._places[span] = _SpanPlaces(self._numbers, span, (1 << count) - 1)
-            self._numbers += count * span
-        return places
+    def _of(self, span: int) -> list[int]:
+        if span not in self._free:
+            end = self._numbers + self.count // span * span
+            self._free[span] = [*range(self._numbers, end, span)]
+            self._numbers = end
+        return self._free[span]
