@@ -22,9 +22,6 @@ from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Candidate, choose
 
-_TRIES = 3
-"""A share that had to go back so often is not tried again: moving it costs more than it saves."""
-
 
 class ResidentShare:
     """The homes of one runtime that have moved to the device."""
@@ -33,7 +30,6 @@ class ResidentShare:
         self._runtime, self._sink = runtime, sink
         self._moved: list[Chunk] = []
         self._idle_seen = -1
-        self._went_back, self._may_go_back = 0, False
         self._left_device = left_device
         runtime.room.give_way = weakly(self.shrink)
 
@@ -44,7 +40,7 @@ class ResidentShare:
         which would show old values afterwards.
         """
         runtime, memory = self._runtime, self._runtime.memory
-        if memory.resident or self._went_back >= _TRIES or not runtime.tracer.knows_a_backward():
+        if memory.resident or not runtime.tracer.knows_a_backward():
             return
         idle = memory.idle_bytes(runtime.room.non_model_peak_bytes)
         if idle == self._idle_seen:
@@ -173,7 +169,6 @@ class ResidentShare:
             self._copy(Link.HOST_TO_DEVICE, chunk, role, memories[role], home.memory)
         memory.move_in(chunk, memories)
         self._moved.append(chunk)
-        self._may_go_back = True
         self._settle(chunk)
         return True
 
@@ -189,8 +184,6 @@ class ResidentShare:
             self._runtime.memory.move_back(chunk, role)
         self._take_gradients(chunk, gradients)
         self._moved.remove(chunk)
-        self._went_back += self._may_go_back
-        self._may_go_back = False
         self._settle(chunk)
 
     def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:
