@@ -13,7 +13,8 @@ operators, NumPy) count no version:
   chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read and write as many.
 - In all other cases (forwards alone, accumulation, frozen weights) copies stay. Functions of torch that may write are
   seen as they are called, and tensors that share a weight's memory as compute ends (`touched`); what C++ writes through
-  a pointer that it kept is not. A home on the device could be read only by waiting, so its copy is made anew for each forward.
+  a pointer that it kept is not. A home on the device could be read only by waiting, so its copy is made anew for each
+  forward.
 - Gradients that are staged from NVMe are compared with their home by one element of each parameter.
 """
 

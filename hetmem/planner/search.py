@@ -289,7 +289,9 @@ def cheapest_mix(
 
     def judge(count: int) -> Iterator[Mix]:
         workload = kept(count)
-        for setting in dict.fromkeys((asked, _whole(asked))) if workload is not None else ():
+        if workload is None:
+            return
+        for setting in dict.fromkeys((asked, _whole(asked))):
             made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
             found = judged(made, setting, hardware, micro_batches)
             if isinstance(found, Judged):

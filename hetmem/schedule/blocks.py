@@ -285,7 +285,7 @@ class SlotMap:
         self._owner: list[int | None] = [None] * count
 
     def find(self, span: int) -> int | None:
-        """The first free slot, or the last `span` free ones in a row at a multiple of `span`; None if there are none."""
+        """The first free slot, or the last free row of `span` at a multiple of `span`; None if there is none."""
         if span == 1:
             return self._owner.index(None) if self.used < self.count else None
         places = reversed(range(self.count // span))

@@ -26,7 +26,6 @@ from tests.engine.harness import (
     WIDTH,
     adamws,
     assert_same_weights,
-    budget,
     loss_of,
     manage,
     mlp,

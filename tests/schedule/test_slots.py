@@ -72,9 +72,7 @@ def test_places_of_their_own_never_fragment(count: int, steps: list[tuple[int, i
         found = places.find(span)
         assert found is not None or places.used + span > count
         if found is not None and places.used + span <= count:
-            assert found in places.free() and not any(
-                at < found + span and found < at + s for at, s in taken.items()
-            )
+            assert found in places.free() and not any(at < found + span and found < at + s for at, s in taken.items())
             places.take(found, span, block)
             taken[found] = span
         if pick % 2 and taken:
