@@ -87,9 +87,10 @@ class WriteCheck:
         trained = self.stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
         if trained:
             self._gradients_left.clear()
-        self.stepped, self._gradients_wanted = False, torch.is_grad_enabled()
         chunks, counted = self._chunks, self._all_counted()
-        due = {each for each in chunks if trained and any(map(_TRAINS, each.parameters))}
+        first = self._gradients_wanted is None  # before which nothing was watched
+        due = {each for each in chunks if first or (trained and any(map(_TRAINS, each.parameters)))}
+        self.stepped, self._gradients_wanted = False, torch.is_grad_enabled()
         due.update(managed.chunk for managed in self.touched)
         self.touched.clear()
         compared: list[Chunk] = []
