@@ -16,7 +16,7 @@ import torch
 from hetmem.cpu.workers import WorkerPool
 from hetmem.memory.host_pool import PageLocks, later
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_requests import Threads
+from hetmem.memory.nvme_io import Threads
 
 class Cudart:
     def cudaHostRegister(self, address, nbytes, flags):
