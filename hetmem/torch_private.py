@@ -47,7 +47,7 @@ ATTRIBUTES = {
 # ---- autograd ----
 current_graph_task = _C._current_graph_task_id  # which backward runs on this thread; -1: none
 current_node = _C._current_autograd_node  # within which node of it: a custom function's backward, an accumulation
-autograd = _C._autograd  # whether hooks of saved tensors are in force, whose are innermost; the next node's number
+autograd = _C._autograd  # whether hooks of saved tensors are in force, whose are innermost
 engine: Any = torch.autograd.Variable._execution_engine  # calls back at the end of the backward that runs
 
 # ---- GPUs ----
