@@ -40,7 +40,6 @@ ATTRIBUTES = {
     "_backward_hooks": "whether a gradient has hooks of the user's, who may change it",
     "_post_accumulate_grad_hooks": "the same, behind the accumulation",
     "_forward_pre_hooks": "hooks that compute a weight before each call, as torch's spectral_norm does",
-    "_sequence_nr": "the number of a node, in the order in which they are made: in which module its operator ran",
     "_apply": "through which `to`, `cuda` and `half` of a module go",
 }
 

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
 from hetmem.base.threads import start_thread
 from hetmem.base.units import MIB, format_size, round_up
@@ -33,14 +32,6 @@ _LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second
 
 Move = Callable[[int, list[memoryview], int], int]
 """`preadv` or `pwritev`: descriptor, buffers and offset to the bytes moved."""
-
-
-class VectoredIo(Protocol):
-    """The two system calls of the store; `os` is the real one, tests pass one that fails."""
-
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int: ...
-
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int, /) -> int: ...
 
 
 class StoreFile:

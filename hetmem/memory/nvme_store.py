@@ -17,12 +17,13 @@ import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from hetmem.base.units import MIB, round_down, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory.host_pool import Loan, Spans
 from hetmem.memory.mapping import Mapping, address_of
-from hetmem.memory.nvme_io import BLOCK_BYTES, DiskLink, StoreFile, VectoredIo, sized
+from hetmem.memory.nvme_io import BLOCK_BYTES, DiskLink, StoreFile, sized
 
 __all__ = ["BLOCK_BYTES", "Extent", "Look", "NvmeStore"]
 
@@ -87,12 +88,12 @@ class NvmeStore:
         *,
         threads: int = THREADS,
         request_bytes: int = REQUEST_BYTES,
-        io: VectoredIo = os,
+        io: Any = os,
     ) -> None:
         """A store of at most `capacity_bytes` spread over `directories`; no disk space is taken yet.
 
         At most `threads` requests of at most `request_bytes` run per directory and direction, on threads of their own:
-        a fetch never queues behind write-backs.
+        a fetch never queues behind write-backs. `io` has the system calls `preadv` and `pwritev`; tests pass one that fails.
 
         Warns where there is no O_DIRECT. Raises `BudgetError` for a directory that cannot hold the file and for a
         capacity below 1; nothing stays open then.
