@@ -1,7 +1,7 @@
 """Pinned host memory: one page-aligned mapping, cut into permanent homes, loans, and the slots of a staging ring.
 
-Here is how it is page-locked too: registered with the CUDA driver in pieces. It hands out bytes and keeps to its capacity;
-it does not know what is in them, nor torch's allocator.
+Here is how it is page-locked too: registered with the CUDA driver in pieces. It hands out bytes and keeps to its
+capacity; it does not know what is in them, nor torch's allocator.
 """
 
 from __future__ import annotations

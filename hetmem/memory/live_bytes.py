@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -154,7 +154,7 @@ class DeviceMonitor(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.count(func, tree_leaves(result))
             return result
-        if self._strict and not (self.transformed or self.left or _only_views(func)):
+        if self._strict and not (self.transformed or self.left or operator_of(func).only_views or func in _METADATA):
             self._check(func, _tensors(args))
             self._check(func, _tensors(kwargs.values()))
         if torch.is_inference_mode_enabled() and _is_of_several(func):
@@ -325,18 +325,30 @@ def _address_of(storage: Any) -> int:
         return 0
 
 
-_VIEWS: dict[Any, bool] = {}
+class Operator(NamedTuple):
+    """An operator of torch, as people call it, and what its schema says: whether it touches no elements, so that its
+    results are views of its arguments, and whether it speaks of no shared memory."""
+
+    func: Any
+    name: str
+    only_views: bool
+    is_pure: bool
 
 
-def _only_views(func: Any) -> bool:
-    """Whether `func` touches no elements: its results are views of its arguments and nothing is written."""
-    known = _VIEWS.get(func)
-    if known is None:
-        aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
-        returns = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
-        known = bool(returns) and not any(alias.is_write for alias in aliases)
-        known = _VIEWS[func] = known or func in _METADATA
-    return known
+_operators: dict[int, Operator] = {}
+
+
+def operator_of(func: Any) -> Operator:
+    """Look `func` up by its identity: its hash is a call of Python, and a trace asks ten thousand times."""
+    found = _operators.get(id(func))
+    if found is None:
+        schema = func._schema
+        given, returned = ([value.alias_info for value in some] for some in (schema.arguments, schema.returns))
+        writes = any(alias is not None and alias.is_write for alias in given)
+        views = any(alias is not None for alias in returned) and not writes
+        pure = all(alias is None for alias in (*given, *returned))
+        found = _operators[id(func)] = Operator(func, _name(func), views, pure)
+    return found
 
 
 @cache

@@ -1,8 +1,8 @@
 """Host memory in whole pages, straight from the kernel, near a device, and how much of it the machine has left.
 
-What O_DIRECT, page-locking and huge pages all need. Where Linux has no files about them, all cores are as near, and there
-is no limit. A container, or a job of a batch system, has a limit that the machine's own numbers say nothing of, and a
-process that goes beyond it is killed. Must not know torch, pools or what the memory is for.
+What O_DIRECT, page-locking and huge pages all need. Where Linux has no files about them, all cores are as near, and
+there is no limit. A container, or a job of a batch system, has a limit that the machine's own numbers say nothing of,
+and a process that goes beyond it is killed. Must not know torch, pools or what the memory is for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Files of the NVMe store, without a name, sparse and mapped; and the threads of each disk that read and write them, with
-O_DIRECT where that works.
+"""Files of the NVMe store, without a name, sparse and mapped; and the threads of each disk that read and write them,
+with O_DIRECT where that works.
 
-Knows descriptors, blocks, the page cache, memory and futures. Must not know extents, capacities or who asked. Requests go
-over one link for each direction, with its traffic and its time.
+Knows descriptors, blocks, the page cache, memory and futures. Must not know extents, capacities or who asked. Requests
+go over one link for each direction, with its traffic and its time.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ class NvmeStore:
         """A store of at most `capacity_bytes` spread over `directories`; no disk space is taken yet.
 
         At most `threads` requests of at most `request_bytes` run per directory and direction, on threads of their own:
-        a fetch never queues behind write-backs. `io` has the system calls `preadv` and `pwritev`; tests pass one that fails.
+        a fetch never queues behind write-backs. `io` has the system calls `preadv` and `pwritev`: tests pass one that
+        fails.
 
         Warns where there is no O_DIRECT. Raises `BudgetError` for a directory that cannot hold the file and for a
         capacity below 1; nothing stays open then.
