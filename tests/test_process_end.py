@@ -40,7 +40,7 @@ atexit.register(locks[1].end)  # a finalizer's: it does nothing, as the process 
 disk.start()
 work()
 locks[0].end()
-assert len([each for each in threading.enumerate() if "hetmem" in each.name]) == 3
+assert len([each for each in threading.enumerate() if "hetmem" in each.name]) == 2
 """
 
 
