@@ -15,7 +15,6 @@ from pkgutil import resolve_name
 from threading import current_thread, main_thread
 from threading import enumerate as all_threads
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -260,15 +259,6 @@ class Inside:
         """Return the device bytes of tensors that are no chunks', now."""
         return self._runtime.monitor.live_bytes
 
-    def chunk_bytes(self) -> int:
-        """Return the device bytes of copies and homes, now."""
-        return self._runtime.room.chunk_bytes()
-
-    def alive(self) -> Callable[[], bool]:
-        """Return what says later, without holding anything, whether the runtime still lives."""
-        runtime = ref(self._runtime)
-        return lambda: runtime() is not None
-
     # ---- acts --------------------------------------------------------------------------------------------------
 
     def wait_idle(self) -> None:
@@ -294,9 +284,8 @@ class Inside:
         return self._runtime.room._leave_device(nbytes)
 
     def look_for_idle_memory(self) -> None:
-        """Have homes move to idle device memory again, as if none had ever gone back."""
-        share = self._found.share
-        share._went_back, share._idle_seen = 0, -1
+        """Have homes move to idle device memory again."""
+        self._found.share._idle_seen = -1
 
     def forget_peaks(self) -> None:
         """Have what others hold of the device now pass for the most that they ever needed."""

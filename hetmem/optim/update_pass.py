@@ -112,15 +112,6 @@ class Passes:
                 update.disturbed |= part.version != part.gradient._version
         update.disturbed |= not all(as_sampled(seen))
 
-    def look_ahead(self, parts: Iterable[Part]) -> None:
-        """Begin to read what `unscaled` compares and lies on NVMe: one by one, each would cost a whole access."""
-        store = self._runtime.memory.store
-        for part in parts if store is not None else ():
-            chunk, at = part.managed.chunk, None if part.sample is None else part.sample[0]
-            home = chunk.homes.get(Role.GRAD) if part.at_home else None  # none: streamed, and used up
-            if store is not None and isinstance(at, int) and home is not None and home.extent is not None:
-                store.cache_pages(home.extent, [(part.managed.offset + at) * chunk.dtype.itemsize])
-
     def as_sampled(self, parts: Iterable[Part]) -> list[bool]:
         """Return for each of `parts` whether its gradient is what was seen, as far as its sample says. One wait for all
         that are on the device."""
@@ -143,10 +134,9 @@ class Passes:
     def notice_written(self, chunk: Chunk) -> None:
         """The same, but of gradients."""
         writes = self._runtime.writes
-        if writes.any_changed(chunk, chunk.parameters):
-            for managed in chunk.parameters:
-                if writes.changed(managed):
-                    writes.by_user(managed)
+        for managed in chunk.parameters:
+            if writes.counted(managed):
+                writes.by_user(managed)
         self.notice_states(chunk)
 
     def notice_before(self, update: ChunkUpdate) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import random
@@ -15,9 +14,7 @@ from typing import Any
 import pytest
 
 from hetmem.errors import BudgetError, CapacityError
-from tests.engine.harness import comes_to_be
 from tests.memory.left import nothing_left, open_files, random_memory
-from tests.memory.pages import cached_blocks
 from tests.memory.tested import BLOCK_BYTES, MIB, Extent, Mapping, NvmeStore
 
 __all__ = ["nothing_left"]  # a fixture
@@ -259,11 +256,6 @@ def test_senseless_arguments_are_refused(tmp_path: Path, nothing_left: None) -> 
         NvmeStore([tmp_path], 0)
     with pytest.raises(BudgetError, match="cannot keep"):
         NvmeStore([tmp_path], 1 << 70)
-    for request_bytes in (0, -4096, 5000):
-        with pytest.raises(ValueError, match="multiple of 4096"):
-            NvmeStore([tmp_path], MIB, request_bytes=request_bytes)
-    with pytest.raises(ValueError, match="greater than 0"):
-        NvmeStore([tmp_path], MIB, threads=0)
     store = NvmeStore([tmp_path], MIB)
     for nbytes in (0, -1):
         with pytest.raises(ValueError, match="at least 1 byte"):
@@ -296,28 +288,3 @@ def test_the_store_works_where_there_is_neither_o_tmpfile_nor_o_direct(
     assert store.write(extent, source).result() == 5 * BLOCK_BYTES
     assert bytes(store.view(extent)) == bytes(source)
     store.close()
-
-
-def test_pages_that_are_looked_at_next_are_brought_to_the_page_cache(store: NvmeStore) -> None:
-    extent = store.reserve_many([BLOCK_BYTES, 64 * BLOCK_BYTES])[1]
-    store.write(extent, random_memory(64 * BLOCK_BYTES, seed=3)).result()
-    if not store.direct[0] or cached_blocks(store, extent):
-        pytest.skip("this filesystem is the page cache")
-    store.cache_pages(extent, [17 * BLOCK_BYTES + 3, 17 * BLOCK_BYTES + 40, 40 * BLOCK_BYTES])
-    assert comes_to_be(lambda: cached_blocks(store, extent) == [17, 40])
-
-
-def test_pages_that_cannot_be_read_ahead_are_left_to_whoever_looks(
-    store: NvmeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as would end every thread that has one."""
-    extent, asked = store.reserve(64 * BLOCK_BYTES), []
-
-    def fails(*_: object) -> int:
-        asked.append(1)
-        raise OSError(errno.EIO, "the disk is ill")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", fails)
-        store.cache_pages(extent, range(0, 64 * BLOCK_BYTES, BLOCK_BYTES))
-        assert comes_to_be(lambda: len(asked) == 64, seconds=5)
