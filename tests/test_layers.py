@@ -34,7 +34,6 @@ ORDER = (
     "api",  # what users call
     "__init__",
     "tools testing integrations",  # measures, looks inside for tests, lets frameworks call
-    "plan_command",
     "cli",
     "__main__",
 )

@@ -4,12 +4,11 @@ move and some stay. By simulated time, with few of the mixes judged. Pure."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from hetmem.base.hardware import HardwareProfile
 from hetmem.planner.activations import moving
-from hetmem.planner.search import Judged, Setting, judged, not_whole
+from hetmem.planner.search import Judged, Setting, judged, not_whole, whole_device
 from hetmem.planner.workload import Workload
 from hetmem.schedule.placement import Capacities
 from hetmem.schedule.update_split import WORTH
@@ -36,11 +35,7 @@ class Mix:
 
 
 def cheapest_mixes(
-    kept: Callable[[int], Workload | None],
-    layers: int,
-    asked: Setting,
-    hardware: HardwareProfile,
-    micro_batches: int,
+    kept: Callable[[int], Workload | None], layers: int, asked: Setting
 ) -> tuple[Mix | None, Mix | None]:
     """The mixes with the shortest step: of those that recompute nothing, and of those that do, which is shorter; None
     where what `activations="auto"` does by default is as good, or the former. `kept(count)` is the workload with the
@@ -51,32 +46,27 @@ def cheapest_mixes(
         workload = kept(count)
         if workload is None:
             return
-        for setting in dict.fromkeys((asked, not_whole(workload, asked) if home_part else _whole(asked))):
+        for setting in dict.fromkeys((asked, not_whole(workload, asked) if home_part else whole_device(asked))):
             made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False, home_part=home_part)
-            found = judged(made, setting, hardware, micro_batches)
+            found = judged(made, setting)
             if isinstance(found, Judged):
                 yield Mix(count, made, setting.capacities, found.result.seconds)
 
     plain = kept(0)
     assert plain is not None
     as_asked = next((mix for mix in judge(0) if mix.capacities == asked.capacities), None)
-    if as_asked is not None and WORTH * as_asked.seconds <= micro_batches * plain.compute_seconds(hardware.device):
+    if as_asked is not None and WORTH * as_asked.seconds <= asked.compute_seconds(plain):
         return None, None
     moves = _shortest(as_asked, judge(0))
     for home_part in _HOME_PARTS:
         moves = _shortest(moves, judge(0, home_part))
     best = moves
-    for count in _counts(layers):
+    for count in sorted({layers * part // 4 for part in range(1, 5)} - {0}):
         best = _shortest(best, judge(count))
     for home_part in _HOME_PARTS if best is not moves else ():
         assert best is not None
         best = _shortest(best, judge(best.recomputed, home_part))
     return None if moves is as_asked else moves, None if best is moves else best
-
-
-def _counts(layers: int) -> list[int]:
-    """Few counts of layers that are computed again."""
-    return sorted({layers * part // 4 for part in range(1, 5)} - {0})
 
 
 def _shortest(best: Mix | None, others: Iterable[Mix]) -> Mix | None:
@@ -85,11 +75,3 @@ def _shortest(best: Mix | None, others: Iterable[Mix]) -> Mix | None:
         if best is None or other.seconds < WORTH * best.seconds:
             best = other
     return best
-
-
-def _whole(asked: Setting) -> Setting:
-    """`asked`, with all of the device for chunks if nothing else is said."""
-    capacities = asked.capacities
-    if capacities.device_chunk_bytes is not None:
-        return asked
-    return replace(asked, capacities=replace(capacities, device_chunk_bytes=capacities.device_bytes))

@@ -1,23 +1,20 @@
-"""The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, text and a file.
-
-Checks every field of a file before a run or a reader relies on it.
-"""
+"""The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, text and a file."""
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from hetmem.base.config import Budget
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.planner.plan_text import TIERS, Figures, line, text
+from hetmem.planner.plan_text import Figures, line, text
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),
@@ -27,13 +24,10 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
 }
 """What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
-PLAN_VERSION = 8
+PLAN_VERSION = 9
 _WIDTH = 76
-_MOST = 1e40
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
-SENT_STATES = "states sent for their update"
-"""The role of the slots on the device that states are brought to."""
 
 
 class PlanError(HetmemError, ValueError):
@@ -55,11 +49,7 @@ class Plan(Figures):
     make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
     and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
     `device_chunks` and `home_copies` are what `manage(plan=…)` sets; None where the default is as good.
-    `device_update_share`: the part of the parameters that is updated on the device, where it lives;
-    `streamed_update_share`: that whose states are sent there for it. `streaming`: how that compares, whichever was
-    taken: the `share` that would be sent, `step_seconds` with it and `host_step_seconds` without; None where nothing
-    would be sent. `profile`: where states are sent, what the run has to know of the machine for it, as of
-    `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it came from, None if neither.
+    `device_update_share`: the part of the parameters that is updated on the device, where it lives.
     `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those not named are the default
     ones. `alternatives`: the same training done differently, where that fits: `advice`, `micro_batches`, `step_seconds`
     and `activation_bytes` of each, the fastest first. `approximations`: the same of what changes the mathematics.
@@ -85,7 +75,18 @@ class Plan(Figures):
     @property
     def budget(self) -> Budget:
         """The budget to run with. Raises `BudgetError` if the plan uses NVMe and names no directory."""
-        return self.budget_in(*self.nvme_directories)
+        budget = self.budget_bytes
+        if budget["nvme"] and not self.nvme_directories:
+            raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
+        nvme = budget["nvme"] or None
+        return Budget(
+            budget["device"],
+            budget["host"],
+            nvme,
+            list(self.nvme_directories) if nvme else None,
+            device_chunks=self.device_chunks,
+            home_copies=self.home_copies,
+        )
 
     @property
     def best(self) -> Plan:
@@ -93,25 +94,14 @@ class Plan(Figures):
         return self if self.combined is None else Plan.from_dict(self.combined)
 
     @property
-    def needs_its_file(self) -> bool:
-        """Whether keywords cannot say it all: the profile is no file."""
-        return self.profile is not None and self.profile_name is None
-
-    @property
     def keywords(self) -> tuple[str, ...]:
         """What `manage` and `managed` are to be given so that a run does as planned, as Python."""
         said = {
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
             "chunk_bytes": None if self.chunk_bytes is None else _size(self.chunk_bytes),
-            "hardware": json.dumps(self.profile_name) if self.profile is not None and self.profile_name else None,
             "activations": None if self.activations == "keep" else json.dumps(self.activations),
         }
         return self._budget_as_written(), *(f"{name}={value}" for name, value in said.items() if value is not None)
-
-    @property
-    def decorator(self) -> str:
-        """What to write before a model's class so that its instances run as planned, as Python."""
-        return f"@hetmem.managed({', '.join(self.keywords)})"
 
     @property
     def constructor(self) -> str:
@@ -123,11 +113,9 @@ class Plan(Figures):
         options = (f"{name}={written.get(value) or _python(value)}" for name, value in self.optimizer.items())
         return "model.parameters()", *options
 
-    def code(self, saved_as: str | None = None) -> str:
-        """All that a program is to say so that it runs as planned, in lines of at most 80 columns where that can be.
-        `saved_as`: the file of this plan, named in place of `keywords`."""
-        given = (f"plan={json.dumps(saved_as)}",) if saved_as else self.keywords
-        arguments = [f"    {argument}," for argument in given]
+    def code(self) -> str:
+        """All that a program is to say so that it runs as planned, in lines of at most 80 columns where that can be."""
+        arguments = [f"    {argument}," for argument in self.keywords]
         lines = [*self.setup]
         if self.inference or self.setup:
             whole = "model.eval().requires_grad_(False)" if self.inference else "model"
@@ -180,24 +168,10 @@ class Plan(Figures):
         """The same plan, with its files in `nvme_directories`: a plan knows no directories of other machines."""
         return replace(self, nvme_directories=tuple(os.fspath(path) for path in nvme_directories))
 
-    def budget_in(self, *nvme_directories: str | os.PathLike[str]) -> Budget:
-        """The budget to run with, NVMe in `nvme_directories`."""
-        budget, directories = self.budget_bytes, list(nvme_directories)
-        if budget["nvme"] and not directories:
-            raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
-        nvme = budget["nvme"] or None
-        return Budget(
-            budget["device"],
-            budget["host"],
-            nvme,
-            directories if nvme else None,
-            device_chunks=self.device_chunks,
-            home_copies=self.home_copies,
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and dicts, with a version."""
-        return {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
+        """Plain numbers, lists and dicts, with a version, and a digest of all of that."""
+        data = {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
+        return {**data, "digest": _digest(data)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path` as JSON. The file appears whole or not at all; raises OSError with the old one as it
@@ -206,7 +180,7 @@ class Plan(Figures):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan that `save` wrote. Raises `PlanError` naming the field that is wrong."""
+        """The plan that `save` wrote. Raises `PlanError` for anything else, also for one that was changed since."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -215,35 +189,24 @@ class Plan(Figures):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """The plan that `to_dict` gave."""
-        if not isinstance(data, Mapping) or data.get("version") != PLAN_VERSION:
-            got = data.get("version") if isinstance(data, Mapping) else data
+        """The plan that `to_dict` gave. Raises `PlanError` for anything else."""
+        given = dict(data) if isinstance(data, Mapping) else {"version": data}
+        if given.get("version") != PLAN_VERSION:
             raise PlanError(
-                f"plan: version: expected {PLAN_VERSION}, got {got!r}: another hetmem made it; plan again with this one"
+                f"plan: version: expected {PLAN_VERSION}, got {given.get('version')!r}: another hetmem made it; plan "
+                f"again with this one"
             )
-        kinds = get_type_hints(cls)
-        for spec in fields(cls):
-            name, kind = spec.name, str(spec.type).replace("None", "null")
-            kind += " of numbers that are finite and not below zero" if "int" in kind or "float" in kind else ""
-            if name not in data:
-                raise PlanError(f"plan: {name} is missing")
-            said, is_sound = _RULES.get(name, (kind, bool))
-            if not _is(data[name], kinds[name]) or (name in _RULES and not is_sound(data[name])):
-                raise PlanError(f"plan: {name}: expected {said}, got {data[name]!r}")
-        if data["fits"] and not (data["step_seconds"] and data["terms"] and data["binding"] in data["terms"]):
-            raise PlanError("plan: one that fits has step_seconds, terms, and the longest of them as binding")
-        if data["combined"] is not None:
-            try:
-                cls.from_dict(data["combined"])
-            except PlanError as error:
-                raise PlanError(f"plan: combined: expected a plan or null: {error}") from error
-        made: dict[str, Any] = {
-            name: tuple(data[name]) if get_origin(kind) is tuple else data[name] for name, kind in kinds.items()
-        }
-        return cls(**made)
+        if given.pop("digest", None) != _digest(given):
+            raise PlanError(
+                "plan: digest: it was changed since hetmem made it: plan again, or give manage the keywords that the "
+                "plan says, with other values, in its place"
+            )
+        kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(cls).items()}
+        return cls(**{name: tuple(given[name]) if kind is tuple else given[name] for name, kind in kinds.items()})
 
     def __str__(self) -> str:
-        return described(self)
+        """The whole of it, one figure a line."""
+        return text(self, self.best, self.best.code())
 
     def __repr__(self) -> str:
         return line(self)
@@ -253,61 +216,8 @@ class Plan(Figures):
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def described(plan: Plan, saved_as: str | None = None) -> str:
-    """The whole of `plan`, one figure a line. `saved_as`: the file that the plan of the block to paste is in."""
-    best = plan.best
-    code = best.code(saved_as if best.needs_its_file else None)
-    return text(plan, best, code, is_to_be_saved=best.needs_its_file and saved_as is None)
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether `value` is what JSON has of the annotated `kind`; no number is below zero, NaN or beyond all bounds."""
-    of = get_args(kind)
-    if get_origin(kind) is UnionType:
-        return any(_is(value, each) for each in of)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_is(each, of[1]) for each in value.values())
-    if get_origin(kind) is tuple:
-        return isinstance(value, (list, tuple)) and all(_is(each, of[0]) for each in value)
-    if kind in (int, float):
-        return type(value) in (int, kind) and 0 <= value <= _MOST
-    return kind is Any or type(value) is kind
-
-
-def _each(**kinds: type) -> tuple[str, Callable[[Any], bool]]:
-    return f"objects with {', '.join(kinds)}", lambda value: all(
-        isinstance(one, dict) and _is(one.get(key), kind) for one in value for key, kind in kinds.items()
-    )
-
-
-_OF_LAYERS = ("count", "recomputed", "moved_bytes", "kept_bytes")
-
-
-def _with(*keys: str) -> tuple[str, Callable[[Any], bool]]:
-    return f"numbers for {', '.join(keys)}", lambda value: value is None or set(value) >= set(keys)
-
-
-_ALTERNATIVES = _each(advice=str, micro_batches=int, step_seconds=float, activation_bytes=int)
-_RULES = {
-    "mixed_precision": ("bfloat16, float16 or null", lambda value: value in (None, "bfloat16", "float16")),
-    "streaming": _with("share", "step_seconds", "host_step_seconds"),
-    "optimizer": (
-        "at most " + " and ".join(f"{option} ({' or '.join(map(str, known))})" for option, known in OPTIONS.items()),
-        lambda value: all(value[option] in OPTIONS.get(option, ()) for option in value),
-    ),
-    "at_peak": _each(what=str, bytes=int),
-    "activations": ("keep, offload or auto", lambda value: value in ("keep", "offload", "auto")),
-    "layers": (
-        "of, count, recomputed, moved_bytes and kept_bytes, or null",
-        lambda value: (
-            value is None or (isinstance(value.get("of"), str) and all(_is(value.get(key), int) for key in _OF_LAYERS))
-        ),
-    ),
-    "activation_choices": _each(choice=str, moved_bytes=int, times=float, rows=int, sequence=int),
-    **dict.fromkeys(("alternatives", "approximations"), _ALTERNATIVES),
-    **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes"), _with(*TIERS)),
-}
-"""Of a field whose kind does not say it all: what it should be, and whether it is."""
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _size(nbytes: int) -> str:

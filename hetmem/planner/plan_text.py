@@ -67,10 +67,6 @@ class Figures:
     device_chunks: int | None
     home_copies: bool | None
     device_update_share: float
-    streamed_update_share: float
-    streaming: dict[str, float] | None
-    profile: dict[str, Any] | None
-    profile_name: str | None
     optimizer: dict[str, Any]
     alternatives: tuple[dict[str, Any], ...]
     approximations: tuple[dict[str, Any], ...]
@@ -98,10 +94,10 @@ def line(plan: Figures) -> str:
     return f"<Plan of {plan.model}: {format_seconds(plan.step_seconds)} a step, {binds} binds; peak: {peaks}>"
 
 
-def text(plan: Figures, best: Figures, code: str, *, is_to_be_saved: bool) -> str:
-    """The whole of `plan`, one figure a line, and the `code` of `best`, which holds if that plan `is_to_be_saved`."""
+def text(plan: Figures, best: Figures, code: str) -> str:
+    """The whole of `plan`, one figure a line, and the `code` of `best`."""
     parts = [*_head(plan), "", *_tiers(plan), "", *(_time(plan) if plan.fits else _refusal(plan))]
-    return "\n".join([*parts, *_choices(plan), *_block(plan, best, code, is_to_be_saved)])
+    return "\n".join([*parts, *_choices(plan), *_block(plan, best, code)])
 
 
 def _wrapped(text: str, indent: str = "  ") -> str:
@@ -173,11 +169,8 @@ def _time(plan: Figures) -> Iterator[str]:
         yield f"  {_RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
     if not plan.inference:
-        yield _wrapped(f"optimizer: {_updates(plan)}")
-    if plan.streaming is not None:
-        sent, alone = (format_seconds(plan.streaming[name]) for name in ("step_seconds", "host_step_seconds"))
-        how = f"states of {plan.streaming['share']:.0%} of the parameters sent to the device for their update"
-        yield _wrapped(f"judged both: {how}: {sent} a step; updated by the host: {alone}")
+        there = plan.device_update_share
+        yield _wrapped(f"optimizer: {there:.0%} of the parameters are updated on the device, {1 - there:.0%} by the host")
     if plan.link_bytes.get("nvme_write"):
         yield _wrapped(_wear(plan))
     yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
@@ -186,16 +179,10 @@ def _time(plan: Figures) -> Iterator[str]:
         if any(advice.startswith(other["advice"] + ": ") for advice in plan.advice):
             continue  # it is faster, and said below
         how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
-        how += ", states sent to the device for their update" if other.get("streamed") else ""
         yield _wrapped(f"judged too: {other['advice']}: {how}, {memory} of activations")
     yield from (_wrapped(f"do: {advice}") for advice in plan.advice)
 
 
-def _updates(plan: Figures) -> str:
-    """Where the parameters are updated."""
-    there, sent = plan.device_update_share, plan.streamed_update_share
-    streamed = f"{sent:.0%} there with their states sent for it, " if sent else ""
-    return f"{there:.0%} of the parameters are updated on the device, {streamed}{1 - there - sent:.0%} by the host"
 
 
 def _wear(plan: Figures) -> str:
@@ -235,7 +222,7 @@ def _choices(plan: Figures) -> Iterator[str]:
         yield _wrapped(f"  {other['advice']}: {format_seconds(other['step_seconds'])} a step", "    ")
 
 
-def _block(plan: Figures, best: Figures, code: str, is_to_be_saved: bool) -> Iterator[str]:
+def _block(plan: Figures, best: Figures, code: str) -> Iterator[str]:
     if not best.fits:
         return
     assert best.step_seconds is not None
@@ -253,7 +240,3 @@ def _block(plan: Figures, best: Figures, code: str, is_to_be_saved: bool) -> Ite
         yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")
     yield textwrap.indent(code, "    ")
-    if is_to_be_saved:
-        yield _wrapped(
-            'do: save it with -o plan.json and give plan="plan.json" in place of all else: keywords cannot say it all'
-        )
