@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.optimum import fewest_bytes
 from hetmem.planner import load_profile
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
+from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import FIFO, LRU, Block, Command, CopyState, Drop, EvictionPolicy, Fetch, NextUse, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Schedule, Tier, UseSequence

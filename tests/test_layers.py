@@ -44,7 +44,7 @@ DECIDES = {"schedule"}
 DECIDE_TOO = {
     f"hetmem.planner.{name}"
     for name in (
-        "decide reservation search workload rehearsal.room rehearsal.simulator rehearsal.step_program rehearsal.updates"
+        "decide reservation search workload simulated_engine simulator step_program"
     ).split()
 }
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.

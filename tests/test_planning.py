@@ -20,7 +20,7 @@ from hetmem.base.hardware import HardwareProfile, ProfileError, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.intercept import registry
 from hetmem.planner.model import checkpointed, divided, trace
-from hetmem.planner.rehearsal.step_program import Rehearsal
+from hetmem.planner.step_program import Rehearsal
 from hetmem.planner.reservation import ROLES, arrange
 from hetmem.planner.workload import Kind
 from hetmem.schedule.placement import Capacities

@@ -29,9 +29,8 @@ from hetmem.base.units import parse_size
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
-from hetmem.planner.answer import activation_choices, plan_of
+from hetmem.planner.answer import activation_choices, cheapest_mixes, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
-from hetmem.planner.layers import cheapest_mixes
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,

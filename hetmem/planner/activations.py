@@ -12,7 +12,7 @@ from functools import partial
 from itertools import accumulate
 
 from hetmem.base.units import round_up
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
+from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.reservation import OWN, arrange
 from hetmem.planner.workload import Move, Workload
 from hetmem.schedule.blocks import in_flight_bytes

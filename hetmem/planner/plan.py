@@ -1,4 +1,7 @@
-"""The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, text and a file."""
+"""The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, a file, and text of at most 80 columns.
+
+The text says what fits, what a step waits for, what to change, and a block to paste.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,16 @@ import hashlib
 import html
 import json
 import os
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from hetmem.base.config import Budget
+from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.planner.plan_text import Figures, line, text
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),
@@ -25,9 +29,29 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
 """What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
 PLAN_VERSION = 9
-_WIDTH = 76
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
+MARGIN_SHARE = 0.05
+"""Of the planned peak of a tier: so much more a run is given."""
+TIERS = ("device", "host", "nvme")
+_WIDTH = 80
+_CODE_WIDTH = 76
+_SHOWN = 4
+"""Kinds of tensors at the peak that are named."""
+_LOGITS_SHARE = 0.25
+"""Of what is on the device beside chunks: from there on logits are told of."""
+_FULL_WRITES = 600
+"""A drive is rated for, by the makers of common ones."""
+_DAY = 86400
+
+_RESOURCES = {
+    "compute": "compute",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "update": "optimizer update",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+}
 
 
 class PlanError(HetmemError, ValueError):
@@ -35,7 +59,7 @@ class PlanError(HetmemError, ValueError):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Figures):
+class Plan:
     """What a managed run will do. Bytes and seconds; the dicts' keys are the tiers, roles and resources by name.
 
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
@@ -61,6 +85,51 @@ class Plan(Figures):
     of the first are checkpointed (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
+
+    model: str
+    hardware: str
+    parameters: int
+    rows: int
+    tokens: int
+    micro_batches: int
+    checkpointing: bool
+    mixed_precision: str | None
+    fits: bool
+    capacity_bytes: dict[str, int]
+    budget_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+    role_bytes: dict[str, dict[str, int]]
+    step_seconds: float | None
+    stall_seconds: float | None
+    terms: dict[str, float]
+    binding: str | None
+    link_bytes: dict[str, int]
+    flops: int
+    activations: str
+    activation_bytes: dict[str, int]
+    activation_choices: tuple[dict[str, Any], ...]
+    layers: dict[str, Any] | None
+    chunk_waste: float
+    slot_bytes: int
+    chunk_bytes: int | None
+    device_chunks: int | None
+    home_copies: bool | None
+    device_update_share: float
+    optimizer: dict[str, Any]
+    alternatives: tuple[dict[str, Any], ...]
+    approximations: tuple[dict[str, Any], ...]
+    combined: dict[str, Any] | None
+    inference: bool
+    setup: tuple[str, ...]
+    at_peak: tuple[dict[str, Any], ...]
+    peak_operator: str
+    logits_bytes: int
+    compute_bound_rows: int | None
+    largest_parameters: int
+    missing_bytes: dict[str, int]
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    nvme_directories: tuple[str, ...]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -132,7 +201,7 @@ class Plan(Figures):
             ]
         elif self.checkpointing:
             lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
-        if not self.inference and len(self.constructor) < _WIDTH:
+        if not self.inference and len(self.constructor) < _CODE_WIDTH:
             lines.append(self.constructor)
         elif not self.inference:
             lines += ["optimizer = hetmem.AdamW(", *(f"    {option}," for option in self._options()), ")"]
@@ -206,10 +275,17 @@ class Plan(Figures):
 
     def __str__(self) -> str:
         """The whole of it, one figure a line."""
-        return text(self, self.best, self.best.code())
+        parts = [*_head(self), "", *_tiers(self), "", *(_time(self) if self.fits else _refusal(self))]
+        return "\n".join([*parts, *_choices(self), *_block(self, self.best)])
 
     def __repr__(self) -> str:
-        return line(self)
+        """In one line: whether it fits, how fast it is, what binds, and the peak of each tier."""
+        if not self.fits or self.step_seconds is None or self.binding is None:
+            missing = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in self.missing_bytes.items() if nbytes)
+            return f"<Plan of {self.model}: does not fit; missing: {missing or 'see str()'}>"
+        peaks = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in self.peak_bytes.items() if nbytes)
+        binds = _RESOURCES.get(self.binding, self.binding)
+        return f"<Plan of {self.model}: {format_seconds(self.step_seconds)} a step, {binds} binds; peak: {peaks}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
@@ -230,3 +306,147 @@ def _size(nbytes: int) -> str:
 
 def _python(value: str | bool) -> str:
     return str(value) if isinstance(value, bool) else json.dumps(value)
+
+# ---- as text -----------------------------------------------------------------------------------------------------
+
+
+def _wrapped(text: str, indent: str = "  ") -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _count(number: float) -> str:
+    """`number` as people say it: 70.6 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
+    kind = "rows" if plan.tokens == plan.rows else "tokens"
+    size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} {kind} a batch"
+    batch += ", every layer checkpointed" if plan.checkpointing else ""
+    batch += ", inference" if plan.inference else ""
+    yield _wrapped(f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}")
+    yield "fits" if plan.fits else "DOES NOT FIT"
+
+
+def _tiers(plan: Plan) -> Iterator[str]:
+    yield f"{'tier':7}{'peak':>11}{'budget':>12}   of which"
+    for tier in TIERS:
+        there = plan.role_bytes[tier].items()
+        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
+        if sum(nbytes for _, nbytes in there) > plan.peak_bytes[tier]:
+            roles += " (the most of each, at different moments)"
+        peak, budget = format_size(plan.peak_bytes[tier]), format_size(plan.budget_bytes[tier])
+        yield _wrapped(f"{tier:7}{peak:>11} {budget:>11}   {roles}".rstrip(), " " * 33)
+    if plan.fits:
+        limits = ", ".join(f"{tier} {format_size(plan.capacity_bytes[tier])}" for tier in TIERS)
+        margin = f"{MARGIN_SHARE:.0%} more, on the device what must stay free too"
+        back = ""
+        if plan.budget_bytes["host"] and not plan.peak_bytes["host"]:
+            back = "; host memory is for the model to move to if a later batch needs the device"
+        yield _wrapped(f"budget: the peak and {margin}{back}; planned within {limits}")
+    others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
+    yield _wrapped(f"activations: {', '.join(others)}")
+    for each in plan.activation_choices:
+        seconds = each["step_seconds"]
+        how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
+        moved = f"{format_size(each['moved_bytes'])} moved"
+        moved += f", {format_size(each['nvme_bytes'])} of it to NVMe" if each["nvme_bytes"] else ""
+        most = f"batches or sequences up to {each['times']:.2f} times as large fit: {each['rows']:,} rows"
+        most += f", or a sequence of {each['sequence']:,}" if plan.tokens > plan.rows else ""
+        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept; {most}")
+    largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
+    if largest:
+        yield _wrapped(f"most at {plan.peak_operator}: {largest}")
+    if not plan.inference and plan.logits_bytes > _LOGITS_SHARE * max(plan.activation_bytes.values(), default=0):
+        yield _wrapped(
+            f"logits and their gradients are {format_size(plan.logits_bytes)} of that: a loss that is computed in "
+            f"chunks of tokens avoids them (torch.nn.functional.linear_cross_entropy, from torch 2.13)"
+        )
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    seconds = plan.step_seconds
+    assert seconds is not None
+    kind = "rows" if plan.tokens == plan.rows else "tokens"
+    speed = f"{plan.tokens * plan.micro_batches / seconds:.1f} {kind}/s, {plan.flops / seconds / 1e12:.1f} TFLOP/s"
+    yield f"step: {format_seconds(seconds)}, {speed}; overlap {max(plan.terms.values()) / seconds:.2f}"
+    for name, busy in plan.terms.items():
+        mark = "  <- binds" if name == plan.binding else ""
+        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
+    yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
+    if not plan.inference:
+        there = plan.device_update_share
+        yield _wrapped(f"optimizer: {there:.0%} of the parameters are updated on the device, {1 - there:.0%} by the host")
+    if plan.link_bytes.get("nvme_write"):
+        yield _wrapped(_wear(plan))
+    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
+    yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
+    for other in plan.alternatives:
+        if any(advice.startswith(other["advice"] + ": ") for advice in plan.advice):
+            continue  # it is faster, and said below
+        how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
+        yield _wrapped(f"judged too: {other['advice']}: {how}, {memory} of activations")
+    yield from (_wrapped(f"do: {advice}") for advice in plan.advice)
+
+
+
+
+def _wear(plan: Plan) -> str:
+    """How long a drive of the planned size lasts."""
+    return (
+        f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(_daily_bytes(plan))} a day; "
+        f"a drive of {format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts "
+        f"{_life(plan)}"
+    )
+
+
+def _daily_bytes(plan: Plan) -> float:
+    assert plan.step_seconds is not None
+    written: float = plan.link_bytes["nvme_write"] / plan.step_seconds * _DAY
+    return written
+
+
+def _life(plan: Plan) -> str:
+    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / _daily_bytes(plan)
+    return f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
+
+
+def _refusal(plan: Plan) -> Iterator[str]:
+    missing = " and ".join(f"{format_size(nbytes)} on {tier}" for tier, nbytes in plan.missing_bytes.items())
+    yield f"missing: {missing}"
+    yield from (_wrapped(f"because {reason}") for reason in plan.reasons)
+    yield from (_wrapped(f"{'cheapest' if at == 0 else 'or'}: {advice}") for at, advice in enumerate(plan.advice))
+    if plan.largest_parameters < plan.parameters:
+        yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    """What changes the mathematics, and is the user's to choose."""
+    if plan.approximations:
+        yield "changes the mathematics:"
+    for other in plan.approximations:
+        yield _wrapped(f"  {other['advice']}: {format_seconds(other['step_seconds'])} a step", "    ")
+
+
+def _block(plan: Plan, best: Plan) -> Iterator[str]:
+    if not best.fits:
+        return
+    assert best.step_seconds is not None
+    how = f"{format_seconds(best.step_seconds)} a step"
+    if plan.combined is not None and best.link_bytes.get("nvme_write"):
+        how += f", a drive lasts {_life(best)}"
+    if plan.combined is not None:
+        peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
+        how += f", all with the same bits; peaks {peaks}"
+    yield ""
+    if best.layers is not None:
+        said, first = best.layers, best.layers["recomputed"]
+        which = f"checkpoint the first {first} of the {said['count']} layers" if first else "checkpoint none"
+        moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
+        yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
+    yield _wrapped(f"paste ({how}):")
+    yield textwrap.indent(best.code(), "    ")

@@ -14,7 +14,7 @@ from typing import Any
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import MIB, round_up
-from hetmem.planner.rehearsal.step_program import rehearse
+from hetmem.planner.step_program import rehearse
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.workload import StepResult, Updating, Workload
 from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements

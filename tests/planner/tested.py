@@ -15,11 +15,10 @@ from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT
-from hetmem.planner.rehearsal import step_program
-from hetmem.planner.rehearsal.room import Notes
-from hetmem.planner.rehearsal.simulator import LinkQueue, SimulatedTraffic
-from hetmem.planner.rehearsal.step_program import Rehearsal, rehearse
-from hetmem.planner.rehearsal.updates import SimulatedUpdates, Staged, Update
+from hetmem.planner import step_program
+from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
+from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
+from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.reservation import ROLES, arrange, state_bytes
 from hetmem.planner.search import Judged, arranged, chunk_bytes_near
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows

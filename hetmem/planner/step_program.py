@@ -13,9 +13,16 @@ from operator import sub
 from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.errors import CapacityError
 from hetmem.planner.activations import SimulatedActivations
-from hetmem.planner.rehearsal.room import BACKWARD, FORWARD, Notes
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
-from hetmem.planner.rehearsal.updates import SimulatedGradients, SimulatedUpdates, Staged, Update
+from hetmem.planner.simulated_engine import (
+    BACKWARD,
+    FORWARD,
+    Notes,
+    SimulatedGradients,
+    SimulatedUpdates,
+    Staged,
+    Update,
+)
+from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block, in_flight_bytes
