@@ -269,7 +269,6 @@ class Memory:
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
 
-
     def set_aside(self, chunks: Iterable[Chunk]) -> int:
         """Reserve host memory for gradients of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
 

@@ -214,7 +214,6 @@ class AdamWRule(Rule):
         return self.equals_host(update.param.device, update.group, update.param.dtype, copy_dtype)
 
 
-
 class CompactAdamWRule(Rule):
     """AdamW on states smaller than float32: see `hetmem.cpu.compact`. Host memory only."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -40,7 +40,6 @@ class ParameterUpdate:
     number: int = 0
     copy: torch.Tensor | None = None
     also: Sequence[dict[str, Any]] = ()
-
 
 
 class Rule(ABC):
@@ -81,7 +80,6 @@ class Rule(ABC):
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` if `as_host`, where it
         `equals_host`, else with those of torch there."""
-
 
     def whole(
         self,

@@ -137,7 +137,7 @@ def plan(
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class _Request:
     """What a plan is told of a training, as `plan` is. Raises `PlanError` for what `hetmem.AdamW` would refuse, or no
     plan knows."""
 
@@ -194,7 +194,7 @@ def plan_within(
     """As `plan`, within plain bytes: for machines that are not this one. `told` is called with what is done next, which
     may take seconds. `compares`: other ways to do the same are judged too, and advised; without, the plan says only
     what these `options`, keywords of `plan`, come to."""
-    how = _Options(**options)
+    how = _Request(**options)
     asked = Setting(capacities, how.chunk_bytes, hardware, how.micro_batches, how.updating())
     inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
     told("tracing the model")

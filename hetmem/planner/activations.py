@@ -12,9 +12,9 @@ from functools import partial
 from itertools import accumulate
 
 from hetmem.base.units import round_up
-from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.reservation import OWN, arrange
-from hetmem.planner.workload import Move, Workload
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.workload import Event, Move, Workload
 from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, MANY_CHUNKS, SavedInterval, least_bytes, to_leave
@@ -84,8 +84,12 @@ def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:
         for changes, nbytes in ((away, move.nbytes), (lent, round_up(move.nbytes, PAGE_BYTES))):
             changes[move.leaves_at + 1] += nbytes
             changes[move.used_at] -= nbytes
+
+    def without_bytes(event: Event, gone: int) -> Event:
+        return event.resized(lambda nbytes: max(0, nbytes - gone)) if gone else event
+
     pairs = zip(workload.events, accumulate(away), strict=False)
-    events = tuple(event.resized(lambda n, gone=gone: max(0, n - gone)) if gone else event for event, gone in pairs)
+    events = tuple(without_bytes(event, gone) for event, gone in pairs)
     return replace(workload, events=events, moves=moves, away_bytes=max(accumulate(lent)))
 
 

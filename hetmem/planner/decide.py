@@ -92,9 +92,7 @@ def _state_bytes(workload: Workload, asked: Setting) -> int:
     return state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
 
 
-def _alternatives(
-    variants: Sequence[Variant], asked: Setting, seconds: float | None
-) -> tuple[Alternative, ...]:
+def _alternatives(variants: Sequence[Variant], asked: Setting, seconds: float | None) -> tuple[Alternative, ...]:
     """The first variant of each kind that fits, the fastest first; none that computes for `seconds` or more."""
     found: dict[str, Alternative] = {}
     settled: set[str] = set()

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 from hetmem.base.config import Budget
 from hetmem.base.units import format_seconds, format_size
@@ -259,7 +259,7 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
         """The plan that `to_dict` gave. Raises `PlanError` for anything else."""
-        given = dict(data) if isinstance(data, Mapping) else {"version": data}
+        given: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"version": data}
         if given.get("version") != PLAN_VERSION:
             raise PlanError(
                 f"plan: version: expected {PLAN_VERSION}, got {given.get('version')!r}: another hetmem made it; plan "
@@ -270,8 +270,8 @@ class Plan:
                 "plan: digest: it was changed since hetmem made it: plan again, or give manage the keywords that the "
                 "plan says, with other values, in its place"
             )
-        kinds = {name: get_origin(kind) or kind for name, kind in get_type_hints(cls).items()}
-        return cls(**{name: tuple(given[name]) if kind is tuple else given[name] for name, kind in kinds.items()})
+        del given["version"]
+        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
 
     def __str__(self) -> str:
         """The whole of it, one figure a line."""
@@ -281,7 +281,9 @@ class Plan:
     def __repr__(self) -> str:
         """In one line: whether it fits, how fast it is, what binds, and the peak of each tier."""
         if not self.fits or self.step_seconds is None or self.binding is None:
-            missing = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in self.missing_bytes.items() if nbytes)
+            missing = ", ".join(
+                f"{tier} {format_size(nbytes)}" for tier, nbytes in self.missing_bytes.items() if nbytes
+            )
             return f"<Plan of {self.model}: does not fit; missing: {missing or 'see str()'}>"
         peaks = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in self.peak_bytes.items() if nbytes)
         binds = _RESOURCES.get(self.binding, self.binding)
@@ -306,6 +308,7 @@ def _size(nbytes: int) -> str:
 
 def _python(value: str | bool) -> str:
     return str(value) if isinstance(value, bool) else json.dumps(value)
+
 
 # ---- as text -----------------------------------------------------------------------------------------------------
 
@@ -380,7 +383,9 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
     if not plan.inference:
         there = plan.device_update_share
-        yield _wrapped(f"optimizer: {there:.0%} of the parameters are updated on the device, {1 - there:.0%} by the host")
+        yield _wrapped(
+            f"optimizer: {there:.0%} of the parameters are updated on the device, {1 - there:.0%} by the host"
+        )
     if plan.link_bytes.get("nvme_write"):
         yield _wrapped(_wear(plan))
     yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
@@ -393,8 +398,6 @@ def _time(plan: Plan) -> Iterator[str]:
     yield from (_wrapped(f"do: {advice}") for advice in plan.advice)
 
 
-
-
 def _wear(plan: Plan) -> str:
     """How long a drive of the planned size lasts."""
     return (
@@ -405,9 +408,7 @@ def _wear(plan: Plan) -> str:
 
 
 def _daily_bytes(plan: Plan) -> float:
-    assert plan.step_seconds is not None
-    written: float = plan.link_bytes["nvme_write"] / plan.step_seconds * _DAY
-    return written
+    return plan.link_bytes["nvme_write"] / (plan.step_seconds or 1.0) * _DAY
 
 
 def _life(plan: Plan) -> str:

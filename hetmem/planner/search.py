@@ -14,8 +14,8 @@ from typing import Any
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import MIB, round_up
-from hetmem.planner.step_program import rehearse
 from hetmem.planner.reservation import Arrangement, arrange, check_device
+from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
 from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
 from hetmem.schedule.placement import Capacities, NoRoom
@@ -29,8 +29,8 @@ or lie elsewhere, which makes steps up to an eighth longer; so it is done only w
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run can be told, the machine that it is on, and the forwards and backwards of a step. `chunk_bytes`: None =
-    the size that the run finds by itself."""
+    """What a run can be told, the machine that it is on, and the forwards and backwards of a step. `chunk_bytes`: None
+    = the size that the run finds by itself."""
 
     capacities: Capacities
     chunk_bytes: int | None

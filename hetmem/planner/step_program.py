@@ -13,6 +13,7 @@ from operator import sub
 from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.errors import CapacityError
 from hetmem.planner.activations import SimulatedActivations
+from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
 from hetmem.planner.simulated_engine import (
     BACKWARD,
     FORWARD,
@@ -23,7 +24,6 @@ from hetmem.planner.simulated_engine import (
     Update,
 )
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block, in_flight_bytes
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom

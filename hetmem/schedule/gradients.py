@@ -139,8 +139,8 @@ class GradientSends(Generic[ChunkT]):
     # ---- places ------------------------------------------------------------------------------------------------
 
     def find_place(self, chunk: ChunkT, places: Places[ChunkT]) -> None:
-        """Gradients of `chunk`, which have no home of their own, begin to arrive: in memory that was set aside, which is
-        waited for as long as anything is under way, or in a home of their own where no update will end (gradients of
+        """Gradients of `chunk`, which have no home of their own, begin to arrive: in memory that was set aside, which
+        is waited for as long as anything is under way, or in a home of their own where no update will end (gradients of
         many chunks wait for their last one)."""
         lent = False
 

@@ -1,8 +1,8 @@
 """Updates of chunks under way, for run and plan alike: whose turn it is. Pure.
 
 What an update needs is brought to host memory, its tiles run on the workers, and all goes back. Reads for the next
-update and writes of the last one go on meanwhile, and so may a backward or a forward. `HostUpdates` decides which update
-is next; how one is carried out, on threads and streams or on a clock, is in what is derived from it.
+update and writes of the last one go on meanwhile, and so may a backward or a forward. `HostUpdates` decides which is
+next; how one is carried out, on threads and streams or on a clock, is in what is derived from it.
 
     queued -> opening (its roles are on their way) -> running -> over
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import insort_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -73,10 +73,6 @@ class Turns(Generic[T]):
         if self._first is not None and self._number(one) == self._first:
             self._first = None
         return one
-
-    def pop(self) -> T:
-        """Take the next one out and return it. Raises `IndexError` if none waits."""
-        return self.waiting.pop()
 
 
 class HostUpdates(ABC, Generic[T]):

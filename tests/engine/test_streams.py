@@ -23,7 +23,7 @@ from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
-from tests.engine.harness import CHUNK, Recipe, Tower, budget, manage, offloaded, pair, token_batches, train_both
+from tests.engine.harness import Recipe, Tower, budget, manage, offloaded, pair, token_batches, train_both
 from tests.engine.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
 
 

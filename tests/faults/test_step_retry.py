@@ -17,7 +17,6 @@ import hetmem
 from hetmem import testing
 from hetmem.errors import StoreError
 from tests.engine.harness import (
-    CHUNK,
     adamws,
     assert_same_states,
     assert_same_weights,

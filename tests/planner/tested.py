@@ -9,18 +9,17 @@ from dataclasses import replace
 from hetmem import planner
 from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError, search
+from hetmem.planner import Plan, PlanError, search, step_program
 from hetmem.planner.decide import Decision, Variant
 from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT
-from hetmem.planner import step_program
+from hetmem.planner.reservation import ROLES, arrange, state_bytes
+from hetmem.planner.search import Judged, arranged, chunk_bytes_near
 from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.reservation import ROLES, arrange, state_bytes
-from hetmem.planner.search import Judged, arranged, chunk_bytes_near
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows
 from hetmem.schedule.blocks import FIFO, LRU, Block, CopyState, NextUse
 from hetmem.schedule.gradients import Complete
