@@ -271,7 +271,8 @@ class Plan:
                 "plan says, with other values, in its place"
             )
         del given["version"]
-        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in given.items()})
+        made: dict[str, Any] = {name: tuple(each) if type(each) is list else each for name, each in given.items()}
+        return cls(**made)
 
     def __str__(self) -> str:
         """The whole of it, one figure a line."""

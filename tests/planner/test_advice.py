@@ -3,7 +3,6 @@ the machine has not."""
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from dataclasses import fields
