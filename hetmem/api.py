@@ -27,7 +27,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
-from hetmem.schedule.blocks import EvictionPolicy, Prefetch
+from hetmem.schedule.blocks import EvictionPolicy, ahead_at_once
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -84,8 +84,7 @@ def manage(
     and `mixed_precision`, or the path of its file; an optimizer that takes more memory than was planned is refused,
     and the report shows what was planned beside what it measured.
     `hardware`: what this machine can do, as for `hetmem.plan`: the path of a profile that `hetmem probe -o` wrote, the
-    name of a shipped one, or a `HardwareProfile`. `activations="auto"` reckons with the rates of its links; None: with
-    those of the fastest copies that were seen.
+    name of a shipped one, or a `HardwareProfile`; the report names it.
     `activations`: "keep" = what autograd saves for backward stays on the device; "offload" = it moves to what
     `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits;
     "auto" = as much of it does as has to for a step to fit, none if all fits.
@@ -152,9 +151,8 @@ def _manage(
             move_home(memory, module, built)
             memory.page_lock()
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
-        ahead = Prefetch()
-        at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
-        residency = Residency(slots, asked.policy, lookahead=ahead.uses_ahead, in_flight=at_once)
+        at_once = ahead_at_once(memory.device_pool.slot_bytes, memory.device_bytes)
+        residency = Residency(slots, asked.policy, in_flight=at_once)
         engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=asked.sanitize)

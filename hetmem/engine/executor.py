@@ -22,7 +22,7 @@ from hetmem.base.weak import WeakOnes
 from hetmem.engine.events import CopyChange, EventLog, Transfer
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
-from hetmem.engine.sampling import Fingerprints, TornReads
+from hetmem.engine.sampling import TornReads
 from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
@@ -81,7 +81,6 @@ class Executor:
         sanitize: bool,
     ) -> None:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
-        self.fingerprints = Fingerprints()
         self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
@@ -403,8 +402,6 @@ class Executor:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
-        if home.tier is not DEVICE and role is Role.PARAM:
-            self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
         if home.tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
             self._memory.device.copy_in(target, source)
             self.mark_making(command.slot)

@@ -29,7 +29,7 @@ from hetmem.base.units import parse_size
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
-from hetmem.planner.answer import activation_choices, cheapest_mixes, plan_of
+from hetmem.planner.answer import activation_choices, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
@@ -47,7 +47,7 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import OPTIONS, Plan, PlanError
-from hetmem.planner.search import Setting
+from hetmem.planner.search import Setting, cheapest_mix
 from hetmem.planner.workload import Updating, Workload, with_rows
 from hetmem.schedule.placement import Capacities
 
@@ -222,7 +222,7 @@ def plan_within(
         return made if made is not None and made.moves else None
 
     workload, light = moved(kept) or kept, moved(light)
-    layers, within, mix = None, capacities, None
+    mix = None
     if activations == "auto" and kept.saved and compares and not (inference or alone):
         told("comparing what may become of each layer's activations")
         of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
@@ -231,9 +231,7 @@ def plan_within(
         def with_first(recomputed: int) -> Workload | None:
             return checkpointed(call, results, recomputed) if recomputed else kept
 
-        moves, mix = cheapest_mixes(with_first, count, asked)
-        if moves is not None:
-            workload, within, layers = moves.workload, moves.capacities, moves.told(of, count)
+        mix = cheapest_mix(with_first, count, asked)
     told("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
@@ -245,7 +243,7 @@ def plan_within(
     if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
         found = (*found, Variant("move", text, lambda: moving_some(moved(kept, "auto")), how.micro_batches))
-    decision = decide(workload, replace(asked, capacities=within), found)
+    decision = decide(workload, asked, found)
     as_plan = functools.partial(
         plan_of,
         call=call,
@@ -260,14 +258,11 @@ def plan_within(
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
     others += [] if mix is None else [(mix.workload, mix.capacities)]
-    others += [] if layers is None else [(moved(kept) or kept, capacities)]
     better = combined(decision, others)
-    made = as_plan(decision, checkpointing=checkpointing, layers=layers)
+    made = as_plan(decision, checkpointing=checkpointing)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        mixed = layers if better.workload is workload else None
-        if mix is not None and better.workload is mix.workload:
-            mixed = mix.told(of, count)
+        mixed = mix.told(of, count) if mix is not None and better.workload is mix.workload else None
         made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")

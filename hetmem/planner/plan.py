@@ -81,8 +81,8 @@ class Plan:
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
     `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
     many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
-    `layers`: where other than `activations` alone is planned for the `count` repeated layers `of` the model, how many
-    of the first are checkpointed (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
+    `layers`: where some of the `count` repeated layers `of` the model are planned to be checkpointed, how many of the
+    first (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
@@ -192,7 +192,7 @@ class Plan:
         else:
             lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
             lines += [f"model = {self.model}(...)  # what it takes"]
-        if self.layers and self.layers["recomputed"]:
+        if self.layers:
             lines += [
                 "from functools import partial",
                 "from torch.utils.checkpoint import checkpoint",
@@ -446,8 +446,8 @@ def _block(plan: Plan, best: Plan) -> Iterator[str]:
         how += f", all with the same bits; peaks {peaks}"
     yield ""
     if best.layers is not None:
-        said, first = best.layers, best.layers["recomputed"]
-        which = f"checkpoint the first {first} of the {said['count']} layers" if first else "checkpoint none"
+        said = best.layers
+        which = f"checkpoint the first {said['recomputed']} of the {said['count']} layers"
         moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
         yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")
