@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from tests.cpu.tested import (
     update_by_torch,
 )
 from tests.engine.harness import same_bits
-from tests.optim import test_streamed
-from tests.optim.machines import SLOW_HOST
-from tests.optim.test_streamed import assert_alike, trained, updated, weight_bytes
 
 CPU = torch.device("cpu")
 BF16, HALF = torch.bfloat16, torch.float16
@@ -124,27 +120,8 @@ def test_a_device_where_nothing_runs_is_not_used(monkeypatch: pytest.MonkeyPatch
         adamw_as_on_host([(STEPS["first"], tuple(torch.zeros(3) for _ in range(4)))])
 
 
-def test_neighbours_are_updated_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one group and age of which all but the last end with a vector."""
-    monkeypatch.setattr(test_streamed, "WIDTH", 64)
-    equals_host(CPU, torch.float32, None)
-    launched, original = [], kernels.adamw
-
-    def adamw(*arguments: object, tail: int = 0) -> None:
-        launched.append(arguments[2])
-        original(*arguments, tail=tail)
-
-    monkeypatch.setattr(kernels, "adamw", adamw)
-    here, there = (trained(4, tmp_path, hardware) for hardware in (None, SLOW_HOST))
-    steps = updated(there[0])["streamed"] // weight_bytes(there[0])
-    assert 0 < len(launched) < steps * len([*there[0].parameters()])
-    assert_alike(here, there)
-
-
-def test_a_device_that_rounds_otherwise_gets_no_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_rounds_otherwise_does_not_equal_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert equals_host(CPU, torch.float32, BF16)
     update._width.cache_clear()
     monkeypatch.setattr(kernels, "_fma", lambda a, b, c: a * b + c)
     assert not equals_host(CPU, torch.float32, BF16)
-    managed, _ = trained(4, tmp_path, SLOW_HOST)
-    assert "streamed" not in updated(managed)
