@@ -186,7 +186,7 @@ def main() -> None:
         Fio("psync", 16, 4).run(file, "write", nbytes)
         ours = Hetmem(directory, nbytes)
         print(f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}; {options.gib} GiB a run, ")
-        print(f"{options.rounds} rounds; O_DIRECT {ours.store.direct[0]}; hetmem {ours.store.settings[0]}\n")
+        print(f"{options.rounds} rounds; O_DIRECT {ours.store.direct[0]}\n")
         best = search(file, nbytes // 4, 3)
         compare(ours, file, best, nbytes, options.rounds)
         ours.store.close()

@@ -6,12 +6,11 @@ Turns words into calls and errors into one line on stderr. It computes nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import hetmem
@@ -96,29 +95,6 @@ def _probe(options: argparse.Namespace) -> int:
     return 0
 
 
-# ---- bench -------------------------------------------------------------------------------------------------------
-
-
-def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("transfers",), help="transfers: each way to move bytes, beside its ceiling")
-    parser.add_argument("--nvme-dir", help="a directory on the drive to measure; default: the temporary directory")
-    parser.add_argument("--quick", action="store_true", help="fewer bytes: seconds instead of a minute, less exact")
-    parser.add_argument("-o", "--output", help="save the figures as JSON")
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from hetmem.tools.probe import transfers
-
-    found = transfers(options.nvme_dir, quick=options.quick)
-    for row in found:
-        rate, part = f"{row.bytes_per_second / 1e9:8.2f} GB/s", f"{row.of_ceiling:5.2f} of the ceiling"
-        print(f"{row.route:15} {row.way:28} {rate} {part}")
-    if options.output:
-        rows = [asdict(row) for row in found]
-        write_whole(Path(options.output), json.dumps({"schema_version": 2, "rows": rows}, indent=2) + "\n")
-    return 0
-
-
 # ---- doctor ------------------------------------------------------------------------------------------------------
 
 
@@ -184,7 +160,6 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         _probe_arguments,
         _probe,
     ),
-    Subcommand("bench", "Measure what moves bytes.", _bench_arguments, _bench),
     Subcommand("report", "Show a saved report, turn it into a page, or compare two.", _report_arguments, _report),
     Subcommand("top", "Watch the training processes of this user that call hetmem.progress.", _top_arguments, _top),
     Subcommand(

@@ -15,7 +15,6 @@ from pkgutil import resolve_name
 from threading import current_thread, main_thread
 from threading import enumerate as all_threads
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -259,15 +258,6 @@ class Inside:
     def live_bytes(self) -> int:
         """Return the device bytes of tensors that are no chunks', now."""
         return self._runtime.monitor.live_bytes
-
-    def chunk_bytes(self) -> int:
-        """Return the device bytes of copies and homes, now."""
-        return self._runtime.room.chunk_bytes()
-
-    def alive(self) -> Callable[[], bool]:
-        """Return what says later, without holding anything, whether the runtime still lives."""
-        runtime = ref(self._runtime)
-        return lambda: runtime() is not None
 
     # ---- acts --------------------------------------------------------------------------------------------------
 

@@ -40,14 +40,13 @@ ATTRIBUTES = {
     "_backward_hooks": "whether a gradient has hooks of the user's, who may change it",
     "_post_accumulate_grad_hooks": "the same, behind the accumulation",
     "_forward_pre_hooks": "hooks that compute a weight before each call, as torch's spectral_norm does",
-    "_sequence_nr": "the number of a node, in the order in which they are made: in which module its operator ran",
     "_apply": "through which `to`, `cuda` and `half` of a module go",
 }
 
 # ---- autograd ----
 current_graph_task = _C._current_graph_task_id  # which backward runs on this thread; -1: none
 current_node = _C._current_autograd_node  # within which node of it: a custom function's backward, an accumulation
-autograd = _C._autograd  # whether hooks of saved tensors are in force, whose are innermost; the next node's number
+autograd = _C._autograd  # whether hooks of saved tensors are in force, whose are innermost
 engine: Any = torch.autograd.Variable._execution_engine  # calls back at the end of the backward that runs
 
 # ---- GPUs ----

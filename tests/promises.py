@@ -239,7 +239,7 @@ PROMISES: dict[str, Mutation | str] = {
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),
     "The NVMe file has mode 0600": Mutation(
-        "memory/nvme_file.py",
+        "memory/nvme_io.py",
         "tempfile.TemporaryFile(buffering=0, dir=directory)",
         "tempfile.NamedTemporaryFile(buffering=0, dir=directory, delete=False)",
         "tests/memory/test_nvme_lifetime.py::test_close_finishes_what_was_started_and_leaves_neither_threads_nor_files",

@@ -14,9 +14,9 @@ def last():
 
 import torch
 from hetmem.cpu.workers import WorkerPool
-from hetmem.memory.host_pool import PageLocks, later
+from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_requests import Threads
+from hetmem.memory.nvme_io import Threads
 
 class Cudart:
     def cudaHostRegister(self, address, nbytes, flags):
@@ -36,11 +36,11 @@ def work():
 
 ran, pool, disk = [], WorkerPool(2), Threads(1, "hetmem-nvme-read")
 locks = [PageLocks(Cudart(), Mapping(4096), 4096) for _ in range(2)]
-atexit.register(later, locks[1].end)  # a finalizer's: no one waits for it, as the process ends
+atexit.register(locks[1].end)  # a finalizer's: it does nothing, as the process ends
 disk.start()
 work()
-later(locks[0].end)
-assert len([each for each in threading.enumerate() if "hetmem" in each.name]) == 3
+locks[0].end()
+assert len([each for each in threading.enumerate() if "hetmem" in each.name]) == 2
 """
 
 

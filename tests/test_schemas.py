@@ -12,7 +12,6 @@ import pytest
 from hetmem.base.hardware import (
     PROFILE_VERSION,
     DeviceProfile,
-    DiskSample,
     HardwareProfile,
     HostProfile,
     Rate,
@@ -35,7 +34,6 @@ EXAMPLE = re.findall(r"```json\n(.*?)```", PROFILE, re.DOTALL)[0]
         ("Hardware profiles", HostProfile, "host."),
         ("Hardware profiles", Rate, ""),
         ("Hardware profiles", ThreadCosts, ""),
-        ("Hardware profiles", DiskSample, ""),
         ("Plans", Plan, ""),
         ("Plans", Alternative, ""),
     ],
@@ -56,5 +54,5 @@ def test_the_example_is_a_profile_and_what_it_leaves_out_has_the_default_that_th
     profile = HardwareProfile.from_json(EXAMPLE)
     assert profile.host_to_device == Rate(25e9)
     assert profile.device.operator_seconds == 5e-6
-    assert (profile.device.allocator_share, profile.host.numa_nodes, profile.disk_samples) == (0, 1, ())
+    assert (profile.device.allocator_share, profile.host.numa_nodes) == (0, 1)
     assert HardwareProfile.from_json(profile.to_json()) == profile

@@ -113,21 +113,16 @@ def refuse_activations(activations: Any) -> None:
         raise ManageError(f"activations must be {', '.join(names)} or {last}, got {activations!r}")
 
 
-def cache_directory() -> Path:
-    """What hetmem keeps between runs: below XDG_CACHE_HOME, by default ~/.cache.
+def kernel_cache_directory() -> Path:
+    """Where compiled kernels are kept between runs: below XDG_CACHE_HOME, by default ~/.cache.
 
     Raises FileNotFoundError where this user has no home, as in a container that runs as any number.
     """
     said = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(said) if said else Path.home() / ".cache") / "hetmem"
+        return (Path(said) if said else Path.home() / ".cache") / "hetmem" / "kernels"
     except RuntimeError as error:
         raise FileNotFoundError(errno.ENOENT, "this user has no home directory: set XDG_CACHE_HOME") from error
-
-
-def kernel_cache_directory() -> Path:
-    """Where compiled kernels are kept. Raises as `cache_directory` does."""
-    return cache_directory() / "kernels"
 
 
 def world_size() -> int:

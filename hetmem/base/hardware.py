@@ -89,22 +89,12 @@ class ThreadCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskSample:
-    """One measured point: the rates with `depth` requests of `block_bytes` under way."""
-
-    block_bytes: int
-    depth: int
-    read_bytes_per_second: float
-    write_bytes_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
 class HardwareProfile:
     """One machine. `both_ways_bytes_per_second` is what the two directions of the device's link reach together.
 
     `nvme_both_ways_bytes_per_second`: what a disk that reads as many bytes as it writes reaches in all; zero where
     it was not measured: then it reads at full speed while it writes. `sources` says for each figure (or group of
-    figures) where it comes from. `disk_samples` are what a probe saw.
+    figures) where it comes from.
     """
 
     name: str
@@ -116,7 +106,6 @@ class HardwareProfile:
     nvme_write: Rate
     both_ways_bytes_per_second: float
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
-    disk_samples: tuple[DiskSample, ...] = ()
     thread: ThreadCosts = field(default_factory=ThreadCosts)
     nvme_both_ways_bytes_per_second: float = 0.0
 
@@ -167,7 +156,7 @@ class HardwareProfile:
 def _figures(data: Mapping[str, Any], prefix: str = "") -> list[str]:
     found = []
     for key, value in data.items():
-        if key in ("version", "name", "sources", "disk_samples"):
+        if key in ("version", "name", "sources"):
             continue
         found += _figures(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
     return found
@@ -206,10 +195,6 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         return value
     if hint is int or hint is float:
         return _number(value, name, whole=hint is int)
-    if hint == tuple[DiskSample, ...]:
-        if not isinstance(value, (list, tuple)):
-            raise _wrong(name, "a list", value)
-        return tuple(_read(DiskSample, item, f"{name}[{index}]") for index, item in enumerate(value))
     if not isinstance(value, Mapping):
         raise _wrong(name, "an object", value)
     if hint == Mapping[str, str]:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Any
-
-from hetmem.base.config import cache_directory
-
-_VERSION = 1
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -48,22 +42,3 @@ def _replace(path: Path, data: bytes, mode: int | None) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def kept(name: str) -> dict[str, Any]:
-    """Return what `keep` has put into the cache file `name`, by key. Nothing, and no error, where that is missing,
-    broken or of another version, or this user has no home."""
-    try:
-        data = json.loads((cache_directory() / name).read_text(encoding="utf-8"))
-        return dict(data["entries"]) if data["version"] == _VERSION else {}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return {}
-
-
-def keep(name: str, key: str, value: Any) -> Path:
-    """Put `value`, for JSON, into the cache file `name` under `key`, beside the others, and return its path. Raises
-    OSError."""
-    path = cache_directory() / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"version": _VERSION, "entries": {**kept(name), key: value}}, indent=2))
-    return path

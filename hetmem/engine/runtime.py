@@ -33,7 +33,6 @@ from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import ManageError
-from hetmem.memory.host_pool import later
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.residency import Residency
@@ -206,7 +205,7 @@ def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
     itself."""
     engine.abandon()
     for unpin in pins:
-        later(unpin)
+        unpin()
 
 
 # ---- turns: see note "turns" -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Memory
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import PageLocks
-from hetmem.memory.mapping import Mapping, cores_of, node_of
+from hetmem.memory.mapping import Mapping, cores_near
 from hetmem.memory.stream_copies import Moves, StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
@@ -62,13 +62,8 @@ class CudaDevice(Device):
         return f"CudaDevice({self.torch_device.index}, memory={self.memory_bytes})"
 
     @cached_property
-    def node(self) -> int | None:
-        """The NUMA node it hangs on; None where there is one node only, or it is unknown."""
-        return node_of(pci_address(self.torch_device))
-
-    @cached_property
     def cores(self) -> tuple[int, ...]:
-        return () if self.node is None else cores_of(self.node)
+        return cores_near(pci_address(self.torch_device))
 
     @cached_property
     def _compute(self) -> ComputeStreams:
@@ -90,13 +85,11 @@ class CudaDevice(Device):
     def pin(self, host: Mapping) -> Callable[[], None]:
         """Register `host` with the driver, exactly as long as it is. Returns what undoes it.
 
-        Its pages are populated first, new ones on the NUMA node of this GPU; raises `CapacityError` where the
+        Its pages are populated first, new ones in the memory nearest to this GPU; raises `CapacityError` where the
         machine has too few. Where registering is refused (a limit of locked memory, a container), copies still work,
         several times slower, and a warning says so.
         """
-        if self.node is not None:
-            host.prefer_node(self.node)
-        host.populate()
+        host.populate(self.cores)
         with torch.cuda.device(self.torch_device):
             locks = PageLocks(torch.cuda.cudart(), host, PIECE_BYTES)
         if locks.error:

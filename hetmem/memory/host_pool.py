@@ -1,24 +1,17 @@
 """Pinned host memory: one page-aligned mapping, cut into permanent homes, loans, and the slots of a staging ring.
 
-Here is how it is page-locked too: registered with the CUDA driver in pieces, unregistered on a thread that may wait.
-It hands out bytes and keeps to its capacity; it does not know what is in them, nor torch's allocator.
-
-Note "finalizers": unregistering waits for the driver, which may wait for a lock of the thread that the garbage
-collector has interrupted. A finalizer therefore only queues it (`later`).
+Here is how it is page-locked too: registered with the CUDA driver in pieces. It hands out bytes and keeps to its
+capacity; it does not know what is in them, nor torch's allocator.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
-from hetmem.base.threads import process_ends, start_thread
+from hetmem.base.threads import process_ends
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import CapacityError
 from hetmem.memory.mapping import Mapping
@@ -117,7 +110,6 @@ class PageLocks:
         self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until it is unregistered
         self.pieces: list[range] = []
         self.error = 0
-        _THREAD.begin()
         for start in range(host.address, host.address + host.nbytes, piece_bytes):
             piece = range(start, min(start + piece_bytes, host.address + host.nbytes))
             error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE)
@@ -132,61 +124,17 @@ class PageLocks:
         return sum(map(len, self.pieces))
 
     def end(self) -> None:
-        """Unregister all pieces. In a forked child, which has none of the driver's state, it does nothing."""
-        if os.getpid() != self._process:
-            return
-        try:
+        """Unregister all pieces, which waits for the driver. In a forked child, which has none of its state, and at the
+        end of the process, which is that of page-locking too, it does nothing."""
+        if process_ends():
+            _LEFT.append(self)
+        elif os.getpid() == self._process:
             while self.pieces:
                 self._cudart.cudaHostUnregister(self.pieces.pop().start)
-        finally:
-            _THREAD.end()
 
 
-def later(work: Callable[[], None]) -> None:
-    """Do `work`, the end of page-locking, on a thread of its own if memory is page-locked at all, else now. The end of
-    the process ends page-locking too, so that it waits for none that has not begun."""
-    _THREAD.queue(work)
-
-
-class _Thread:
-    """The thread of `later`; it runs while any `PageLocks` has not ended."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._locks = 0
-        self._left: list[Callable[[], None]] = []
-        """What the end of the process does; it holds the memory."""
-
-    def begin(self) -> None:
-        with self._lock:
-            self._locks += 1
-            if self._locks == 1:
-                start_thread(self._run, (), "hetmem-unpin", partial(self._queue.put, None), patience=None)
-
-    def end(self) -> None:
-        with self._lock:
-            self._locks -= 1
-            if not self._locks:
-                self._queue.put(None)
-
-    def queue(self, work: Callable[[], None]) -> None:
-        """Takes no lock: a finalizer may have interrupted the thread that holds it."""
-        if process_ends():
-            self._left.append(work)
-        elif self._locks:
-            self._queue.put(work)
-        else:
-            work()
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()
-            del work
-
-
-_THREAD = _Thread()
-
+_LEFT: list[PageLocks] = []
+"""What the end of the process unregisters, with its memory."""
 
 PAGE_BYTES = 4096
 

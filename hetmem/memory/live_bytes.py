@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +33,6 @@ _function_modes: Any = torch_private.function_modes_around
 
 NAMED_BYTES = 1 << 16
 """Tensors of less are not told apart at the peak: they are not what fills a device."""
-_MODULE = "hetmem module"
-"""In the metadata of a node: the `id` of the module that its operator ran in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,18 +51,10 @@ class PeakTensors:
 
     def __init__(self) -> None:
         self.alive: dict[Made, None] = {}
-        self._then: list[Made] = []
-        self._count = 0
-        self._is_now = False
-        """Whether the first `_count` of those alive are those of the peak: a copy of them is made when one dies."""
+        self.tensors: list[Made] = []
+        """Those of the peak."""
         self.nbytes = self.step = 0
         self.segment = ""
-
-    def went(self, made: Made) -> None:
-        """Note what is not alive any more."""
-        if self._is_now:
-            self._then, self._is_now = self.tensors(), False
-        self.alive.pop(made, None)
 
     def outlived_forward(self) -> None:
         """Note that what is alive is kept for a backward."""
@@ -78,11 +66,7 @@ class PeakTensors:
         if live_bytes > self.nbytes:
             self.nbytes, self.step = live_bytes, step
             self.segment = "forward" if torch_private.current_node() is None else "backward"
-            self._count, self._is_now = len(self.alive), True
-
-    def tensors(self) -> list[Made]:
-        """Return the tensors of the peak."""
-        return list(islice(self.alive, self._count)) if self._is_now else self._then
+            self.tensors = list(self.alive)
 
 
 class DeviceMonitor(TorchDispatchMode):
@@ -116,8 +100,6 @@ class DeviceMonitor(TorchDispatchMode):
         self._live_bytes = 0
         self._dead: deque[tuple[int, Made | None]] = deque()
         self.peak = PeakTensors()
-        self._called: list[tuple[int, int]] = []
-        """For each tensor made since the last forward: the number of autograd's next node, and a module."""
         self.paused = False
         self._pause = _Paused(self)
         self.transformed = False
@@ -136,7 +118,7 @@ class DeviceMonitor(TorchDispatchMode):
             nbytes, made = self._dead.popleft()
             self._live_bytes -= nbytes
             if made is not None:
-                self.peak.went(made)
+                self.peak.alive.pop(made, None)
         return self._live_bytes
 
     def unwatched(self) -> AbstractContextManager[None]:
@@ -172,7 +154,7 @@ class DeviceMonitor(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.count(func, tree_leaves(result))
             return result
-        if self._strict and not (self.transformed or self.left or _only_views(func)):
+        if self._strict and not (self.transformed or self.left or operator_of(func).only_views or func in _METADATA):
             self._check(func, _tensors(args))
             self._check(func, _tensors(kwargs.values()))
         if torch.is_inference_mode_enabled() and _is_of_several(func):
@@ -199,7 +181,7 @@ class DeviceMonitor(TorchDispatchMode):
             if not address or self._is_home(address) or self._is_device(address):
                 continue
             nbytes = storage.nbytes()
-            made = self._made(nbytes, operator) if nbytes >= NAMED_BYTES else None
+            made = Made(nbytes, _name(operator), _calling_module()) if nbytes >= NAMED_BYTES else None
             self._sizes[key] = nbytes, made
             self._live_bytes += nbytes
             weakref.finalize(storage, _forget, weakref.ref(self), key).atexit = False
@@ -209,12 +191,6 @@ class DeviceMonitor(TorchDispatchMode):
         self.peak.alive.update(came)  # behind those that have died
         if grown:
             self._grown(str(operator), self.live_bytes)
-
-    def _made(self, nbytes: int, operator: Any) -> Made:
-        module = _calling_module()
-        if torch.is_grad_enabled():
-            self._called.append((torch_private.autograd._get_sequence_nr(), module))
-        return Made(nbytes, _name(operator), module)
 
     def _check(self, func: Any, leaves: Iterable[Any]) -> None:
         for tensor in leaves:
@@ -229,16 +205,10 @@ class DeviceMonitor(TorchDispatchMode):
         """Watch every node of the autograd graph behind `outputs`, those of a forward that is over, while it runs."""
         if torch.is_grad_enabled():
             self.peak.outlived_forward()
-        called, self._called = self._called, []
-        if called:
-            called.append((sys.maxsize, _calling_module()))
         for node in nodes_behind(outputs):
             if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
                 node.register_prehook(self._enter_node)
                 node.register_hook(self._leave_node)
-                if called:
-                    at = bisect_right(called, node._sequence_nr(), key=lambda entry: entry[0])
-                    node.metadata[_MODULE] = called[min(at, len(called) - 1)][1]
 
     def _enter_node(self, grad_outputs: Sequence[Any]) -> None:
         self.__enter__()
@@ -307,14 +277,13 @@ def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
 
 
 def _calling_module() -> int:
-    """The `id` of the module whose call, or whose operator's backward, is innermost on this thread; 0: of none."""
+    """The `id` of the module whose call is innermost on this thread; 0: of none, as in a backward."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:  # which runs backwards
         if frame.f_code is _CALL:
             return id(frame.f_locals["self"])
         frame = frame.f_back
-    node = torch_private.current_node()
-    return 0 if node is None else node.metadata.get(_MODULE, 0)
+    return 0
 
 
 _CALL = torch.nn.Module.__call__.__code__
@@ -356,18 +325,30 @@ def _address_of(storage: Any) -> int:
         return 0
 
 
-_VIEWS: dict[Any, bool] = {}
+class Operator(NamedTuple):
+    """An operator of torch, as people call it, and what its schema says: whether it touches no elements, so that its
+    results are views of its arguments, and whether it speaks of no shared memory."""
+
+    func: Any
+    name: str
+    only_views: bool
+    is_pure: bool
 
 
-def _only_views(func: Any) -> bool:
-    """Whether `func` touches no elements: its results are views of its arguments and nothing is written."""
-    known = _VIEWS.get(func)
-    if known is None:
-        aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
-        returns = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
-        known = bool(returns) and not any(alias.is_write for alias in aliases)
-        known = _VIEWS[func] = known or func in _METADATA
-    return known
+_operators: dict[int, Operator] = {}
+
+
+def operator_of(func: Any) -> Operator:
+    """Look `func` up by its identity: its hash is a call of Python, and a trace asks ten thousand times."""
+    found = _operators.get(id(func))
+    if found is None:
+        schema = func._schema
+        given, returned = ([value.alias_info for value in some] for some in (schema.arguments, schema.returns))
+        writes = any(alias is not None and alias.is_write for alias in given)
+        views = any(alias is not None for alias in returned) and not writes
+        pure = all(alias is None for alias in (*given, *returned))
+        found = _operators[id(func)] = Operator(func, _name(func), views, pure)
+    return found
 
 
 @cache

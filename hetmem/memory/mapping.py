@@ -1,8 +1,8 @@
-"""Host memory in whole pages, straight from the kernel, its NUMA node, and how much of it the machine has left.
+"""Host memory in whole pages, straight from the kernel, near a device, and how much of it the machine has left.
 
-What O_DIRECT, page-locking and huge pages all need. Where Linux has no files about them, there is one node and no
-limit. A container, or a job of a batch system, has a limit that the machine's own numbers say nothing of, and a process
-that goes beyond it is killed. Must not know torch, devices, pools or what the memory is for. No libnuma.
+What O_DIRECT, page-locking and huge pages all need. Where Linux has no files about them, all cores are as near, and
+there is no limit. A container, or a job of a batch system, has a limit that the machine's own numbers say nothing of,
+and a process that goes beyond it is killed. Must not know torch, pools or what the memory is for.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import ctypes
 import errno
 import mmap
 import os
-import platform
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,54 +24,17 @@ from hetmem.errors import CapacityError
 
 SYSFS = Path("/sys")
 
-_MBIND = {"x86_64": 237, "aarch64": 235, "riscv64": 235}
-_MPOL_PREFERRED = 1  # the node first, the others when it is full: less local is better than not at all
-_NODE_BITS = 1024
 
-
-def node_of(pci_address: str) -> int | None:
-    """The node of the device at "domain:bus:device.function" (hexadecimal); None where there is but one node with
-    cores, or the firmware does not say."""
-    if len(list((SYSFS / "devices/system/node").glob("node[0-9]*"))) < 2:
-        return None
+def cores_near(pci_address: str) -> tuple[int, ...]:
+    """Return the CPU numbers nearest to the device at "domain:bus:device.function" (hexadecimal) that this process may
+    run on, ascending; none where all of them are as near, or the system does not say."""
+    allowed = os.sched_getaffinity(0)
     try:
-        node = int((SYSFS / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
-
-
-def cores_of(node: int) -> tuple[int, ...]:
-    """The CPU numbers of `node` that this process may run on, ascending; none if the system does not say."""
-    try:
-        text = (SYSFS / "devices/system/node" / f"node{node}" / "cpulist").read_text()
+        text = (SYSFS / "bus/pci/devices" / pci_address.lower() / "local_cpulist").read_text()
     except OSError:
         return ()
-    return tuple(sorted(os.sched_getaffinity(0).intersection(_numbers(text))))
-
-
-def prefer(address: int, nbytes: int, node: int) -> bool:
-    """Let pages of [address, address + nbytes) that are not touched yet come from `node`. `address` starts a page.
-
-    False, with nothing changed, where the system refuses (a container may) or has no such call.
-    """
-    number = _MBIND.get(platform.machine())
-    if number is None or not 0 <= node < _NODE_BITS:
-        return False
-    words = (ctypes.c_ulong * (_NODE_BITS // 64))()
-    words[node // 64] = 1 << node % 64
-    syscall = ctypes.CDLL(None, use_errno=True).syscall
-    syscall.restype = ctypes.c_long
-    result: int = syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(nbytes),
-        ctypes.c_long(_MPOL_PREFERRED),
-        words,
-        ctypes.c_ulong(_NODE_BITS + 1),  # the kernel takes one bit less than it is told
-        ctypes.c_ulong(0),
-    )
-    return result == 0
+    near = allowed.intersection(_numbers(text))
+    return () if near == allowed else tuple(sorted(near))
 
 
 def _numbers(text: str) -> list[int]:
@@ -166,6 +128,13 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def _stay_on(cores: Collection[int]) -> None:
+    """Keep this thread on `cores`, if there are any and the system allows it."""
+    if cores:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
+
+
 def _touch(address: int, nbytes: int) -> int:
     """Populate whole pages from `address` on; returns an errno, 0 if it worked. The GIL is not held meanwhile."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -208,14 +177,15 @@ class Mapping:
         self.nbytes = nbytes
         self.address = address_of(memoryview(self._pages))
 
-    def populate(self) -> None:
+    def populate(self, cores: Collection[int] = ()) -> None:
         """Touch every page, by several threads, so that page-locking finds them; their contents stay.
 
-        Raises `CapacityError` as soon as the machine, or a control group of this process, has less memory left than
-        the next step of 1 GiB takes: going on would end the process, or another one.
+        Those threads run on `cores`, if any are given: the system takes new pages from the memory that is nearest to
+        the core that touches them. Raises `CapacityError` as soon as the machine, or a control group of this process,
+        has less memory left than the next step of 1 GiB takes: going on would end the process, or another one.
         """
-        threads = min(_POPULATE_THREADS, os.cpu_count() or 1)
-        with ThreadPoolExecutor(threads, "hetmem-populate") as pool:
+        threads = min(_POPULATE_THREADS, len(cores) or os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, "hetmem-populate", _stay_on, (cores,)) as pool:
             for start in range(0, self.nbytes, _POPULATE_STEP_BYTES):
                 step = min(_POPULATE_STEP_BYTES, self.nbytes - start)
                 if (left := free_host_bytes()) < step:
@@ -256,11 +226,6 @@ class Mapping:
         """
         self._check_range(offset, nbytes)
         return memoryview(self._pages)[offset : offset + nbytes]
-
-    def prefer_node(self, node: int) -> bool:
-        """Let pages that are touched from now on come from the NUMA node `node`, as long as it has free ones; False
-        where the system refuses. Those touched before stay where they are."""
-        return prefer(self.address, self.nbytes, node)
 
     def discard(self, offset: int, nbytes: int) -> None:
         """Give the pages of [offset, offset + nbytes) back to the system; views stay valid and read zeros there.

@@ -329,9 +329,6 @@ class Building:
         check_directories(limits)
         given = [size for size in (limits.device_bytes, device.memory_bytes) if size is not None]
         self.memory = BuildingMemory(limits, host_bytes(limits), min(given, default=None))
-        node = getattr(device, "node", None)  # of a GPU
-        if node is not None:
-            self.memory.mapping.prefer_node(node)
         self._pending: list[weakref.ref[torch.nn.Parameter]] = []
         self._module: weakref.ref[torch.nn.Module] | None = None
         """Which has registered what is pending."""

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import GIB, format_size
+from hetmem.memory.live_bytes import operator_of
 from hetmem.planner.plan import PlanError
 from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
@@ -27,33 +28,6 @@ from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 def tensor_bytes(values: Any) -> int:
     """Bytes of all tensors among `values`, each read or written once."""
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
-
-
-class Operator(NamedTuple):
-    """An operator of torch, as people call it, and what its schema says: whether it touches no elements, so that its
-    results are views of its arguments, and whether it speaks of no shared memory."""
-
-    func: Any
-    name: str
-    only_views: bool
-    is_pure: bool
-
-
-_operators: dict[int, Operator] = {}
-
-
-def operator_of(func: Any) -> Operator:
-    """Look `func` up by its identity: its hash is a call of Python, and a trace asks ten thousand times."""
-    found = _operators.get(id(func))
-    if found is None:
-        schema = func._schema
-        given, returned = ([value.alias_info for value in some] for some in (schema.arguments, schema.returns))
-        writes = any(alias is not None and alias.is_write for alias in given)
-        views = any(alias is not None for alias in returned) and not writes
-        pure = all(alias is None for alias in (*given, *returned))
-        name = str(func).removeprefix("aten.").partition(".")[0].strip("_")
-        found = _operators[id(func)] = Operator(func, name, views, pure)
-    return found
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:

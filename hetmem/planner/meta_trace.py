@@ -19,8 +19,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from hetmem.memory.live_bytes import operator_of
 from hetmem.placing.build import compute_dtypes, specs
-from hetmem.planner.meta_results import Cost, Results, attention, operator_of, rows_and_tokens
+from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
 from hetmem.schedule.saved import LOOKED_AT, SavedRound
 from hetmem.torch_private import TorchDispatchMode, storage_references, tree_leaves, tree_map

@@ -216,8 +216,6 @@ function makeCharts() {
   frame.axis = new Axis(timeline.seconds * 1e6, timeline.moments.at_us);
   frame.charts = charts.map(addChart);
   byId("by-moment").disabled = timeline.moments.at_us.length < 2;
-  const thinned = Object.entries(timeline.thinned).map(([kind, every]) => `${kind}: one of ${every}`);
-  if (thinned.length) byId("thinned").textContent = `The step has more entries than a report keeps. Shown are the largest, ${thinned.join("; ")}.`;
 }
 
 function addChart(chart) {

@@ -163,7 +163,7 @@ def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] |
         return None
     names = _names(model)
     kinds: dict[tuple[str, str, str], list[int]] = {}
-    for made in peak.tensors():
+    for made in peak.tensors:
         held = _HELD_AS.get(made.operator, "saved" if made.saved else "temporary")
         kinds.setdefault((made.operator, names.get(made.module, ""), held), []).append(made.nbytes)
     largest = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:_KINDS_SHOWN]

@@ -1,4 +1,4 @@
-"""A window of the log as columns of numbers, bounded in size: the `timeline` section of a report.
+"""A window of the log as columns of numbers: the `timeline` section of a report.
 
 Times are whole microseconds from the start of the window. It knows the log and a description of the blocks; not torch,
 not the runtime.
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from hetmem.engine.events import Held, Span, Stall
+from hetmem.engine.events import Held
 from hetmem.report.step import TIERS, held_over_time
 from hetmem.report.window import Window, overlap, union
 from hetmem.schedule.blocks import Link
-
-MAX_ENTRIES = 20_000
-"""Of each kind; a step with more keeps every second, third … of them (the largest of each group)."""
 
 LINKS = tuple(Link)
 _INTO_TIER = (Link.HOST_TO_DEVICE, Link.NVME_READ)
@@ -37,7 +34,6 @@ class BlockFacts:
 
 
 Column = list[Any]
-Entry = TypeVar("Entry")
 Present = tuple[frozenset[int], frozenset[int]]
 
 
@@ -46,61 +42,54 @@ def timeline_section(
 ) -> dict[str, Any]:
     """The section; `present` are the blocks with a copy on the device and in staging now, `held` what is kept of what
     autograd saves."""
-    clock, thin = Clock(window.start, window.end), Thinning()
+    clock = Clock(window.start, window.end)
     copies = _copies(window, present)
-    stalls = thin("stalls", window.stalls, _duration)
-    faults = thin("faults", window.faults, lambda fault: fault.at)
-    updates = thin("updates", window.updates, _duration)
     return {
         "covers": window.covers,
         "seconds": window.end - window.start,
         "segments": [[span.what, clock(span.start), clock(span.end)] for span in window.segments],
         "launched": [[span.what, clock(span.start), clock(span.end)] for span in window.launched],
-        **_moment_columns(window, clock, thin),
-        "memory": _memory(window, blocks, copies, held or {}, clock, thin),
+        **_moment_columns(window, clock),
+        "memory": _memory(window, blocks, copies, held or {}, clock),
         "blocks": _blocks(window, blocks),
-        "copies": _copy_columns(thin("copies", copies, lambda copy: copy.until - copy.since), window, clock),
-        "transfers": _transfer_columns(window, clock, thin),
+        "copies": _copy_columns(copies, window, clock),
+        "transfers": _transfer_columns(window, clock),
         "stalls": {
-            "block": [stall.block for stall in stalls],
-            "from_us": [clock(stall.start) for stall in stalls],
-            "until_us": [clock(stall.end) for stall in stalls],
+            "block": [stall.block for stall in window.stalls],
+            "from_us": [clock(stall.start) for stall in window.stalls],
+            "until_us": [clock(stall.end) for stall in window.stalls],
         },
-        "faults": {"block": [fault.block for fault in faults], "at_us": [clock(fault.at) for fault in faults]},
+        "faults": {
+            "block": [fault.block for fault in window.faults],
+            "at_us": [clock(fault.at) for fault in window.faults],
+        },
         "updates": {
-            "what": [span.what for span in updates],
-            "from_us": [clock(span.start) for span in updates],
-            "until_us": [clock(span.end) for span in updates],
+            "what": [span.what for span in window.updates],
+            "from_us": [clock(span.start) for span in window.updates],
+            "until_us": [clock(span.end) for span in window.updates],
         },
-        "thinned": thin.factors,  # last: what is above fills it
     }
 
 
-def _duration(span: Span | Stall) -> float:
-    return span.end - span.start
-
-
-def _moment_columns(window: Window, clock: Clock, thin: Thinning) -> dict[str, Any]:
-    moments = thin("moments", window.moments, lambda moment: moment.chunk_bytes + moment.non_model_bytes)
-    operators = {name: index for index, name in enumerate(dict.fromkeys(moment.operator for moment in moments))}
+def _moment_columns(window: Window, clock: Clock) -> dict[str, Any]:
+    operators = {name: index for index, name in enumerate(dict.fromkeys(moment.operator for moment in window.moments))}
     return {
         "operators": list(operators),
         "moments": {
-            "at_us": [clock(moment.at) for moment in moments],
-            "operator": [operators[moment.operator] for moment in moments],
-            "blocks": [list(moment.blocks) for moment in moments],
+            "at_us": [clock(moment.at) for moment in window.moments],
+            "operator": [operators[moment.operator] for moment in window.moments],
+            "blocks": [list(moment.blocks) for moment in window.moments],
         },
     }
 
 
-def _transfer_columns(window: Window, clock: Clock, thin: Thinning) -> dict[str, Column]:
-    transfers = thin("transfers", window.transfers, lambda moved: moved.nbytes)
+def _transfer_columns(window: Window, clock: Clock) -> dict[str, Column]:
     return {
-        "link": [LINKS.index(moved.link) for moved in transfers],
-        "block": [moved.block for moved in transfers],
-        "from_us": [clock(moved.start) for moved in transfers],
-        "until_us": [clock(moved.end) for moved in transfers],
-        "bytes": [moved.nbytes for moved in transfers],
+        "link": [LINKS.index(moved.link) for moved in window.transfers],
+        "block": [moved.block for moved in window.transfers],
+        "from_us": [clock(moved.start) for moved in window.transfers],
+        "until_us": [clock(moved.end) for moved in window.transfers],
+        "bytes": [moved.nbytes for moved in window.transfers],
     }
 
 
@@ -112,21 +101,6 @@ class Clock:
 
     def __call__(self, at: float) -> int:
         return int((min(max(at, self._start), self._end) - self._start) * 1e6)
-
-
-class Thinning:
-    """Keeps at most MAX_ENTRIES of each kind: of every so many neighbours (`factors`) the heaviest."""
-
-    def __init__(self) -> None:
-        self.factors: dict[str, int] = {}
-
-    def __call__(self, kind: str, entries: list[Entry], weight: Callable[[Entry], float]) -> list[Entry]:
-        every = -(-len(entries) // MAX_ENTRIES)
-        if every <= 1:
-            return entries
-        self.factors[kind] = every
-        groups = (entries[first : first + every] for first in range(0, len(entries), every))
-        return [max(group, key=weight) for group in groups]
 
 
 @dataclass(slots=True)
@@ -181,7 +155,7 @@ def _copy_columns(copies: list[_Copy], window: Window, clock: Clock) -> dict[str
 
 
 def _memory(
-    window: Window, blocks: Sequence[BlockFacts], copies: list[_Copy], held: Held, clock: Clock, thin: Thinning
+    window: Window, blocks: Sequence[BlockFacts], copies: list[_Copy], held: Held, clock: Clock
 ) -> dict[str, Any]:
     """Bytes of copies by role on device and host, of activations that move, and of everything else on the device, as
     steps."""
@@ -203,10 +177,9 @@ def _memory(
         steps = _steps(changes, roles, window.start, clock)
         if name == "device" and window.saved:  # which a moment's bytes include
             steps = [(at, (*others, max(0, all_of - saved), saved)) for at, (*others, all_of, saved) in steps]
-        points = thin(f"memory.{name}", steps, lambda point: sum(point[1]))
         sections[name] = {
-            "at_us": [at for at, _ in points],
-            "bytes": {role: [values[index] for _, values in points] for index, role in enumerate(roles)},
+            "at_us": [at for at, _ in steps],
+            "bytes": {role: [values[index] for _, values in steps] for index, role in enumerate(roles)},
         }
     return sections
 
@@ -252,7 +225,7 @@ def _blocks(window: Window, blocks: Sequence[BlockFacts]) -> list[dict[str, Any]
     waited: dict[int, float] = defaultdict(float)
     for stall in window.stalls:
         if stall.block >= 0:
-            waited[stall.block] += _duration(stall)
+            waited[stall.block] += stall.end - stall.start
     weights = {f"chunk {facts.chunk}": index for index, facts in enumerate(blocks) if facts.role == "param"}
     for update in window.updates:
         if update.what in weights:

@@ -1,1 +1,1 @@
-"""What measures and examines this machine for the command line: probe, bench, doctor, overheads."""
+"""What measures and examines this machine for the command line: probe, doctor, what calls cost."""

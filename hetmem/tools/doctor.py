@@ -125,7 +125,7 @@ def _drive(directory: str) -> Finding:
     except BudgetError as error:
         return Finding("drive", directory, False, str(error))
     kind = _filesystem(directory)
-    direct, settings = all(store.direct), store.settings[0]
+    direct = all(store.direct)
     store.close()
     status = os.statvfs(directory)
     free = format_size(status.f_bavail * status.f_frsize)
@@ -134,7 +134,7 @@ def _drive(directory: str) -> Finding:
         return Finding("drive", f"{directory}: {free} free, {kind}, which is memory and no drive", False, advice)
     how = "O_DIRECT" if direct else "buffered I/O, as this filesystem has no O_DIRECT"
     advice = "" if direct else "use a directory on ext4 or xfs: buffered writes take twice as long and more"
-    return Finding("drive", f"{directory}: {free} free, {how}; {settings}", advice=advice)
+    return Finding("drive", f"{directory}: {free} free, {how}", advice=advice)
 
 
 def _filesystem(directory: str) -> str:

@@ -10,24 +10,23 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import psutil
 import torch
 
-from hetmem.base.hardware import DeviceProfile, DiskSample, HardwareProfile, HostProfile, Rate
-from hetmem.base.units import MIB, format_size
+from hetmem.base.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
+from hetmem.base.units import MIB
 from hetmem.cpu import AdamWStep, adamw_tasks
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
-from hetmem.memory import nvme_requests
-from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_store import Extent, NvmeStore
+from hetmem.memory.nvme_store import BLOCK_BYTES, REQUEST_BYTES, THREADS, Extent, NvmeStore
 from hetmem.schedule.update_split import UPDATE_BYTES
 from hetmem.tools.measuring import measure, ordinary_torch
 
@@ -35,8 +34,6 @@ _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20
 _DISK_BYTES = 256 * MIB
 _LOOKED_SECONDS, _BUSY_SHARE = 0.3, 0.25
-_BOTH_WAYS_BYTES = 4 * MIB
-_DISK_POINTS = ((1 * MIB, 1), (4 * MIB, 2), (4 * MIB, 4), (4 * MIB, 8), (16 * MIB, 1), (16 * MIB, 2), (16 * MIB, 4))
 
 
 @ordinary_torch()
@@ -46,9 +43,8 @@ def probe(
     """A profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
 
     Without a GPU the device is the simulated one, and its rates are those of this machine's cores. `quick` measures on
-    a sixteenth of the bytes: for tests and demonstrations. Otherwise the best way to ask the disk is kept in the cache
-    directory, and every later NVMe store on that disk takes it. `say` is told what is measured next, and whether the
-    machine is busy, which the profile tells too. Raises `BudgetError` if the directory cannot be written to.
+    a sixteenth of the bytes: for tests and demonstrations. `say` is told what is measured next, and whether the machine
+    is busy, which the profile tells too. Raises `BudgetError` if the directory cannot be written to.
     """
     scale = 16 if quick else 1
     busy = _busy()
@@ -58,12 +54,7 @@ def probe(
     host = _host(scale)
     directory = Path(nvme_dir or tempfile.gettempdir())
     say(f"2/4 the drive of {directory}")
-    samples = _disk(directory, _DISK_BYTES // scale)
-    best_read = max(sample.read_bytes_per_second for sample in samples)
-    best_write = max(sample.write_bytes_per_second for sample in samples)
-    latency = _seconds_of_a_small_read(directory)
-    kept = {} if quick else {"disk_samples": _keep(directory, samples)}
-    at_once = _disk_both_ways(directory, _DISK_BYTES // scale)
+    disk = _disk(directory, _DISK_BYTES // scale)
     say("3/4 the device and its links")
     device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
     measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
@@ -75,47 +66,13 @@ def probe(
         host,
         to_device,
         to_host,
-        Rate(best_read, latency),
-        Rate(best_write, latency),
+        Rate(disk.read, disk.latency),
+        Rate(disk.write, disk.latency),
         both,
-        {"all": f"{measured}; {busy}" if busy else measured, **kept},
-        tuple(samples),
+        {"all": f"{measured}; {busy}" if busy else measured},
         costs,
-        at_once,
+        disk.both,
     )
-
-
-@ordinary_torch()
-def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> list[Transferred]:
-    """Measure what moves bytes here: host memory, the drive of `nvme_dir` (None: the temporary directory) by each way
-    to ask it, and, where torch sees a GPU, its link, with a cast and without. Nothing is kept."""
-    scale = 16 if quick else 1
-    found = [Transferred("host memory", "copy", _copy_rate(scale), 1.0)]
-    samples = _disk(Path(nvme_dir or tempfile.gettempdir()), _DISK_BYTES // scale)
-    for route, rates in (
-        ("NVMe, read", [sample.read_bytes_per_second for sample in samples]),
-        ("NVMe, write", [sample.write_bytes_per_second for sample in samples]),
-    ):
-        asked = (f"{sample.depth} x {format_size(sample.block_bytes)}" for sample in samples)
-        found += [Transferred(route, way, rate, rate / max(rates)) for way, rate in zip(asked, rates, strict=True)]
-    if torch.cuda.is_available():
-        _, up, down, _ = _gpu(scale)
-        ceilings = {"host to device": up.bytes_per_second, "device to host": down.bytes_per_second}
-        found += [Transferred(route, "copy", rate, 1.0) for route, rate in ceilings.items()]
-        for route, rate in _cast_rates(scale):
-            found.append(Transferred(route, "copy, cast", rate, rate / ceilings[route]))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Transferred:
-    """Bytes a second over `route` by one `way`, and what part that is of the ceiling: the plain copy over it, or the
-    fastest way to ask a drive."""
-
-    route: str
-    way: str
-    bytes_per_second: float
-    of_ceiling: float
 
 
 def _busy() -> str:
@@ -164,60 +121,35 @@ def _update_rate(elements: int) -> float:
 # ---- the disk ----------------------------------------------------------------------------------------------------
 
 
-def _disk(directory: Path, nbytes: int) -> list[DiskSample]:
-    samples = []
-    for block, depth in _DISK_POINTS:
-        block = min(block, nbytes // depth)
-        store = NvmeStore([directory], nbytes, threads=depth, request_bytes=block)
-        try:
-            extents = store.reserve_many([block * depth] * (nbytes // (block * depth)))
-            memory = Mapping(nbytes)
-            parts = [memory.buffer(index * block * depth, block * depth) for index in range(len(extents))]
-            written = seconds(lambda: _settle(store.write, extents, parts), 3)  # noqa: B023 - called at once
-            read = seconds(lambda: _settle(store.read, extents, parts), 3)  # noqa: B023 - called at once
-        finally:
-            store.close()
-        samples.append(DiskSample(block, depth, nbytes / read, nbytes / written))
-    return samples
+class _Disk(NamedTuple):
+    """Bytes a second of reads, of writes, and of as many of both at once; and the seconds of a small read."""
+
+    read: float
+    write: float
+    both: float
+    latency: float
 
 
-def _disk_both_ways(directory: Path, nbytes: int) -> float:
-    """Bytes per second of reads and writes together, as many of each, asked for as a run does."""
-    block = min(_BOTH_WAYS_BYTES, nbytes // 2)
-    store = NvmeStore([directory], nbytes)
+def _disk(directory: Path, nbytes: int) -> _Disk:
+    """The drive of `directory`, asked as a run does."""
+    block = min(REQUEST_BYTES, nbytes // THREADS)
+    store = NvmeStore([directory], nbytes + BLOCK_BYTES)
     try:
         extents, memory = store.reserve_many([block] * (nbytes // block)), Mapping(nbytes)
-        parts = [memory.buffer(index * block, block) for index in range(len(extents))]
-        _settle(store.write, extents, parts)
+        parts = [(extent, memory.buffer(index * block, block)) for index, extent in enumerate(extents)]
+        single, small = store.reserve(BLOCK_BYTES), Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
 
-        def both() -> None:
-            moves = (store.read, store.write) * len(extents)
-            for future in [move(*what) for move, what in zip(moves, zip(extents, parts, strict=True), strict=False)]:
-                future.result()
+        def moved(*ways: Callable[[Extent, memoryview], Future[int]]) -> float:
+            def settle() -> None:
+                for future in [way(*part) for way, part in zip(cycle(ways), parts, strict=False)]:
+                    future.result()
 
-        return nbytes / seconds(both, 3)
-    finally:
-        store.close()
+            return nbytes / seconds(settle, 3)
 
-
-def _keep(directory: Path, samples: list[DiskSample]) -> str:
-    """Let later stores ask the disk as was best here; says so."""
-    settings, path = nvme_requests.remember(os.fspath(directory), samples)
-    return f"best: {settings}; " + (f"kept in {path}" if path else "not kept, as the cache cannot be written to")
-
-
-def _settle(move: Callable[[Extent, memoryview], Future[int]], extents: list[Extent], parts: list[memoryview]) -> None:
-    """Move all parts, as many at once as the store has threads."""
-    for future in [move(extent, part) for extent, part in zip(extents, parts, strict=True)]:
-        future.result()
-
-
-def _seconds_of_a_small_read(directory: Path) -> float:
-    store = NvmeStore([directory], 4096, threads=1)
-    try:
-        extent, memory = store.reserve(4096), Mapping(4096).buffer(0, 4096)
-        store.write(extent, memory).result()
-        return seconds(lambda: store.read(extent, memory).result(), 15)
+        write, read = moved(store.write), moved(store.read)
+        store.write(single, small).result()
+        latency = seconds(lambda: store.read(single, small).result(), 15)
+        return _Disk(read, write, moved(store.read, store.write), latency)
     finally:
         store.close()
 
@@ -284,29 +216,6 @@ def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
         Rate(down, latency),
         both,
     )
-
-
-def _cast_rates(scale: int) -> Iterator[tuple[str, float]]:
-    """Yield route and bytes a second, as they lie at home, of float32 weights to a 16-bit slot and of 16-bit gradients
-    to a float32 home."""
-    device, host = CudaDevice(), Mapping(_COPY_BYTES // scale)
-    unpin = device.pin(host)
-    home = torch.frombuffer(host.buffer(0, host.nbytes), dtype=torch.float32)
-    slot = torch.zeros(home.numel(), dtype=torch.bfloat16, device=device.torch_device)
-
-    def come() -> None:
-        device.copy_in(slot, home)
-        torch.cuda.synchronize()
-
-    def leave() -> None:
-        device.gradient_out(home, slot, add=False)
-        torch.cuda.synchronize()
-
-    try:
-        yield "host to device", host.nbytes / seconds(come)
-        yield "device to host", host.nbytes / seconds(leave)
-    finally:
-        unpin()
 
 
 def _matrix_rate(dtype: torch.dtype, scale: int) -> float:

@@ -128,7 +128,7 @@ def trained_and_interrupted(
         optimizer.step()
         optimizer.zero_grad()
     interrupt(model, where, optimizer)
-    return [weakref.ref(model).__call__, weakref.ref(model.tower.norm.weight).__call__, testing.of(model).alive()]
+    return [weakref.ref(model).__call__, weakref.ref(model.tower.norm.weight).__call__, testing.of(model).runtime()]
 
 
 @pytest.mark.each
@@ -212,7 +212,7 @@ def test_a_graph_that_others_make_after_an_interrupt_holds_no_model(
         managed(*BATCH).backward()  # from the second time on no operator is looked at
     interrupt(managed, where)
     loss = plain(BATCHES[0][0]).sum() if by == "module" else Tripled.apply(x)
-    alive = testing.of(managed).alive()
+    alive = testing.of(managed).runtime()
     del managed
     gc.collect()
     assert not alive()

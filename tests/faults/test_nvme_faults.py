@@ -323,7 +323,7 @@ def test_the_link_is_busy_while_transfers_overlap_and_not_in_between(
     tmp_path: Path, disk: FaultyDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = 0.0
-    monkeypatch.setattr("hetmem.memory.nvme_requests.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("hetmem.memory.nvme_io.time.perf_counter", lambda: clock)
     store = NvmeStore([tmp_path], MIB, threads=2, request_bytes=REQUEST_BYTES, io=disk)
     extents = store.reserve_many([REQUEST_BYTES, REQUEST_BYTES])
     go_on = {extent.offset: threading.Event() for extent in extents}

@@ -194,7 +194,6 @@ class FakeCuda:
         self.pinned: dict[int, int] = {}
         self.register_error = 0
         self.registered_before_error = 0
-        self.unregistered_by: list[str] = []
         self.sticky_error = 0
         self.deferred = 0
         self.made: list[str] = []
@@ -251,7 +250,6 @@ class FakeCuda:
 
     def host_unregister(self, address: int) -> CudaError:
         del self.pinned[address]
-        self.unregistered_by.append(threading.current_thread().name)
         return CudaError(0)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:

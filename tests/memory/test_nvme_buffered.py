@@ -11,12 +11,12 @@ import pytest
 
 from hetmem.errors import StoreError
 from tests.memory.pages import cached_blocks
-from tests.memory.tested import BLOCK_BYTES, MIB, Mapping, NvmeStore, examine, nvme_file, settings_for
+from tests.memory.tested import BLOCK_BYTES, MIB, Mapping, NvmeStore, examine, nvme_io
 
 
 @pytest.fixture(autouse=True)
 def no_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme_file, "_open_direct", lambda fd: fd)
+    monkeypatch.setattr(nvme_io, "_open_direct", lambda fd: fd)
 
 
 @pytest.fixture
@@ -93,5 +93,4 @@ def test_the_warning_names_the_line_of_the_user(tmp_path: Path) -> None:
 def test_the_doctor_says_so_without_a_warning(tmp_path: Path) -> None:
     drive = examine(str(tmp_path))[-1]
     assert "buffered I/O" in drive.found
-    assert str(settings_for(str(tmp_path))) in drive.found
     assert "ext4 or xfs" in drive.advice

@@ -14,7 +14,7 @@ import pytest
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from tests.forked import Forks
 from tests.memory.left import nothing_left, random_memory
-from tests.memory.tested import BLOCK_BYTES, MIB, NvmeStore, nvme_file
+from tests.memory.tested import BLOCK_BYTES, MIB, NvmeStore, nvme_io
 
 __all__ = ["nothing_left"]  # a fixture
 
@@ -149,6 +149,6 @@ def test_without_room_in_the_address_space_nothing_stays_open(
     def no_room(_: int) -> None:
         raise CapacityError("cannot map 4096 bytes")
 
-    monkeypatch.setattr(nvme_file, "Mapping", no_room)
+    monkeypatch.setattr(nvme_io, "Mapping", no_room)
     with pytest.raises(CapacityError, match="cannot map"):
         NvmeStore([tmp_path], MIB)

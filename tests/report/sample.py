@@ -13,7 +13,6 @@ LINKS = ("host_to_device", "device_to_host", "nvme_read", "nvme_write")
 EMPTY_TIMELINE: dict[str, Any] = {
     "covers": "step",
     "seconds": 2.0,
-    "thinned": {},
     "segments": [],
     "launched": [],
     "operators": [],

@@ -84,7 +84,7 @@ def test_training_goes_on_when_the_status_cannot_be_written(tmp_path: Path, monk
 def test_a_watched_model_is_not_kept_alive(tmp_path: Path) -> None:
     model = trained("host", tmp_path)
     live.progress(model)
-    alive = testing.of(model).alive()
+    alive = testing.of(model).runtime()
     hetmem.release(model)
     del model
     gc.collect()

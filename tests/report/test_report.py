@@ -251,8 +251,7 @@ def test_what_is_beside_chunks_at_the_peak_is_told_by_operator_and_module(placem
     assert found[("inputs", "Summed", "input")] == (1, 128 * KIB)
     assert found[("relu", "blocks.*.1", "saved")] == (2, 512 * KIB)
     assert ("addmm", "blocks.*.2", "saved") in found
-    made_in_backward = {module for _, module, held in found if held == "temporary"}
-    assert made_in_backward == ({"Summed"} if placement == "host" else {"blocks.*.1", "blocks.*.2"})
+    assert {module for _, module, held in found if held == "temporary"} == {""}
     model(torch.ones(900, 64)).backward()  # not watched, as it is not twice as large
     if placement == "host":
         assert "Larger inputs since" in hetmem.report(model).to_dict()["beside_chunks"]["sentence"]

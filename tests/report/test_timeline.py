@@ -1,15 +1,11 @@
-"""The timeline: who was where when, bytes by role, and its bounded size, on logs made by hand."""
+"""The timeline: who was where when, and bytes by role, on logs made by hand."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pytest
-
 from tests.report.logs import blocks, came, forward, moment, read, to_device, went, window
-from tests.report.tested import BlockFacts, Span, Stall, Thinning, timeline_section
-from tests.report.tested import timeline as module
+from tests.report.tested import BlockFacts, Span, Stall, timeline_section
 
 NOBODY: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
 
@@ -82,32 +78,3 @@ def test_a_chunk_is_charged_its_stalls_and_those_within_its_update() -> None:
     charged = timeline_section(seen, facts, NOBODY)["blocks"]
     assert [facts["stall_seconds"] for facts in charged] == [1.25, 0.25, 0]
     assert [facts["fetched_bytes"] for facts in charged] == [7, 0, 9]
-
-
-def test_thinning_keeps_the_heaviest_of_each_group_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_ENTRIES", 3)
-    thin = Thinning()
-    assert thin("many", [3, 1, 2, 9, 5, 4, 7], float) == [3, 9, 7]
-    assert thin("few", [1, 2, 3], float) == [1, 2, 3]
-    assert thin.factors == {"many": 3}
-
-
-def test_a_step_of_any_length_makes_a_timeline_of_bounded_size_with_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = 10
-    monkeypatch.setattr(module, "MAX_ENTRIES", module.MAX_ENTRIES // share)
-    count = 3 * module.MAX_ENTRIES + 1
-    step = 8.0 / count
-    seen = window(
-        segments=[forward(100, 108)],
-        moments=[moment(100 + i * step, i % 5, non_model_bytes=1000 * (i == 777)) for i in range(count)],
-        transfers=[to_device(100 + i * step, 100 + (i + 1) * step, block=i % 5) for i in range(count)],
-        copies=[(went if i % 2 else came)(100 + i * step, 0) for i in range(count)],
-    )
-    section = timeline_section(seen, blocks(5), NOBODY)
-    assert len(section["moments"]["at_us"]) <= module.MAX_ENTRIES
-    assert len(section["transfers"]["link"]) <= module.MAX_ENTRIES
-    assert len(section["copies"]["block"]) <= module.MAX_ENTRIES
-    assert len(section["memory"]["device"]["at_us"]) <= module.MAX_ENTRIES
-    assert max(section["memory"]["device"]["bytes"]["non_model"]) == 1000
-    assert section["thinned"] == {"moments": 4, "transfers": 4, "copies": 2, "memory.device": 4}
-    assert len(json.dumps(section)) < (8 << 20) // share

@@ -6,12 +6,12 @@ from hetmem import planner
 from hetmem.base.units import format_size
 from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
 from hetmem.intercept import registry
-from hetmem.report import files, live, timeline
+from hetmem.report import files, live
 from hetmem.report.files import compare, page_text, render, show, trace_text
 from hetmem.report.report import MemoryReport
 from hetmem.report.step import format_seconds, step_section
 from hetmem.report.text import comparison, table
-from hetmem.report.timeline import BlockFacts, Thinning, timeline_section
+from hetmem.report.timeline import BlockFacts, timeline_section
 from hetmem.report.window import Window, clip, last_window, length, overlap, union, without
 from hetmem.schedule.blocks import Link
 
@@ -25,7 +25,6 @@ __all__ = [
     "MomentSeen",
     "Span",
     "Stall",
-    "Thinning",
     "Transfer",
     "Window",
     "clip",
@@ -45,7 +44,6 @@ __all__ = [
     "show",
     "step_section",
     "table",
-    "timeline",
     "timeline_section",
     "trace_text",
     "union",

@@ -1,6 +1,8 @@
-"""One file of the NVMe store: without a name, sparse, mapped, and read and written with O_DIRECT where that works.
+"""Files of the NVMe store, without a name, sparse and mapped; and the threads of each disk that read and write them,
+with O_DIRECT where that works.
 
-Knows descriptors, blocks and the page cache. Must not know threads, futures, extents or other files.
+Knows descriptors, blocks, the page cache, memory and futures. Must not know extents, capacities or who asked. Requests
+go over one link for each direction, with its traffic and its time.
 """
 
 from __future__ import annotations
@@ -9,28 +11,27 @@ import contextlib
 import errno
 import mmap
 import os
+import queue
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from functools import partial
 
-from hetmem.base.units import format_size
+from hetmem.base.threads import start_thread
+from hetmem.base.units import MIB, format_size, round_up
 from hetmem.errors import BudgetError, StoreError
 from hetmem.memory.host_pool import Spans
 from hetmem.memory.mapping import Mapping
 
 BLOCK_BYTES = 4096  # covers the O_DIRECT alignment of the disks and filesystems in use
+_EXIT_SECONDS = 5.0  # a disk that hangs must not keep a process alive that has failed
+_LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
 
 Move = Callable[[int, list[memoryview], int], int]
 """`preadv` or `pwritev`: descriptor, buffers and offset to the bytes moved."""
-
-
-class VectoredIo(Protocol):
-    """The two system calls of the store; `os` is the real one, tests pass one that fails."""
-
-    def preadv(self, fd: int, buffers: list[memoryview], offset: int, /) -> int: ...
-
-    def pwritev(self, fd: int, buffers: list[memoryview], offset: int, /) -> int: ...
 
 
 class StoreFile:
@@ -142,12 +143,8 @@ class StoreFile:
             number, reason = errno.EIO, repr(error)
             if isinstance(error, OSError):
                 number, reason = error.errno or errno.EIO, error.strerror or reason
-            what = self.failure(verb, memory.nbytes, position)
-            raise StoreError(number, f"{what}: {reason} after {done} bytes") from error
-
-    def failure(self, verb: str, nbytes: int, position: int) -> str:
-        """The beginning of an error's message."""
-        return f"cannot {verb} {nbytes} bytes at offset {position} of the NVMe store in {self.directory!r}"
+            where = f"{memory.nbytes} bytes at offset {position} of the NVMe store in {self.directory!r}"
+            raise StoreError(number, f"cannot {verb} {where}: {reason} after {done} bytes") from error
 
     def keep_in_cache(self, move: Move, memory: memoryview, position: int) -> bool:
         """After a failed write: whether the page cache took all of it instead, so that views see all of it.
@@ -195,3 +192,161 @@ def _open_direct(fd: int) -> int:
 def sized(nbytes: int) -> str:
     """Bytes, and the same in a unit that people read."""
     return f"{nbytes} bytes ({format_size(nbytes)})"
+
+
+class DiskLink:
+    """One direction: the bytes moved, and the time it was busy.
+
+    Each file has threads of its own, so that no disk waits for another. A transfer is shared out to all of them, also
+    where it is smaller than their requests may be: a single one that training waits for has the whole disk.
+    """
+
+    def __init__(self, verb: str, move: Move, files: int, threads: int, request_bytes: int) -> None:
+        self.verb = verb
+        self.move = move
+        self.moved_bytes = 0
+        self._shares, self._request_bytes = threads, request_bytes
+        self._threads = [Threads(threads, f"hetmem-nvme-{verb}") for _ in range(files)]
+        self._lock = threading.Lock()
+        self._in_flight = 0
+        self._busy_since = 0.0
+        self._busy_seconds = 0.0
+
+    def start(self, file: StoreFile, index: int, memory: memoryview, position: int) -> Future[int]:
+        """Move `memory` from or to `position` of `file`, the store's number `index`."""
+        share = round_up(-(-memory.nbytes // self._shares), BLOCK_BYTES)
+        nbytes = min(self._request_bytes, max(share, _LEAST_REQUEST_BYTES))
+        self._threads[index].start()
+        with self._lock:
+            if not self._in_flight:
+                self._busy_since = time.perf_counter()
+            self._in_flight += 1
+        return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
+
+    def cache(self, file: StoreFile, index: int, position: int) -> None:
+        """Bring the page with byte `position` of `file`, the store's number `index`, to the page cache."""
+        self._threads[index].start()
+        self._threads[index].submit(partial(file.cache, position))
+
+    def end(self, moved_bytes: int) -> None:
+        """A transfer has ended."""
+        with self._lock:
+            self.moved_bytes += moved_bytes
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._busy_seconds += time.perf_counter() - self._busy_since
+
+    def busy_seconds(self) -> float:
+        """Seconds during which at least one transfer was queued or running."""
+        with self._lock:
+            return self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
+
+    def join(self) -> None:
+        """Let the threads end once nothing is queued, and wait for them."""
+        for threads in self._threads:
+            threads.stop()
+        for threads in self._threads:
+            threads.join()
+
+
+class Threads:
+    """A few threads that run what they are given, first come first served.
+
+    Not a `ThreadPoolExecutor`: the interpreter joins its threads when it ends, for as long as a disk hangs. These end
+    when this object is gone and nothing is queued.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._count = count
+        self._name = name
+        self._threads: list[threading.Thread] = []
+        self.stop = weakref.finalize(self, _put_ends, self._queue, count)
+        self.stop.atexit = False
+
+    def start(self) -> None:
+        """Once, before the first work: a store that is never read needs none. Callers exclude each other."""
+        while len(self._threads) < self._count:
+            name = f"{self._name}_{len(self._threads)}"
+            stop = partial(self._queue.put, None)
+            self._threads.append(start_thread(_serve, (self._queue,), name, stop, _EXIT_SECONDS))
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work`, which must not raise, on one of the threads."""
+        self._queue.put(work)
+
+    def join(self) -> None:
+        """Wait, after `stop`, until all have ended."""
+        for thread in self._threads:
+            thread.join()
+
+
+def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := work.get()) is not None:
+        run()
+        del run  # it holds memory and a file, and the next one may be long in coming
+
+
+def _put_ends(work: queue.SimpleQueue[Callable[[], None] | None], count: int) -> None:
+    for _ in range(count):
+        work.put(None)
+
+
+class _Transfer:
+    """One read or write, cut into requests; the last request to end settles the future."""
+
+    def __init__(self, link: DiskLink, file: StoreFile, memory: memoryview, position: int) -> None:
+        self._link = link
+        self._file = file
+        self._memory = memory
+        self._position = position
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._moved_bytes = 0
+        self._error: BaseException | None = None
+        self._future: Future[int] = Future()
+
+    def start(self, threads: Threads, request_bytes: int) -> Future[int]:
+        future, memory = self._future, self._memory
+        future.set_running_or_notify_cancel()  # a cancelled future would hide that the memory is in use
+        starts = range(0, memory.nbytes, request_bytes)
+        self._pending = len(starts)
+        for start in starts:
+            part = memory[start : start + request_bytes]
+            threads.submit(partial(self._run, part, self._position + start))
+        return future
+
+    def _run(self, memory: memoryview, position: int) -> None:
+        """Move a part, on one of the threads."""
+        moved_bytes, link = 0, self._link
+        if self._error is None:
+            try:
+                self._file.transfer(link.verb, link.move, memory, position)
+                moved_bytes = memory.nbytes
+            except BaseException as error:  # whatever it is, the waiting thread must learn of it
+                self._error = error
+        with self._lock:
+            self._moved_bytes += moved_bytes
+            self._pending -= 1
+            last = not self._pending
+        if last:
+            self._settle()
+
+    def _settle(self) -> None:
+        # Only now, also after an error: until the last request ends, the disk may still write into the memory.
+        future, error = self._future, self._error
+        if isinstance(error, StoreError) and self._link.verb == "write":
+            error = self._whole_or_not(error)
+        self._link.end(self._moved_bytes)
+        del self._future, self._error  # the error's frames hold this transfer: a cycle that would keep memory alive
+        if error is None:
+            future.set_result(self._moved_bytes)
+        else:
+            future.set_exception(error)
+
+    def _whole_or_not(self, error: StoreError) -> StoreError:
+        kept = self._file.keep_in_cache(self._link.move, self._memory, self._position)
+        what = "Until it is written again " + ("only the page cache has all of it" if kept else "a part of it is old")
+        told = StoreError(error.errno, f"{error.strerror}. {what}")
+        told.__cause__ = error.__cause__
+        return told
