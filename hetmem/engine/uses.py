@@ -6,8 +6,9 @@ are `traffic`'s, how many there may be `device_limit`'s, writes that were not he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from hetmem.engine.traffic import Traffic
 from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
-from hetmem.schedule.trace import DEVICE, Moment, SegmentTrace
+from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
+_BLOCKS = attrgetter("blocks")
 _functions_around: Any = torch_private.function_modes_around
 _tuple: Any = tuple.__new__
 """Makes a named tuple of a tuple, without Python."""
@@ -51,8 +53,6 @@ class Uses:
         """Those whose copies tensors hold, in the order in which they were first seen to be held."""
         self._for_backward: dict[ManagedParameter, None] = {}
         """Those whose copies are leased for all of the backward that runs."""
-        self._of_trace: dict[Hashable, tuple[SegmentTrace, dict[int, int], list[ManagedParameter]]] = {}
-        """By the key of a trace, the trace, how many parameters are in each block that it uses, and these."""
         self.release_working: Callable[[], None] = lambda: None
         """Called where all that is idle gives way: ends leases that nothing needs now."""
         self._untracked: set[int] = set()
@@ -118,9 +118,9 @@ class Uses:
             raise
         if unseen:
             self._bindings.bind(used)
-        else:
-            with self._unwatched():
-                self._bindings.bind(used)
+            return
+        with self._unwatched():
+            self._bindings.bind(used)
 
     def _honour_writes(self, used: list[ManagedParameter]) -> None:
         for managed in used:
@@ -167,10 +167,12 @@ class Uses:
         moving = room.shortage.activations is not None or traffic.gradients.leaving
         if known is None or tracer.measured or tracer.unseen_growth > 1 or moving:
             return None
-        uses, used = self._all_of(known)
-        blocks = (*uses,)
+        blocks = (*dict.fromkeys(chain.from_iterable(map(_BLOCKS, known.moments))),)
+        chunks = [traffic.executor.chunk_of_block[block][0] for block in blocks]
+        uses = {chunk.operand_block: len(chunk.parameters) for chunk in chunks}
+        used = [managed for chunk in chunks for managed in chunk.parameters]
         moment = tracer.all_ahead(blocks)
-        if moment is None or not used or not room.has_room_for(moment, traffic.residency.span_of(blocks)):
+        if moment is None or (*uses,) != blocks or not room.has_room_for(moment, traffic.residency.span_of(blocks)):
             return None
         with self._unwatched():
             self.let_go()
@@ -189,29 +191,18 @@ class Uses:
         self.saw(moment, operator, blocks)
         return used, leased
 
-    def _all_of(self, trace: SegmentTrace) -> tuple[dict[int, int], list[ManagedParameter]]:
-        """Return how many parameters are in each block that `trace` uses, in the order of first use, and these; nothing
-        where one of the blocks is no operand any more."""
-        known = self._of_trace.get(trace.key)
-        if known is None or known[0] is not trace:
-            blocks = dict.fromkeys(chain.from_iterable(moment.blocks for moment in trace.moments))
-            chunks = [self._traffic.executor.chunk_of_block[block][0] for block in blocks]
-            uses = {chunk.operand_block: len(chunk.parameters) for chunk in chunks}
-            used = [managed for chunk in chunks for managed in chunk.parameters]
-            known = self._of_trace[trace.key] = (trace, uses, used) if [*uses] == [*blocks] else (trace, {}, [])
-        return known[1:]
-
     def begin_backward(self) -> None:
         """Lease what the backward that has just begun is known to use, and is there, until `end_backward`."""
         if self._memory.uses_copies and not self._memory.resident and (begun := self.begin_all("backward")) is not None:
             self._for_backward = dict.fromkeys(begun[1])
 
-    def end_backward(self) -> None:
-        """End `begin_backward`."""
+    def end_backward(self) -> bool:
+        """End `begin_backward`; return whether that has leased anything."""
         leased, self._for_backward = self._for_backward, {}
         if leased:
             with self._unwatched():
                 self.release([*leased])
+        return bool(leased)
 
     def _open(self, used: Iterable[ManagedParameter]) -> None:
         """Have views of the copies of `used`, which are VALID."""
@@ -252,17 +243,13 @@ class Uses:
                         self._writes.compare(managed)
                 except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
                     first = first or error
-            self._unbind(used, untracked=untracked)
+            self._bindings.unbind(used)
+            self.release(used, untracked=untracked)
         try:
             if first is not None:
                 raise first
         finally:
             del first  # as in `Executor.execute`
-
-    def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """Let `used` rest, and release their copies."""
-        self._bindings.unbind(used)
-        self.release(used, untracked=untracked)
 
     def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """Release one lease of each of `used`; those whose memory a tensor holds are released by `let_go`."""
@@ -333,24 +320,20 @@ class Uses:
             assert managed.device is not None
             return managed.device
         operator = f"backward of {managed.name}"
+        block = managed.chunk.operand_block
         if managed in self._held:
-            self._moment(operator, (managed.chunk.operand_block,))
-        else:
-            if not self._acquire_again(operator, (managed,)):
-                block = managed.chunk.operand_block
-                self._moment(operator, (block,))
-                self._acquire_all(operator, (managed,), (block,))
-            self._held[managed] = None
+            self._moment(operator, (block,))
+        elif not self._acquire_again(operator, (managed,)):
+            self._moment(operator, (block,))
+            self._acquire_device(managed, block, operator)
+        self._held[managed] = None
         assert managed.device is not None
         return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         """Begin a lease of the copy of `managed`, and have its view; none is begun if this raises."""
-        there = self._traffic.use({block: 1})
-        if there and managed.device is not None:
-            return
         with self._unwatched():
-            if not there:
+            if not self._traffic.use({block: 1}):
                 try:
                     self._acquire_with_more_room(block)
                 except CapacityError as error:
@@ -366,14 +349,9 @@ class Uses:
             self.out_of_memory()
             return self._traffic.acquire(block, DEVICE)
         except CapacityError:
-            if not (self._room.widen() or self._give_backward_up() or self.give_leases_up()):
+            if not (self._room.widen() or self.end_backward() or self.give_leases_up()):
                 raise
             return self._acquire_with_more_room(block)
-
-    def _give_backward_up(self) -> bool:
-        there = bool(self._for_backward)
-        self.end_backward()
-        return there
 
     def out_of_memory(self) -> None:
         """Give the device's allocator, which has no room for an operator, all that no chunk in use needs."""

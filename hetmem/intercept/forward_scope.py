@@ -135,8 +135,6 @@ class Compute:
         """Who compiles what is around it; see `dynamo`."""
         self.works = False
         """Whether modules have working weights meanwhile, see `placing.working`."""
-        self.may_lease_all = False
-        """Whether all of its weights may be bound as it begins."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its part of the turn of its thread, see `engine.runtime`."""

@@ -168,9 +168,6 @@ class Interception:
                         (self._parts.take_off if whole and not asked else self._parts.put_back)()
                     else:
                         self._parts.put_back()
-                        if compute.may_lease_all:
-                            compute.may_lease_all = False
-                            self.leases.begin_all(call, module)
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
@@ -199,7 +196,7 @@ class Interception:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
             if self.working.begin(type(module).__name__, backward, anew=self.segments.several):
                 return True
-            compute.may_lease_all = not self.runtime.memory.resident
+            self.leases.begin_all(compute.calls[0], module)
             return False
         self.working.release()
         return False
@@ -264,6 +261,8 @@ class Interception:
             if compute.task < 0 and (leaves or self.activations is not None):
                 self._saved.enter(compute)
             return
+        if compute.task < 0:
+            self.gradients.within_step = self.gradients.half_stepped
         compute.works = self._begins_to_work(compute, module)
         if compute.task >= 0:
             self.runtime.uses.notice_writes_by_hooks()
@@ -271,7 +270,6 @@ class Interception:
         else:
             with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
-            self.gradients.within_step = self.gradients.half_stepped
         if not compute.works:
             self._saved.enter(compute)
 

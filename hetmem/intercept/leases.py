@@ -84,8 +84,8 @@ class Leases:
 
     def begin_all(self, call: Call, module: torch.nn.Module) -> None:
         """Bind all that the forward of `module` is known to use until `call` is over, if all fits at once."""
-        runtime = self._runtime
-        if self._gradients.within_step or self._saved.others or runtime.tracer.key in self._departed:
+        runtime, others = self._runtime, self._saved.others or self._gradients.within_step
+        if others or runtime.memory.resident or runtime.tracer.key in self._departed:
             return
         begun = runtime.uses.begin_all(type(module).__name__)
         if begun is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,8 @@ def test_a_raw_pointer_of_a_weight_is_right_where_all_are_bound_at_once(tmp_path
     assert "Sequential" in testing.of(managed).operators()
 
 
-def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["own optimizer", "torch's"])
+def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(own: bool, tmp_path: Path) -> None:
     class Struck(Tower):
         struck = False
 
@@ -315,17 +317,21 @@ def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(tmp
     torch.manual_seed(0)
     plain = Struck()
     managed = all_copies(copy.deepcopy(plain), tmp_path)
-    optimizers = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    torchs = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    optimizers = torchs(plain.parameters()), (partial(hetmem.AdamW, lr=1e-2) if own else torchs)(managed.parameters())
     for step, batch in enumerate(token_batches(6)):
         losses = []
         for model, optimizer in zip((plain, managed), optimizers, strict=True):
             loss = model(*batch)
+            if step % 2:
+                loss.backward()
             if step > 2:
                 model.struck = True
                 with pytest.raises(KeyboardInterrupt):
                     model(*batch)
                 model.struck = False
-            loss.backward()
+            if not step % 2:
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss)
