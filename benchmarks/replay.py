@@ -115,7 +115,6 @@ def replay(
         for blocks, slots in zip(trace.uses, limits, strict=True):
             run.carry_out(residency.limit(Tier.DEVICE, slots))
             run.use(blocks)
-    residency.check()
     return residency.counts.fetches[Tier.DEVICE], run.stalls
 
 

@@ -27,7 +27,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
-from hetmem.schedule.blocks import EvictionPolicy, Prefetch
+from hetmem.schedule.blocks import EvictionPolicy, ahead_at_once
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -154,9 +154,8 @@ def _manage(
             move_home(memory, module, built)
             memory.page_lock()
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
-        ahead = Prefetch()
-        at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
-        residency = Residency(slots, asked.policy, lookahead=ahead.uses_ahead, in_flight=at_once)
+        at_once = ahead_at_once(memory.device_pool.slot_bytes, memory.device_bytes)
+        residency = Residency(slots, asked.policy, in_flight=at_once)
         engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=asked.sanitize)

@@ -284,9 +284,8 @@ class Inside:
         return self._runtime.room._leave_device(nbytes)
 
     def look_for_idle_memory(self) -> None:
-        """Have homes move to idle device memory again, as if none had ever gone back."""
-        share = self._found.share
-        share._went_back, share._idle_seen = 0, -1
+        """Have homes move to idle device memory again."""
+        self._found.share._idle_seen = -1
 
     def forget_peaks(self) -> None:
         """Have what others hold of the device now pass for the most that they ever needed."""

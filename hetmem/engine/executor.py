@@ -22,7 +22,7 @@ from hetmem.base.weak import WeakOnes
 from hetmem.engine.events import CopyChange, EventLog, Transfer
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
-from hetmem.engine.sampling import Fingerprints, TornReads
+from hetmem.engine.sampling import TornReads
 from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
@@ -83,7 +83,6 @@ class Executor:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
         self.near: tuple[Chunk, torch.Tensor] | None = None
         """A chunk with what its home says, as it is on the device now: a copy there needs no link."""
-        self.fingerprints = Fingerprints()
         self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
@@ -405,8 +404,6 @@ class Executor:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
-        if home.tier is not DEVICE and role is Role.PARAM:
-            self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
         near = self.near[1] if self.near is not None and self.near[0] is chunk else None
         if home.tier is DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
             self._memory.device.copy_in(target, source if near is None else near)

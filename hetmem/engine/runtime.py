@@ -107,7 +107,7 @@ class Runtime:
         self.bindings = Bindings(self.parameters)
         self._engine = engine
         self.traffic = Traffic(memory, residency, engine, self.bindings, self.tracer, self.events, sanitize=sanitize)
-        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.memory.store)
+        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched

@@ -222,12 +222,6 @@ class Traffic:
         block, state = chunk.operand_block, self.residency.state(chunk.operand_block, Tier.DEVICE)
         return state is CopyState.VALID or (state in _LOADING and self.executor.order_compute_after(block))
 
-    def copy_equals_home(self, chunk: Chunk) -> None:
-        """Note that the copy on the device, if there is one, equals the newest copy in host memory."""
-        plain = chunk.operand == Role.PARAM and not chunk.moved
-        if plain and self.residency.state(chunk.operand_block, Tier.DEVICE) in PLACED:
-            self.executor.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
-
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """Return the staged copy of `role` as a flat tensor, or its home."""
         block = chunk.homes[role].block
@@ -401,7 +395,6 @@ class Traffic:
         self.updating.discard(chunk)
         block = chunk.operand_block
         if block >= 0:
-            self.copy_equals_home(chunk)
             self.executor.near = None if near is None else (chunk, near)
             try:
                 self.execute(self.residency.resume(block))

@@ -155,7 +155,7 @@ class MutationCheck:
                 said.add((id(part.group), id(group)))
             if id(part.managed) in self._writes.noticed:
                 return True
-        return self._writes.any_changed(update.chunk, [part.managed for part in update.parts])
+        return any(self._writes.counted(part.managed) for part in update.parts)
 
     def forget(self) -> None:
         """The step is over."""

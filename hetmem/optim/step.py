@@ -234,7 +234,6 @@ class Stepper:
         begun = {update.chunk for update in self._progress.values() if update.begun}
         waiting = [chunk for chunk in self.runtime.chunks if chunk not in begun]
         self.runtime.traffic.forget_read_ahead(waiting)
-        self.runtime.writes.look_ahead(self.runtime.chunks)
         self._passes.look_at(part for update in self._progress.values() for part in update.parts)
         with self._remembering_a_failure():
             self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)

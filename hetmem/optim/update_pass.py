@@ -172,10 +172,9 @@ class Passes:
     def notice_written(self, chunk: Chunk) -> None:
         """The same, but of gradients."""
         writes = self._runtime.writes
-        if writes.any_changed(chunk, chunk.parameters):
-            for managed in chunk.parameters:
-                if writes.changed(managed):
-                    writes.by_user(managed)
+        for managed in chunk.parameters:
+            if writes.counted(managed):
+                writes.by_user(managed)
         self.notice_states(chunk)
 
     def notice_before(self, update: ChunkUpdate) -> None:

@@ -31,7 +31,6 @@ from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
-from hetmem.planner.layers import cheapest_mixes
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
@@ -48,7 +47,7 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import OPTIONS, Plan, PlanError
-from hetmem.planner.search import Setting
+from hetmem.planner.search import Setting, cheapest_mix
 from hetmem.planner.workload import Updating, Workload, with_rows
 from hetmem.schedule.placement import Capacities
 
@@ -197,7 +196,7 @@ def plan_within(
         return made if made is not None and made.moves else None
 
     workload, light = moved(kept) or kept, moved(light)
-    layers, within, mix = None, capacities, None
+    mix = None
     if activations == "auto" and kept.saved and compares and not (inference or alone):
         told("comparing what may become of each layer's activations")
         of, count = ("", 0) if checkpointing or real else repeated_layers(call)
@@ -207,9 +206,7 @@ def plan_within(
             return checkpointed(call, results, recomputed) if recomputed else kept
 
         asked = Setting(capacities, chunk_bytes, updating=updating)
-        moves, mix = cheapest_mixes(with_first, count, asked, hardware, micro_batches)
-        if moves is not None:
-            workload, within, layers = moves.workload, moves.capacities, moves.told(of, count)
+        mix = cheapest_mix(with_first, count, asked, hardware, micro_batches)
     told("searching for the fastest way to run it")
     found = (
         ()
@@ -225,7 +222,7 @@ def plan_within(
         found = (*found, Variant("move", text, lambda: moving_some(moved(kept, "auto")), micro_batches))
     decision = decide(
         workload,
-        within,
+        capacities,
         hardware,
         chunk_bytes=chunk_bytes,
         micro_batches=micro_batches,
@@ -249,14 +246,11 @@ def plan_within(
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
     others += [] if mix is None else [(mix.workload, mix.capacities)]
-    others += [] if layers is None else [(moved(kept) or kept, capacities)]
     better = combined(decision, capacities, hardware, others)
-    made = as_plan(decision, checkpointing=checkpointing, layers=layers)
+    made = as_plan(decision, checkpointing=checkpointing)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        mixed = layers if better.workload is workload else None
-        if mix is not None and better.workload is mix.workload:
-            mixed = mix.told(of, count)
+        mixed = mix.told(of, count) if mix is not None and better.workload is mix.workload else None
         made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")

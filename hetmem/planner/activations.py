@@ -13,22 +13,17 @@ from itertools import accumulate
 
 from hetmem.base.units import round_up
 from hetmem.planner.rehearsal.simulator import SimulatedTraffic
-from hetmem.planner.reservation import OWN, arrange
+from hetmem.planner.reservation import arrange
 from hetmem.planner.workload import Event, Move, Phase, Workload
-from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, MANY_CHUNKS, SavedInterval, least_bytes, to_leave
 from hetmem.schedule.trace import NEVER
-from hetmem.schedule.update_split import left_beside
 
 
-def moving(
-    workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool, home_part: float = 0.0
-) -> Workload:
-    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto", and
-    then so that a `home_part` of homes that may lie on the device has room there."""
+def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool) -> Workload:
+    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto"."""
     saved, events, needed = _worth_moving(workload, least_bytes(capacities.device_bytes))
-    room, lag = room_bytes(workload, capacities, home_part), 0 if by_the_caller else AT_ONCE
+    room, lag = room_bytes(workload, capacities), 0 if by_the_caller else AT_ONCE
     chosen = range(len(saved)) if all_leave else sorted(to_leave(saved, needed, room, lag))
     moves = (Move(max(0, events[saved[at].free_at] - 1), events[saved[at].used_at], saved[at].nbytes) for at in chosen)
     made = without(workload, tuple(move for move in moves if move.leaves_at < move.used_at))
@@ -55,10 +50,9 @@ def _worth_moving(workload: Workload, least_bytes: int) -> tuple[list[SavedInter
     return saved, events, needed
 
 
-def room_bytes(workload: Workload, capacities: Capacities, home_part: float = 0.0) -> int:
-    """What the device has for all but homes that must be there, and as many copies as let some come before their use;
-    or for all but a `home_part` of those that may move there, a copy of each chunk and what crosses the link. As
-    `DeviceRoom.saved_bytes`."""
+def room_bytes(workload: Workload, capacities: Capacities) -> int:
+    """What the device has for all but homes that must be there, and as many copies as let some come before their use.
+    As `DeviceRoom.saved_bytes`."""
     try:
         ground = arrange(workload, capacities).ground
     except NoRoom:  # which is said where it is searched for
@@ -66,10 +60,6 @@ def room_bytes(workload: Workload, capacities: Capacities, home_part: float = 0.
     if ground.resident:
         return capacities.usable_bytes - ground.whole_bytes
     spans = [chunk.span for chunk in ground.chunks]
-    if home_part:
-        homes = sum(ground.home_bytes(chunk, role) for chunk in ground.trainable for role in OWN)
-        chunks = int(home_part * homes) + sum(spans) * ground.slot_bytes + in_flight_bytes(capacities.device_bytes)
-        return left_beside(capacities.usable_bytes, capacities.chunk_cap_bytes, chunks)
     copies = min(sum(spans), MANY_CHUNKS * max(spans)) * ground.slot_bytes
     return capacities.usable_bytes - min(copies, capacities.chunk_cap_bytes)
 

@@ -67,8 +67,8 @@ class Plan(Figures):
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
     `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
     many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
-    `layers`: where other than `activations` alone is planned for the `count` repeated layers `of` the model, how many
-    of the first are checkpointed (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
+    `layers`: where some of the `count` repeated layers `of` the model are planned to be checkpointed, how many of the
+    first (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
@@ -135,7 +135,7 @@ class Plan(Figures):
         else:
             lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
             lines += [f"model = {self.model}(...)  # what it takes"]
-        if self.layers and self.layers["recomputed"]:
+        if self.layers:
             lines += [
                 "from functools import partial",
                 "from torch.utils.checkpoint import checkpoint",

@@ -247,8 +247,8 @@ def _block(plan: Figures, best: Figures, code: str, is_to_be_saved: bool) -> Ite
         how += f", all with the same bits; peaks {peaks}"
     yield ""
     if best.layers is not None:
-        said, first = best.layers, best.layers["recomputed"]
-        which = f"checkpoint the first {first} of the {said['count']} layers" if first else "checkpoint none"
+        said = best.layers
+        which = f"checkpoint the first {said['recomputed']} of the {said['count']} layers"
         moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
         yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")

@@ -134,7 +134,7 @@ def arrange(
     if capacities.nvme_bytes and workload.away_bytes:
         largest = max(move.nbytes for move in workload.moves)
         _check_room(left.host_bytes + loaned - 2 * largest, workload, Tier.HOST)
-        apart = largest + in_flight_bytes(capacities.device_bytes)  # as `activations.spill` keeps free
+        apart = largest + in_flight_bytes(capacities.device_bytes)  # as `Spill` keeps free
         spilled = min(workload.away_bytes, max(0, workload.away_bytes - (left.host_bytes + loaned - apart)))
         nvme = left.nvme_bytes if ground.uses_nvme else capacities.nvme_bytes
         _check_room(nvme - spilled, workload, Tier.NVME)

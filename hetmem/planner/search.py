@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import MIB, format_seconds, round_up
+from hetmem.planner.activations import moving
 from hetmem.planner.rehearsal.step_program import rehearse
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.workload import StepResult, Updating, Workload
@@ -258,3 +259,65 @@ def tuning(best: Judged, asked: Setting) -> tuple[str, ...]:
             f"{format_seconds(both.host_step_seconds)}"
         )
     return tuple(advice)
+
+
+# ---- what becomes of the activations of repeated layers ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A `workload` whose first `recomputed` layers are checkpointed, and of which something may move; what it runs
+    within, and the seconds of a step."""
+
+    recomputed: int
+    workload: Workload
+    capacities: Capacities
+    seconds: float
+
+    def told(self, layers: str, count: int) -> dict[str, Any]:
+        """What a plan says of it, of the `count` layers that the expression `layers` lists."""
+        moved = sum(move.nbytes for move in self.workload.moves)
+        kept = sum(each.nbytes for each in self.workload.saved) - moved
+        return {"of": layers, "count": count, "recomputed": self.recomputed, "moved_bytes": moved, "kept_bytes": kept}
+
+
+def cheapest_mix(
+    kept: Callable[[int], Workload | None], layers: int, asked: Setting, hardware: HardwareProfile, micro_batches: int
+) -> Mix | None:
+    """The mix with the shortest step of those that recompute some layers; None where recomputing none is as good.
+    `kept(count)` is the workload with the first `count` of `layers` checkpointed, and nothing moved."""
+
+    def judge(count: int) -> Iterator[Mix]:
+        workload = kept(count)
+        if workload is None:
+            return
+        for setting in dict.fromkeys((asked, _whole(asked))):
+            made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
+            found = judged(made, setting, hardware, micro_batches)
+            if isinstance(found, Judged):
+                yield Mix(count, made, setting.capacities, found.result.seconds)
+
+    plain = kept(0)
+    assert plain is not None
+    best = none_recomputed = _shortest(None, judge(0))
+    if best is not None and WORTH * best.seconds <= micro_batches * plain.compute_seconds(hardware.device):
+        return None
+    for count in sorted({layers * part // 4 for part in range(1, 5)} - {0}):
+        best = _shortest(best, judge(count))
+    return None if best is none_recomputed else best
+
+
+def _shortest(best: Mix | None, others: Iterable[Mix]) -> Mix | None:
+    """`best`, unless one of `others` is worth doing in its place."""
+    for other in others:
+        if best is None or other.seconds < WORTH * best.seconds:
+            best = other
+    return best
+
+
+def _whole(asked: Setting) -> Setting:
+    """`asked`, with all of the device for chunks if nothing else is said."""
+    capacities = asked.capacities
+    if capacities.device_chunk_bytes is not None:
+        return asked
+    return replace(asked, capacities=replace(capacities, device_chunk_bytes=capacities.device_bytes))

@@ -343,24 +343,3 @@ class Residency:
                 self._supply.trim(cache, commands)
         self._supply.serve(commands)
         return commands
-
-    # ---- invariants --------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise `AssertionError` if an invariant of the state machine does not hold (for tests and `sanitize`)."""
-        for cache in self._caches:
-            tier = cache.tier
-            taken = sum(self.blocks[block].span for block, copy in cache.copies.items() if copy.slot >= 0)
-            assert taken == cache.slots.used <= cache.slots.count, "slots and copies disagree"
-            for block, copy in cache.copies.items():
-                label, home, span = self.blocks[block].label, self.blocks[block].home, self.blocks[block].span
-                assert copy.uses >= copy.waiting >= 0, f"{label} has a wrong use count"
-                assert home > tier, f"{label} is cached at or above its home"
-                assert not copy.dirty or (tier is HOST and copy.state is VALID), "a copy is dirty that cannot be"
-                assert not copy.writing or copy.dirty, "a clean copy is written"
-                if copy.slot >= 0:
-                    assert cache.slots.has(block, copy.slot, span), "a slot has another owner"
-                else:
-                    assert copy.uses == copy.waiting, "a copy without a slot is in use"
-                waits = self._supply.requested(block, tier)
-                assert waits == (copy.state is WAITING) == (copy.waiting > 0), "a wait is lost"

@@ -278,13 +278,6 @@ def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, ch
     return room_bytes(usable_bytes, chunk_cap_bytes, non_model_bytes + margin, chunk_bytes)
 
 
-def left_beside(usable_bytes: int, chunk_cap_bytes: int, chunk_bytes: int) -> int:
-    """Return what everything else may take where `chunk_bytes` of homes and copies are to fill the rest of the device,
-    as `idle_bytes` has it; 0 if chunks may not take so much."""
-    margin = int(MARGIN_SHARE * usable_bytes)
-    return max(0, usable_bytes - margin - chunk_bytes) if chunk_bytes <= chunk_cap_bytes else 0
-
-
 def choose(candidates: Sequence[Candidate], idle: int) -> list[int]:
     """The numbers of the candidates that move into `idle` bytes, in the order in which they do.
 

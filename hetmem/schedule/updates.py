@@ -78,10 +78,6 @@ class Turns(Generic[T]):
             self._first = None
         return one
 
-    def pop(self) -> T:
-        """Take the next one out and return it. Raises `IndexError` if none waits."""
-        return self.waiting.pop()
-
 
 class GradientPlaces(Generic[ChunkT, PlaceT]):
     """Places on the device for gradients of a chunk each, beside the slots: free, borrowed, or that of a chunk.

@@ -42,7 +42,7 @@ from hetmem.schedule.placement import (
     staging_slots,
 )
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.saved import SavedInterval, SavedRound, StepPace, homes_beside, to_leave
+from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
@@ -105,7 +105,6 @@ __all__ = [
     "SegmentTrace",
     "Send",
     "SlotMap",
-    "StepPace",
     "StreamedShare",
     "Supply",
     "Tier",
@@ -117,7 +116,6 @@ __all__ = [
     "build_layout",
     "choose",
     "fits_device",
-    "homes_beside",
     "idle_bytes",
     "largest_chunk_elements",
     "place",

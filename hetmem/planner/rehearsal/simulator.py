@@ -31,8 +31,8 @@ from hetmem.schedule.blocks import (
     Fetch,
     Link,
     LinkUse,
-    Prefetch,
     Write,
+    ahead_at_once,
     in_flight_bytes,
 )
 from hetmem.schedule.gradients import GradientSends, Send, wait_until
@@ -88,9 +88,8 @@ class SimulatedTraffic:
         device_bytes: int = 1 << 40,
         slot_bytes: int | None = None,
     ) -> None:
-        ahead = Prefetch()
-        at_once = ahead.at_once(slot_bytes, device_bytes) if slot_bytes else None
-        self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once or ahead.in_flight)
+        at_once = ahead_at_once(slot_bytes or device_bytes, device_bytes)
+        self.residency = Residency(slots, policy, in_flight=at_once)
         self.sizes: list[int] = []
         self.now = 0.0
         self.stall_seconds = 0.0
