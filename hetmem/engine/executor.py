@@ -81,8 +81,6 @@ class Executor:
         sanitize: bool,
     ) -> None:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
-        self.near: tuple[Chunk, torch.Tensor] | None = None
-        """A chunk with what its home says, as it is on the device now: a copy there needs no link."""
         self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
@@ -404,9 +402,8 @@ class Executor:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
-        near = self.near[1] if self.near is not None and self.near[0] is chunk else None
-        if home.tier is DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
-            self._memory.device.copy_in(target, source if near is None else near)
+        if home.tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
+            self._memory.device.copy_in(target, source)
             self.mark_making(command.slot)
             self.execute(self._residency.done(command))
         elif (now or nbytes < SMALL_BYTES) and self._engine.unlimited(Link.HOST_TO_DEVICE):

@@ -389,19 +389,14 @@ class Traffic:
             raise
         return found
 
-    def end_update(self, chunk: Chunk, *, renew: bool = False, near: torch.Tensor | None = None) -> None:
-        """End `begin_update`. With `renew` a copy on the device is wanted again, made of `near`, the same as the home
-        on the device, if that is given."""
+    def end_update(self, chunk: Chunk, *, renew: bool = False) -> None:
+        """End `begin_update`. With `renew` a copy on the device is wanted again."""
         self.updating.discard(chunk)
         block = chunk.operand_block
         if block >= 0:
-            self.executor.near = None if near is None else (chunk, near)
-            try:
-                self.execute(self.residency.resume(block))
-                if renew:
-                    self.execute(self.residency.prefetch(block, Tier.DEVICE))
-            finally:
-                self.executor.near = None
+            self.execute(self.residency.resume(block))
+            if renew:
+                self.execute(self.residency.prefetch(block, Tier.DEVICE))
 
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
