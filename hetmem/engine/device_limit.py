@@ -125,10 +125,10 @@ class DeviceRoom:
             return False
         return (expected.non_model_bytes if self._memory.device.watched else self._room_wanted) <= self._harmless
 
-    def has_room_for_all(self, expected: Moment) -> bool:
-        """Whether chunks may have all the slots that there are for them beside what is `expected`."""
+    def has_room_for(self, expected: Moment, slots: int | None = None) -> bool:
+        """Whether chunks may have `slots` slots, or one for each copy, beside what is `expected`."""
         needed = expected.non_model_bytes if self._memory.device.watched else self._least_room()
-        return self._memory.device_slots(needed) >= self._all_slots
+        return self._memory.device_slots(needed) >= (self._all_slots if slots is None else slots)
 
     def before_moment(self, expected: Moment) -> None:
         """Anything but chunks is expected to need what it says in the moment that begins."""

@@ -134,9 +134,7 @@ class MutationCheck:
         for update in begun:
             as_used, seen = not update.disturbed, []
             for part in update.parts:
-                if update.kept:  # also of one that was written to and is used up
-                    as_used = as_used and part.version == part.gradient._version
-                elif part.managed.parameter.grad is part.gradient:
+                if part.managed.parameter.grad is part.gradient:
                     seen.append(part)
                 else:
                     as_used = as_used and streamed  # it is used up

@@ -67,8 +67,6 @@ class ResidentShare:
             self._leave_device()
         enough = memory.device_home_bytes - nbytes
         with self._runtime.room.moving_homes():
-            for listener in self._sink.listeners:
-                listener.give_device_back()
             last_first = list(reversed(self._moved))
             last_first.sort(key=traffic.updating.__contains__)
             for chunk in last_first:

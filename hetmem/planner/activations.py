@@ -12,9 +12,9 @@ from functools import partial
 from itertools import accumulate
 
 from hetmem.base.units import round_up
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
 from hetmem.planner.reservation import arrange
-from hetmem.planner.workload import Event, Move, Phase, Workload
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.workload import Event, Move, Workload
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, MANY_CHUNKS, SavedInterval, least_bytes, to_leave
 from hetmem.schedule.trace import NEVER
@@ -74,37 +74,13 @@ def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:
         for changes, nbytes in ((away, move.nbytes), (lent, round_up(move.nbytes, PAGE_BYTES))):
             changes[move.leaves_at + 1] += nbytes
             changes[move.used_at] -= nbytes
+
+    def without_bytes(event: Event, gone: int) -> Event:
+        return event.resized(lambda nbytes: max(0, nbytes - gone)) if gone else event
+
     pairs = zip(workload.events, accumulate(away), strict=False)
-    events = tuple(_less(event, nbytes) if nbytes else event for event, nbytes in pairs)
+    events = tuple(without_bytes(event, gone) for event, gone in pairs)
     return replace(workload, events=events, moves=moves, away_bytes=max(accumulate(lent)))
-
-
-def scaled(workload: Workload, factor: float) -> Workload:
-    """`workload`, of which nothing has left, with a batch or a sequence so many times as large: bytes grow with it."""
-
-    def phase(of: Phase) -> Phase:
-        return replace(of, peak_bytes=int(of.peak_bytes * factor))
-
-    events = tuple(
-        replace(
-            event,
-            live_bytes=int(event.live_bytes * factor),
-            during=phase(event.during),
-            after=phase(event.after),
-        )
-        for event in workload.events
-    )
-    saved = tuple(replace(each, nbytes=int(each.nbytes * factor)) for each in workload.saved)
-    ticks = tuple((event, int(nbytes * factor)) for event, nbytes in workload.ticks)
-    return replace(workload, events=events, saved=saved, ticks=ticks)
-
-
-def _less(event: Event, nbytes: int) -> Event:
-    def phase(of: Phase) -> Phase:
-        return replace(of, peak_bytes=max(0, of.peak_bytes - nbytes))
-
-    live = max(0, event.live_bytes - nbytes)
-    return replace(event, live_bytes=live, during=phase(event.during), after=phase(event.after))
 
 
 @dataclass(slots=True, eq=False)
