@@ -369,7 +369,7 @@ class Uses:
 
     def notice_writes_by_hooks(self) -> None:
         """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""
-        for managed in (*self._held, *self._for_backward):
+        for managed in list(self._held):
             self._notice_write(managed)
 
     def _notice_write(self, managed: ManagedParameter) -> None:

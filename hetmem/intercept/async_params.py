@@ -62,7 +62,9 @@ class Trailing:
         self._marked: dict[int, ManagedParameter] = {}
         self._marks: dict[type, type] = {}
         self._unmarks: dict[type, type] = {}
-        self._goes_on = self._watches = self._stepped = False
+        self._goes_on = self._watches = False
+        self._frozen: dict[int, ManagedParameter] | None = None
+        """From a step to the next forward, those that it does not train."""
         self._process = os.getpid()
 
     def begin(self) -> None:
@@ -97,12 +99,13 @@ class Trailing:
     def pause(self) -> None:
         """Begin compute, which leaves copies of parameters on the device."""
         self.unmark_all()
-        self._watches, self._stepped = bool(self._traffic.executor.chunk_of_block), False
+        self._watches, self._frozen = bool(self._traffic.executor.chunk_of_block), None
 
     def begin_step(self) -> None:
         """Mark frozen parameters alone: a step begins, which makes the copies of all others stale."""
         self.unmark_all()
-        self._stepped = True
+        trains = map(_TRAINS, self._all.values())
+        self._frozen = dict(compress(self._all.items(), map(not_, trains))) if self._watches else {}
         if self._watches:
             self._mark(self._watched())
 
@@ -113,9 +116,7 @@ class Trailing:
 
     def _watched(self) -> dict[int, ManagedParameter]:
         """The parameters whose copies stay on the device though the program may write to them."""
-        if not self._stepped:
-            return self._all
-        return dict(compress(self._all.items(), map(not_, map(_TRAINS, self._all.values()))))
+        return self._all if self._frozen is None else self._frozen
 
     def unmark_all(self) -> None:
         """Unmark all parameters until `resume`."""
@@ -143,7 +144,7 @@ class Trailing:
             self._traffic.wait_for_update(managed.chunk)
             self._traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
         for each in managed.chunk.parameters:
-            watched = self._watches and not (self._stepped and each.parameter.requires_grad)
+            watched = self._watches and id(each.parameter) in self._watched()
             if not watched and self._marked.pop(id(each.parameter), None) is not None:
                 _unmark(each.parameter)
 

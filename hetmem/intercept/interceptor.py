@@ -10,7 +10,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter, not_
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,8 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
 from hetmem.torch_private import tree_leaves
+
+_GRAD_HOOKED = attrgetter("grad_hooked")
 
 
 class _OfThread(threading.local):
@@ -235,9 +238,9 @@ class Interception:
             if torch.is_grad_enabled():
                 runtime.turn.trainers.add(compute.thread)
             key, size = self.segments.look_at(module, args, kwargs, transformed=transformed)
-            for managed in runtime.parameters if runtime.memory.uses_copies else ():
-                if managed.parameter.requires_grad and not managed.grad_hooked:
-                    self.gradients.install(managed)
+            parameters = runtime.parameters if runtime.memory.uses_copies else []
+            for managed in compress(parameters, map(not_, map(_GRAD_HOOKED, parameters))):
+                self.gradients.install(managed)
             if self.activations is not None and torch.is_grad_enabled():
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)
