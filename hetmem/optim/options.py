@@ -26,8 +26,8 @@ class ParameterUpdate:
     `group` is its parameter group and `state` its entry of `optimizer.state`: what in there is no tensor of the
     parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
     they are zero. `number` is the parameter's place in the optimizer. `grad` is multiplied by `grad_scale` in float32.
-    `copy`, if given, gets the new parameter, rounded. A rule that `has_kernel` gets neighbours in memory of one group and
-    age as one; `also` are the states of the others.
+    `copy`, if given, gets the new parameter, rounded. A rule that `has_kernel` gets neighbours in memory of one group
+    and age as one; `also` are the states of the others.
     """
 
     group: dict[str, Any]
