@@ -24,7 +24,7 @@ from torch import nn
 import hetmem
 from benchmarks.replay import go_through, gpt
 from hetmem.planner import load_profile
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
+from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import Block
 from hetmem.schedule.trace import Tier, UseSequence
 

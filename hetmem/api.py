@@ -27,7 +27,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
-from hetmem.schedule.blocks import EvictionPolicy, Prefetch
+from hetmem.schedule.blocks import EvictionPolicy, ahead_at_once
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -83,11 +83,8 @@ def manage(
     memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
     and `mixed_precision`, or the path of its file; an optimizer that takes more memory than was planned is refused,
     and the report shows what was planned beside what it measured.
-    `hardware`: what this machine can do, as for `hetmem.plan`: the path
-    of a profile that `hetmem probe -o` wrote, the name of a shipped one, or a `HardwareProfile`. Then states of
-    `hetmem.AdamW` that lie in host memory are brought to the device for their update, for as great a part of the model
-    as makes the slowest of link, host memory and device as fast as it can be. None: they are updated where they are,
-    unless `plan` says otherwise.
+    `hardware`: what this machine can do, as for `hetmem.plan`: the path of a profile that `hetmem probe -o` wrote, the
+    name of a shipped one, or a `HardwareProfile`; the report names it.
     `activations`: "keep" = what autograd saves for backward stays on the device; "offload" = it moves to what
     `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits;
     "auto" = as much of it does as has to for a step to fit, none if all fits.
@@ -137,7 +134,7 @@ def _manage(
             raise ManageError("a plan says the budget and chunk_bytes: give manage the plan, or those, not both")
         mixed_precision = _planned_precision(planned, mixed_precision)
         budget, chunk_bytes = planned.budget, planned.chunk_bytes
-    profile = _profile(asked.hardware, planned)
+    profile = _profile(asked.hardware)
     accelerator = accelerator or _accelerator(asked.device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
@@ -154,9 +151,8 @@ def _manage(
             move_home(memory, module, built)
             memory.page_lock()
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
-        ahead = Prefetch()
-        at_once = ahead.at_once(memory.device_pool.slot_bytes, memory.device_bytes)
-        residency = Residency(slots, asked.policy, lookahead=ahead.uses_ahead, in_flight=at_once)
+        at_once = ahead_at_once(memory.device_pool.slot_bytes, memory.device_bytes)
+        residency = Residency(slots, asked.policy, in_flight=at_once)
         engine = TransferEngine(accelerator.copier, memory.store)
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=asked.sanitize)
@@ -204,11 +200,9 @@ def _planned_precision(plan: Plan, asked: torch.dtype | None) -> torch.dtype | N
     return planned
 
 
-def _profile(asked: HardwareProfile | str | os.PathLike[str] | None, plan: Plan | None) -> HardwareProfile | None:
-    """What the run knows of the machine: what it was told, else what its plan was made for, where that needs it."""
-    if asked is None:
-        return HardwareProfile.from_dict(plan.profile) if plan is not None and plan.profile is not None else None
-    if isinstance(asked, HardwareProfile):
+def _profile(asked: HardwareProfile | str | os.PathLike[str] | None) -> HardwareProfile | None:
+    """What the run knows of the machine."""
+    if asked is None or isinstance(asked, HardwareProfile):
         return asked
     from hetmem.planner import load_profile
 

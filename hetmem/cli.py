@@ -1,22 +1,30 @@
 """The command line: what is entered in `SUBCOMMANDS`.
 
-Turns words into calls and errors into one line on stderr. It computes nothing.
+Turns words into calls and errors into one line on stderr. It computes nothing, and looks for files before anything that
+takes seconds is imported.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hetmem
+from hetmem.base.config import Limits
+from hetmem.base.units import format_size, parse_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import HetmemError
-from hetmem.plan_command import add_arguments, run_plan
+
+_RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,221 @@ def _check_output(path: str | None) -> None:
         raise HetmemError(f"cannot write {path}: it is a directory, name a file in it")
     if (file.is_file() or not file.exists()) and not os.access(directory, os.W_OK):
         raise HetmemError(f"cannot write {path}: nothing may be written in {directory}")
+
+
+# ---- plan --------------------------------------------------------------------------------------------------------
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("builder", nargs="?", metavar="MODULE:FUNCTION", help="a function that builds the model")
+    model.add_argument("--hf-config", metavar="FILE", help="a Hugging Face config.json; its `architectures` is planned")
+    parser.add_argument("--batch", type=int, help="rows of a batch (with --hf-config); default: 1")
+    parser.add_argument("--sequence", type=int, help="tokens of a sequence (with --hf-config); default: 2048")
+    parser.add_argument(
+        "--input",
+        action="append",
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="an input of the model, e.g. 4x2048 (int64) or 8x3x224x224:float32; once for each, in order, or by NAME; "
+        "with --hf-config in place of the one of that name",
+    )
+    parser.add_argument("--loss", metavar="MODULE:FUNCTION", help="from the output to a loss, if that has none")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="train adapters of that rank beside frozen linear layers in bfloat16"
+    )
+    parser.add_argument("--inference", action="store_true", help="forwards alone, under torch.no_grad()")
+    parser.add_argument(
+        "--hardware",
+        help="a shipped profile (a100, gh200, h100, h200, l4, rtx4090), or a file from `hetmem probe`; default: h100",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="FIGURE=VALUE",
+        help="change a figure of the profile, e.g. nvme_read.bytes_per_second=12GB; may be repeated",
+    )
+    parser.add_argument(
+        "--device-memory", metavar="SIZE", help="what hetmem may use of the device, e.g. 20GiB; default: all of it"
+    )
+    parser.add_argument("--host-memory", metavar="SIZE", help="what it may use of the host; default: all of it")
+    parser.add_argument("--nvme", metavar="SIZE", default="0", help="what it may use of a drive; default: nothing")
+    parser.add_argument(
+        "--nvme-dir", metavar="DIR", action="append", help="where, for the saved plan; more than once to take turns"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16", "float16"),
+        help="what operators compute in; default: bfloat16 with --hf-config, else float32",
+    )
+    parser.add_argument("--chunk-bytes", metavar="SIZE", help="of a chunk at home; default: searched")
+    parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step; default: 1")
+    parser.add_argument(
+        "--checkpointing", action="store_true", help="activations of every repeated layer are computed again"
+    )
+    parser.add_argument(
+        "--activations", default="keep", help="as in hetmem.manage(activations=…): keep, offload or auto"
+    )
+    parser.add_argument("--overlap", default="off", help="as in hetmem.AdamW(overlap=…): off, backward or forward")
+    parser.add_argument("--gradients", default="visible", help="as in hetmem.AdamW(gradients=…): visible or streamed")
+    parser.add_argument(
+        "--moments",
+        default="float32",
+        help="as in hetmem.AdamW(moments=…): float32, bfloat16 or 8bit (changes the mathematics)",
+    )
+    parser.add_argument(
+        "--stochastic-rounding",
+        action="store_true",
+        help="weights in bfloat16, rounded by chance, as in "
+        "hetmem.AdamW(stochastic_rounding=True) (changes the mathematics)",
+    )
+    parser.add_argument(
+        "--real", action="store_true", help="trace one real step on this machine, for control flow that sees values"
+    )
+    parser.add_argument("-o", "--output", help="save the plan that is to be pasted as JSON")
+
+
+def _told(what: str) -> None:
+    """Say what goes on, where a person waits for it."""
+    if sys.stderr.isatty():
+        print(f"hetmem plan: {what} …", file=sys.stderr)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Print the plan; 0 if it fits, 1 if not."""
+    if options.hf_config and not Path(options.hf_config).is_file():
+        raise HetmemError(
+            f"no such file: {options.hf_config}; expected the config.json of a model, as save_pretrained leaves it and "
+            f"huggingface_hub.hf_hub_download(name, 'config.json') fetches it"
+        )
+    collects = gc.isenabled()
+    gc.disable()  # a fifth of the time went to looking for what is no garbage
+    try:
+        _told("starting")
+        return _planned(options)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _planned(options: argparse.Namespace) -> int:
+    from hetmem import planner
+
+    named = options.hardware or planner.DEFAULT_HARDWARE
+    profile = planner.load_profile(named)
+    profile = profile.with_values(dict(_figure(text) for text in options.set or ()))
+    device, host = (
+        None if text is None else parse_size(text, name)
+        for text, name in ((options.device_memory, "--device-memory"), (options.host_memory, "--host-memory"))
+    )
+    if device is not None and device > profile.device.memory_bytes:
+        has, asked = format_size(profile.device.memory_bytes), format_size(device)
+        print(f"hetmem plan: {profile.name} has {has} for programs: planned with that, not {asked}", file=sys.stderr)
+    limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
+    chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
+    same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference activations"
+    plan = planner.plan_within(
+        _call(options),
+        planner.capacities_of(limits, profile),
+        profile,
+        chunk_bytes=chunk_bytes,
+        nvme_directories=tuple(options.nvme_dir or ()),
+        told=_told,
+        **{name: getattr(options, name) for name in same.split()},
+    )
+    if options.output:
+        plan.best.save(options.output)
+    print(plan)
+    return 0 if plan.fits else 1
+
+
+def _call(options: argparse.Namespace) -> Any:
+    """The model and its batch, as they were named."""
+    import torch
+
+    from hetmem import planner
+
+    precision = options.precision or ("bfloat16" if options.hf_config else "float32")
+    mixed = None if precision == "float32" else getattr(torch, precision)
+    loss = _function(options.loss) if options.loss else None
+    inputs = [_named_input(text) for text in options.input or ()]
+    if options.hf_config:
+        if any(name is None for name, _ in inputs):
+            raise planner.PlanError("with --hf-config an input has a name: --input input_features=4x80x3000:float32")
+        batch = 1 if options.batch is None else options.batch
+        sequence = 2048 if options.sequence is None else options.sequence
+        named = {name: tensor for name, tensor in inputs if name is not None}
+        call = planner.hugging_face_call(options.hf_config, batch, sequence, mixed, named, loss)
+    elif options.batch is not None or options.sequence is not None:
+        raise planner.PlanError("--batch and --sequence go with --hf-config; with MODULE:FUNCTION: --input 4x2048")
+    elif not inputs:
+        raise planner.PlanError("say what the model is called with: --input 4x2048, once for each input")
+    elif len({name is None for name, _ in inputs}) > 1:
+        raise planner.PlanError("give all inputs a name, or none: --input NAME=4x2048")
+    else:
+        by_name = {name: tensor for name, tensor in inputs if name is not None}
+        call = planner.TracedCall(
+            _function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed
+        )
+    if options.lora is not None:
+        return planner.with_adapters(call, options.lora)
+    alone = options.inference and mixed is torch.bfloat16  # no update needs weights in float32
+    return planner.in_bfloat16(call) if options.stochastic_rounding or alone else call
+
+
+def _named_input(text: str) -> tuple[str | None, Any]:
+    """`NAME=` if there is one, and the tensor."""
+    name, equals, shape = text.partition("=")
+    return (name, _input(shape)) if equals else (None, _input(text))
+
+
+def _function(name: str) -> Callable[..., Any]:
+    from hetmem.planner import PlanError
+
+    module, _, attribute = name.partition(":")
+    if not attribute or module.endswith(".py"):
+        raise PlanError(
+            f"expected MODULE:FUNCTION, e.g. my_model:build for the function build in my_model.py here, got {name!r}"
+        )
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"cannot find {name}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise PlanError(f"{name} is no function: expected one, got {found!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _input(text: str) -> Any:
+    import torch
+
+    from hetmem.planner import PlanError
+
+    shape, _, name = text.partition(":")
+    dtype = getattr(torch, name or "int64", None)
+    sizes = shape.split("x")
+    if not isinstance(dtype, torch.dtype) or not all(size.isdigit() and int(size) for size in sizes):
+        raise PlanError(f"--input: expected sizes and a dtype, e.g. 4x2048 or 8x3x224x224:float32, got {text!r}")
+    try:
+        return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise PlanError(f"--input: there is no tensor of {text!r}: {str(error).splitlines()[0]}") from error
+
+
+def _figure(text: str) -> tuple[str, float]:
+    """A dotted name and a number, or a size with a unit ("12GB", "12GB/s")."""
+    from hetmem.base.hardware import ProfileError
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ProfileError(f"--set: expected FIGURE=VALUE, e.g. nvme_read.bytes_per_second=12GB, got {text!r}")
+    try:
+        return name, float(value)
+    except ValueError:
+        rate = _RATE.fullmatch(value)
+        return name, parse_size(rate[1] if rate else value, name)
 
 
 # ---- probe -------------------------------------------------------------------------------------------------------
@@ -152,7 +375,7 @@ def _top(options: argparse.Namespace) -> int:
 
 SUBCOMMANDS: tuple[Subcommand, ...] = (
     Subcommand(
-        "plan", "Say whether a model fits, and how long a step will take, before running it.", add_arguments, run_plan
+        "plan", "Say whether a model fits, and how long a step will take, before running it.", _plan_arguments, _plan
     ),
     Subcommand(
         "probe",

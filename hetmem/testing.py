@@ -59,17 +59,11 @@ POINTS = {
     "run updates": "hetmem.optim.update_queue:Updates._run",
     "close an update": "hetmem.optim.update_queue:Updates._close",
     "finish updates": "hetmem.optim.update_queue:Updates.finish",
-    "states to the device": "hetmem.optim.device_updates:_Bring.__call__",
-    "states home": "hetmem.optim.device_updates:_SendHome.__call__",
-    "keep a gradient": "hetmem.optim.device_updates:KeptGradients.keep",
     "begin tasks": "hetmem.cpu.workers:WorkerPool.begin",
     "backward over": "hetmem.optim.step:Stepper.backward_over",
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
     "is a gradient kept": "hetmem.engine.gradient_views:is_kept",
-    "place of a gradient": "hetmem.optim.device_updates:UpdatePlaces.place_on_device",
-    "update there": "hetmem.optim.adamw:AdamWRule.there",
-    "next streamed update": "hetmem.schedule.updates:DeviceUpdates._next",
     "tasks that sum": "hetmem.optim.update_pass:Passes._sum_tasks",
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
@@ -182,16 +176,12 @@ class Inside:
         return sorted(chunk.spec.index for chunk in self._traffic.updating)
 
     def updated_bytes(self) -> dict[str, int]:
-        """Return the bytes of parameters that were updated, by where: "host", "streamed", "resident"."""
+        """Return the bytes of parameters that were updated, by where: "host" and "resident"."""
         return {way.value: nbytes for way, nbytes in self._runtime.statistics.updated_bytes.items() if nbytes}
 
     def link_bytes(self) -> dict[str, int]:
         """Return the bytes that crossed each link, as `hetmem.report` names them."""
         return {link.value: use.bytes for link, use in self._traffic.engine.links().items()}
-
-    def stayed_gradient_bytes(self) -> int:
-        """Return the bytes of gradients that were kept on the device."""
-        return self._found.gradients.stayed_bytes
 
     def spans(self, kind: str) -> list[tuple[str, float, float]]:
         """Return what took from when to when: `kind` is "segments", "updates" or "stalls"."""
@@ -243,7 +233,7 @@ class Inside:
         )
 
     def hardware(self) -> HardwareProfile | None:
-        """Return the profile that updates on the device are chosen by, if there is one."""
+        """Return the profile of the machine that the run was given, if any."""
         return self._runtime.hardware
 
     def expected_peaks(self, segment: str) -> list[int]:
@@ -284,9 +274,8 @@ class Inside:
         return self._runtime.room._leave_device(nbytes)
 
     def look_for_idle_memory(self) -> None:
-        """Have homes move to idle device memory again, as if none had ever gone back."""
-        share = self._found.share
-        share._went_back, share._idle_seen = 0, -1
+        """Have homes move to idle device memory again."""
+        self._found.share._idle_seen = -1
 
     def forget_peaks(self) -> None:
         """Have what others hold of the device now pass for the most that they ever needed."""

@@ -62,7 +62,7 @@ PROMISES: dict[str, Mutation | str] = {
         UNSEEN + "test_a_step_by_hand_of_a_few_rows_reaches_the_next_forward[all copies]",
     ),
     "before the first forward": Mutation(
-        "engine/sampling.py",
+        "engine/write_check.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
         "tests/engine/test_user_writes.py::"
@@ -97,7 +97,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "between a backward and its step": Mutation(
         "optim/update_pass.py",
-        "if writes.changed(managed):",
+        "if writes.counted(managed):",
         "if False:",
         "tests/engine/test_user_writes.py::test_writes_between_backward_and_step_are_stepped_from[shared-host]",
     ),

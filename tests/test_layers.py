@@ -34,7 +34,6 @@ ORDER = (
     "api",  # what users call
     "__init__",
     "tools testing integrations",  # measures, looks inside for tests, lets frameworks call
-    "plan_command",
     "cli",
     "__main__",
 )
@@ -44,9 +43,7 @@ DECIDES = {"schedule"}
 # Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {
     f"hetmem.planner.{name}"
-    for name in (
-        "decide reservation search workload rehearsal.room rehearsal.simulator rehearsal.step_program rehearsal.updates"
-    ).split()
+    for name in ("decide reservation search workload simulated_engine simulator step_program").split()
 }
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
 WRITERS = {

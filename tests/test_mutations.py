@@ -181,7 +181,7 @@ MUTATIONS = {
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
     "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "engine/sampling.py",
+        "engine/write_check.py",
         "        if begun is not None and begun():\n            return []\n",
         "        return []\n",
         UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
@@ -236,9 +236,9 @@ MUTATIONS = {
         SHARE + "test_homes_go_back_when_a_larger_batch_needs_their_memory[1-float32-host]",
     ),
     "forget to look again at what a disk was reading": Mutation(
-        "engine/write_check.py",
-        "self.unsure.add(chunk)",
-        "pass",
+        "engine/traffic.py",
+        "while self.residency.state(block, tier) in _LOADING and self.residency.in_flight():",
+        "while False:",
         "tests/engine/test_user_writes.py::test_writes_while_a_disk_reads_what_was_there_before_reach_the_next_evaluation",
     ),
     "give a slot away although compute still uses a superseded copy there": Mutation(

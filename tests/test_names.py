@@ -21,12 +21,12 @@ PUBLIC = {
     "SimDevice": "SHARE allocate available_bytes captures copier copy_in cores fragment_bytes gradient_out peak_bytes "
     "pin pool remarks tell_refusals torch_device watched",
     "Plan": "activation_bytes activation_choices activations advice alternatives approximations at_peak best binding "
-    "budget budget_bytes budget_in "
-    "capacity_bytes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor decorator "
+    "budget budget_bytes "
+    "capacity_bytes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "
     "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
-    "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model needs_its_file "
-    "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction profile profile_name "
-    "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds streamed_update_share streaming "
+    "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model "
+    "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "
+    "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds "
     "terms to_dict tokens tokens_per_second with_nvme",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",

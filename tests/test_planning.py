@@ -20,8 +20,8 @@ from hetmem.base.hardware import HardwareProfile, ProfileError, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.intercept import registry
 from hetmem.planner.model import checkpointed, divided, trace
-from hetmem.planner.rehearsal.step_program import Rehearsal
 from hetmem.planner.reservation import ROLES, arrange
+from hetmem.planner.step_program import Rehearsal
 from hetmem.planner.workload import Kind
 from hetmem.schedule.placement import Capacities
 
@@ -79,7 +79,6 @@ def plan_alone(build: Any, batch: Any, budget: hetmem.Budget, hardware: Any = "h
         planner.capacities_of(limits, profile),
         profile,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
-        profile_name=None if made else str(hardware),
         compares=False,
         **options,
     )
@@ -290,21 +289,17 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert planner.Plan.load(tmp_path / "plan.json").budget == plan.budget
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("fits", "yes", "plan: fits: expected bool, got 'yes'"),
-        ("chunk_bytes", 1.5, "plan: chunk_bytes: expected int | null of numbers"),
-        ("version", 0, "plan: version: expected 8, got 0: another hetmem made it; plan again"),
-        ("terms", None, "plan: terms: expected dict[str, float] of numbers"),
-        ("mixed_precision", "float8", "plan: mixed_precision: expected bfloat16, float16 or null, got 'float8'"),
-        ("capacity_bytes", {}, "plan: capacity_bytes: expected numbers for device, host, nvme, got {}"),
-        ("role_bytes", {"device": 1}, "plan: role_bytes: expected numbers for device, host, nvme"),
-    ],
-)
-def test_a_wrong_field_of_a_plan_is_named(field: str, value: Any, expected: str) -> None:
-    with pytest.raises(planner.PlanError, match=expected.replace("[", r"\[")):
-        planner.Plan.from_dict({**small_plan().to_dict(), field: value})
+def test_a_plan_that_was_changed_or_is_of_another_version_is_refused() -> None:
+    data = small_plan().to_dict()
+    with pytest.raises(planner.PlanError, match="plan: version: expected 9, got 0: another hetmem made it; plan again"):
+        planner.Plan.from_dict({**data, "version": 0})
+    for name, value in data.items():
+        for other in ({**data, name: [value]}, {key: each for key, each in data.items() if key != name}):
+            with pytest.raises(planner.PlanError, match=r"another hetmem made it|changed since hetmem made it"):
+                planner.Plan.from_dict(other)
+    for other in (None, [], "words", 3, {}):
+        with pytest.raises(planner.PlanError, match="plan: version: expected 9"):
+            planner.Plan.from_dict(other)
 
 
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
@@ -314,8 +309,6 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_bytes(b"\xff\x00")
     with pytest.raises(planner.PlanError, match=r"plan\.json is no plan"):
         planner.Plan.load(tmp_path / "plan.json")
-    with pytest.raises(planner.PlanError, match="tokens is missing"):
-        planner.Plan.from_dict({k: v for k, v in small_plan().to_dict().items() if k != "tokens"})
 
 
 def test_a_plan_says_all_there_is_to_know() -> None:
@@ -392,8 +385,3 @@ def unbuildable() -> nn.Module:
 def test_what_cannot_be_planned_is_refused_with_the_reason_and_a_way_out(build: Any, batch: Any, expected: str) -> None:
     with pytest.raises(planner.PlanError, match=f"(?s){expected}"):
         planner.plan(build, batch, hetmem.Budget(device="64MiB", host="16MiB"))
-
-
-def test_a_plan_that_still_counts_the_rows_that_fit_can_be_read() -> None:
-    plan = small_plan()
-    assert planner.Plan.from_dict({**plan.to_dict(), "fitting_rows": 9}) == plan

@@ -1,4 +1,4 @@
-"""Moves what autograd saves off the device, and brings it back: when, and who waits. `spill` knows where it lies.
+"""Moves what autograd saves off the device, and brings it back: when, and who waits. `storages` knows where it lies.
 
 A storage leaves when nothing but the graph holds it any more: before that its leaving would free nothing, and it may
 still be written to. It is looked for whenever another one is saved, and where the device has no room. It comes back
@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from hetmem.activations.choice import Choice, Everything, WhatMust
-from hetmem.activations.spill import Spill
-from hetmem.activations.storages import SavedStorage, SavedView
+from hetmem.activations.choice import Choice, WhatMust
+from hetmem.activations.storages import SavedStorage, SavedView, Spill
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Held, SavedMove
 from hetmem.engine.runtime import Runtime
@@ -47,7 +46,7 @@ class Activations:
         self.least_bytes = least_bytes(memory.device_bytes)
         self._window = in_flight_bytes(memory.device_bytes)
         beside = not self._engine.unlimited(Link.HOST_TO_DEVICE)
-        self.choice: Choice = Everything() if all_leave else WhatMust(runtime, beside=beside)
+        self.choice = Choice() if all_leave else WhatMust(runtime, beside=beside)
         self._due: dict[int, None] = {}
         """The numbers of those of `_staying` that leave as soon as only graphs hold them."""
         self._count = 0

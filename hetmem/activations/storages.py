@@ -1,20 +1,29 @@
-"""One storage that autograd has saved, and the views of it that a graph keeps.
+"""The storages that autograd has saved, the views of them that a graph keeps, and where they lie while they are away.
 
-They hold bytes and say how many hold them; when they move is decided by `offload`.
+When they move is decided by `offload`. All of them leave to host memory; a backward uses last what was saved first, so
+that is written on to NVMe when host memory runs short, and read back to host memory before its use. What was read keeps
+its place on NVMe as long as it lives: it gives host memory up again without a write.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from hetmem import torch_private
+from hetmem.base.units import format_size, round_up
+from hetmem.base.weak import weakly
 from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME
+from hetmem.engine.runtime import Runtime
+from hetmem.errors import CapacityError
 from hetmem.memory.chunk import elements
-from hetmem.memory.host_pool import Loan
+from hetmem.memory.host_pool import PAGE_BYTES, Loan
 from hetmem.memory.nvme_store import LentExtent
+from hetmem.schedule.blocks import in_flight_bytes
 
 
 class Mover(Protocol):
@@ -193,3 +202,208 @@ def modified(what: str, version: int, expected: int) -> str:
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
         f"at version {version}; expected version {expected} instead"
     )
+
+
+class Spill:
+    """Lends host memory to storages that leave one model's device, and moves them on to NVMe and back. For the thread
+    that has the runtime's turn."""
+
+    def __init__(self, runtime: Runtime, unreserved_bytes: Callable[[], int]) -> None:
+        """`unreserved_bytes`: what homes will still take of host memory, or of NVMe."""
+        self._memory, self._engine, self._executor = runtime.memory, runtime.traffic.engine, runtime.traffic.executor
+        self._leaving = runtime.room.leaving
+        self._unreserved_bytes = unreserved_bytes
+        self._window = in_flight_bytes(runtime.memory.device_bytes)
+        self._in_host: dict[int, weakref.ref[SavedStorage]] = {}
+        """Those that have come to host memory, by number."""
+        self._writing: dict[int, int] = {}
+        self._reading: dict[int, int] = {}
+        """The bytes of those under way, by number."""
+        self._largest = 0
+        self.refused_bytes = 0
+        """What found no room, since the last that found some."""
+
+    # ---- out -----------------------------------------------------------------------------------------------------
+
+    def lend(self, nbytes: int) -> Loan | None:
+        """Return host memory for a storage that leaves, from which others go to NVMe if they have to; None if there is
+        no room."""
+        apart = 0
+        if self._memory.store is not None:  # through which one that is read back can always come
+            self._largest = max(self._largest, round_up(nbytes, PAGE_BYTES))
+            apart = self._largest
+        loan = self._lend(nbytes, apart)
+        self.refused_bytes = 0 if loan is not None else self.refused_bytes + nbytes
+        return loan
+
+    def _lend(self, nbytes: int, apart_bytes: int) -> Loan | None:
+        while (loan := self._memory.host_pool.lend(nbytes, self._unreserved_bytes(), apart_bytes)) is None:
+            if self._memory.store is None:
+                return None
+            begun = sum(self._writing.values()) < nbytes and self._spill_one()
+            if not begun:
+                if not (self._writing or self._leaving or self._reading) or not self._executor.busy():
+                    return None
+                self._executor.wait_for_one()
+        return loan
+
+    def arrived(self, storage: SavedStorage) -> None:
+        """Note that `storage` has come to host memory; what was there before goes on to NVMe in time."""
+        if self._memory.store is None:
+            return
+        self._in_host[storage.number] = weakref.ref(storage)
+        room = self._memory.host_pool.loan_room_bytes(self._unreserved_bytes()) + sum(self._writing.values())
+        while room < self._largest + self._window and sum(self._writing.values()) <= self._window:
+            before = sum(self._writing.values())
+            if not self._spill_one():
+                return
+            room += max(storage.nbytes, sum(self._writing.values()) - before)
+
+    def _spill_one(self) -> bool:
+        """Have the one saved first leave host memory; False if none may, or NVMe has no room."""
+        for number in sorted(self._in_host):
+            reference = self._in_host.get(number)  # the collector may have dropped it meanwhile
+            storage = None if reference is None else reference()
+            if storage is None or storage.home is None:
+                self._in_host.pop(number, None)
+            elif storage.extent is not None and not storage.leaving and storage.arriving is None:
+                self._leaves(storage)  # also while it has a copy on the device: it is on NVMe, too
+                return True
+            elif storage.is_idle() and number not in self._writing:
+                return self._write(storage, storage.home)
+        return False
+
+    def forget(self, storage: SavedStorage) -> None:
+        """Note that no graph keeps `storage` any more, on any thread."""
+        self._in_host.pop(storage.number, None)
+
+    def _leaves(self, storage: SavedStorage) -> None:
+        self._in_host.pop(storage.number, None)
+        storage.home = None
+        storage.mover.note(storage)
+
+    def _write(self, storage: SavedStorage, home: Loan) -> bool:
+        assert self._memory.store is not None
+        host = self._memory.host_pool.free_bytes
+        extent = self._memory.store.lend(storage.nbytes, max(0, self._unreserved_bytes() - host))
+        if extent is None:
+            return False
+        number = storage.number
+        self._writing[number] = storage.nbytes
+        tag = self._executor.expect(partial(weakly(self._written), number, weakref.ref(storage), extent, home))
+        self._engine.write(tag, extent.extent, home.memory)
+        return True
+
+    def _written(
+        self,
+        number: int,
+        reference: weakref.ref[SavedStorage],
+        extent: LentExtent,
+        home: Loan,
+        error: BaseException | None,
+    ) -> None:
+        """Note that a storage is on NVMe, or with an `error` that it is in host memory only. `home` was its own until
+        now, whatever became of it."""
+        del home
+        self._writing.pop(number, None)
+        storage = reference()
+        if storage is not None and error is None:
+            storage.extent = extent
+            storage.mover.note(storage)
+            if storage.is_idle():
+                self._leaves(storage)
+        _raise(error)
+
+    # ---- back ----------------------------------------------------------------------------------------------------
+
+    def bring(self, storage: SavedStorage) -> None:
+        """Have the bytes of `storage` in host memory. Raises `CapacityError` if that has no room, with nothing lost."""
+        while storage.home is None:
+            if storage.number not in self._reading:
+                loan = self._lend(storage.nbytes, 0)
+                if loan is None:
+                    raise CapacityError(
+                        f"an activation of {format_size(storage.nbytes)} cannot come back from NVMe, as it crosses "
+                        f"host memory, which other graphs fill. {self._holds()}: raise Budget(host=…) by "
+                        f"{format_size(storage.nbytes)} or more, or let go of graphs that are kept"
+                    )
+                self._read(storage, loan)
+            self._executor.wait_for_one()
+
+    def read_ahead(self, storage: SavedStorage) -> bool:
+        """Begin to read `storage` to host memory, if it is not there; False if more of them are under way, or lie
+        there, than are worth it."""
+        if storage.home is not None or storage.number in self._reading:
+            return True
+        if self._reading and sum(self._reading.values()) + storage.nbytes > self._window:
+            return False
+        loan = self._memory.host_pool.lend(storage.nbytes, self._unreserved_bytes(), self._largest)
+        if loan is None:
+            return False
+        self._read(storage, loan)
+        return True
+
+    def _read(self, storage: SavedStorage, loan: Loan) -> None:
+        extent = storage.extent
+        assert extent is not None
+        self._reading[storage.number] = storage.nbytes
+        ended = partial(weakly(self._have_read), storage.number, weakref.ref(storage), loan, extent)
+        self._engine.read(self._executor.expect(ended), extent.extent, loan.memory)
+
+    def _have_read(
+        self,
+        number: int,
+        reference: weakref.ref[SavedStorage],
+        loan: Loan,
+        extent: LentExtent,
+        error: BaseException | None,
+    ) -> None:
+        """Note that the bytes of a storage are in `loan`, or with an `error` that they are on NVMe only."""
+        del extent
+        self._reading.pop(number, None)
+        storage = reference()
+        if storage is not None and error is None:
+            storage.home = loan
+            self._in_host[number] = reference
+            storage.mover.note(storage)
+        _raise(error)
+
+    # ---- what is told --------------------------------------------------------------------------------------------
+
+    def _holds(self) -> str:
+        pool, store = self._memory.host_pool, self._memory.store
+        held = (
+            f"Host memory holds {format_size(pool.lent_bytes)} of activations, and weights, gradients and states take "
+            f"{format_size(pool.reserved_bytes)} of {format_size(pool.capacity_bytes)}"
+        )
+        if store is None:
+            return held
+        return (
+            f"{held}; NVMe holds {format_size(store.lent_bytes)} and {format_size(store.reserved_bytes)} of "
+            f"{format_size(store.capacity_bytes)}"
+        )
+
+    def shortage(self) -> str:
+        """Return a sentence on why storages that could have left did not; "" if all could."""
+        if not self.refused_bytes:
+            return ""
+        missing = format_size(self.refused_bytes)
+        if self._memory.store is None:
+            way = f"raise Budget(host=…) by {missing} or more, or give Budget(nvme=…, nvme_dir=…)"
+        else:
+            way = (
+                f"raise Budget(nvme=…) by {missing} or more, where host memory has twice the largest of them, "
+                f"{format_size(2 * self._largest)}, to cross it; or Budget(host=…)"
+            )
+        return (
+            f"Activations of {missing} could not leave the device. {self._holds()}: {way}, use activation "
+            f"checkpointing, or a smaller micro-batch. "
+        )
+
+
+def _raise(error: BaseException | None) -> None:
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # which would hold itself, by this function's variables

@@ -23,7 +23,6 @@ from hetmem.memory.live_bytes import DeviceMonitor
 from hetmem.schedule.saved import MANY_CHUNKS
 from hetmem.schedule.trace import Moment, Tier
 from hetmem.schedule.tracer import StepTracer
-from hetmem.schedule.update_split import left_beside
 
 
 class DeviceRoom:
@@ -43,8 +42,6 @@ class DeviceRoom:
         self.refusals = Refusals(memory, self.shortage)
         self.give_way: Callable[[int], None] = _nothing_to_give
         """Homes of so many bytes at least, or all of a model that is whole on the device (0), leave it if they can."""
-        self.movable_bytes: Callable[[], int | None] = _nothing_moves
-        """What homes that are not on the device would take there, of those that may move to what is idle of it."""
         self.leaving: dict[int, int] = {}
         """Device memory of activations on their way home, by number; that keeps it."""
         self.ahead: dict[int, int] = {}
@@ -76,13 +73,6 @@ class DeviceRoom:
     def non_model_peak_bytes(self) -> int:
         """The most that anything but chunks has ever needed of the device."""
         return max(self.statistics.non_model_peak_bytes, self._room_seen)
-
-    def needs_less(self) -> None:
-        """Everything else needs less of the device from now on than it has: what it does is measured once more."""
-        self.statistics.forget_non_model_peak()
-        self.monitor.peak.nbytes = 0
-        self._most_non_model = 0
-        self._tracer.measure_again()
 
     def look_at_allocator(self) -> int:
         """The bytes beside chunks now; where the device's allocator knows their peak, the last moment gets that."""
@@ -135,10 +125,10 @@ class DeviceRoom:
             return False
         return (expected.non_model_bytes if self._memory.device.watched else self._room_wanted) <= self._harmless
 
-    def has_room_for_all(self, expected: Moment) -> bool:
-        """Whether chunks may have all the slots that there are for them beside what is `expected`."""
+    def has_room_for(self, expected: Moment, slots: int | None = None) -> bool:
+        """Whether chunks may have `slots` slots, or one for each copy, beside what is `expected`."""
         needed = expected.non_model_bytes if self._memory.device.watched else self._least_room()
-        return self._memory.device_slots(needed) >= self._all_slots
+        return self._memory.device_slots(needed) >= (self._all_slots if slots is None else slots)
 
     def before_moment(self, expected: Moment) -> None:
         """Anything but chunks is expected to need what it says in the moment that begins."""
@@ -239,15 +229,10 @@ class DeviceRoom:
         """What is needed now beside chunks, and beside what crosses the links where that is known."""
         return self.look_at_allocator() - (self.leaving_bytes if self._memory.device.watched else 0)
 
-    def saved_bytes(self, more_home_bytes: int = 0) -> int:
+    def saved_bytes(self) -> int:
         """What the device has for all but homes that must be there and as many copies as let some come before their
-        use; or where homes of `more_home_bytes` are to move there beside those that have, which takes a copy of each
-        chunk and a margin."""
+        use."""
         memory, slots = self._memory, 0
-        if more_home_bytes:
-            copies = self._all_slots * memory.device_pool.slot_bytes * memory.uses_copies
-            chunks = memory.device_home_bytes + copies + more_home_bytes
-            return left_beside(memory.usable_bytes, memory.device_chunk_bytes, chunks)
         if memory.uses_copies:
             blocks = self._traffic.residency.blocks
             used = {moment.blocks for trace in self._tracer.book.traces() for moment in trace.moments}
@@ -360,8 +345,3 @@ class DeviceRoom:
 
 def _nothing_to_give(nbytes: int) -> None:
     """No homes have moved to the device."""
-
-
-def _nothing_moves() -> int:
-    """No homes move to the device."""
-    return 0

@@ -275,13 +275,11 @@ class EventLog:
 
 @dataclass(slots=True)
 class Statistics:
-    """Peaks in bytes. Only grows, but for what is needed."""
+    """Peaks in bytes. Only grows."""
 
     device_peak_bytes: int = 0
     chunk_peak_bytes: int = 0
     non_model_peak_bytes: int = 0
-    """Since `forget_non_model_peak`."""
-    earlier_non_model_peak_bytes: int = 0
     steps: int = 0
     updated_bytes: Counter[Way] = field(default_factory=Counter)
     """Of parameters, by where they were updated."""
@@ -294,8 +292,3 @@ class Statistics:
             self.non_model_peak_bytes = non_model_bytes
         if chunk_bytes + non_model_bytes > self.device_peak_bytes:
             self.device_peak_bytes = chunk_bytes + non_model_bytes
-
-    def forget_non_model_peak(self) -> None:
-        """Let a later one be lower."""
-        self.earlier_non_model_peak_bytes = max(self.earlier_non_model_peak_bytes, self.non_model_peak_bytes)
-        self.non_model_peak_bytes = 0

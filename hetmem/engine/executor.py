@@ -22,12 +22,12 @@ from hetmem.base.weak import WeakOnes
 from hetmem.engine.events import CopyChange, EventLog, Transfer
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
-from hetmem.engine.sampling import Fingerprints, TornReads
+from hetmem.engine.sampling import TornReads
 from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
 from hetmem.memory.transfer import Finished, TransferEngine
-from hetmem.schedule.blocks import Command, CopyState, Drop, Fetch, Link, Write
+from hetmem.schedule.blocks import SMALL_BYTES, Command, CopyState, Drop, Fetch, Link, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
 
@@ -81,9 +81,6 @@ class Executor:
         sanitize: bool,
     ) -> None:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
-        self.near: tuple[Chunk, torch.Tensor] | None = None
-        """A chunk with what its home says, as it is on the device now: a copy there needs no link."""
-        self.fingerprints = Fingerprints()
         self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
@@ -405,18 +402,16 @@ class Executor:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, command.slot)
         target = self.on_device(chunk, command.slot)
-        if home.tier is not DEVICE and role is Role.PARAM:
-            self.fingerprints.take(chunk, source)  # before the copy: what is written from now on may be too late for it
-        near = self.near[1] if self.near is not None and self.near[0] is chunk else None
-        if home.tier is DEVICE or near is not None:  # a cast by compute, in its order; nothing crosses a link
-            self._memory.device.copy_in(target, source if near is None else near)
+        if home.tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
+            self._memory.device.copy_in(target, source)
             self.mark_making(command.slot)
             self.execute(self._residency.done(command))
-        elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
+        elif (now or nbytes < SMALL_BYTES) and self._engine.unlimited(Link.HOST_TO_DEVICE):
             before = self._events.here()
             work = partial(self._memory.device.copy_in, target, source)
             self._engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
-            self._events.waited(before)
+            if now:
+                self._events.waited(before)
             self.execute(self._residency.done(command))
         else:
             self._fetching[command.block] = command

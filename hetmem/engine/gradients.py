@@ -29,8 +29,7 @@ from hetmem.engine.gradient_views import (
     take_gradient,
 )
 from hetmem.engine.runtime import Runtime, Segments
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role, stored
-from hetmem.schedule.blocks import Link
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
 
 _HOOKS = attrgetter("_backward_hooks")
@@ -80,15 +79,6 @@ class GradientListener(Protocol):
     def settle(self) -> None:
         """Let nothing be under way."""
 
-    def give_device_back(self) -> None:
-        """Let go, once it is unused, of what it has taken of the device beside homes and copies."""
-
-    def place_on_device(self, chunk: Chunk) -> Memory | None:
-        """Memory of the device in which its update reads gradients of `chunk`, once it is free; None: they go home."""
-
-    def leave_device(self, chunk: Chunk) -> None:
-        """Send gradients of `chunk` that lie in such memory to host memory."""
-
     def may_move(self, chunk: Chunk) -> bool:
         """Return whether the program holds no states in the homes of `chunk`. Waits for what it reads there itself."""
 
@@ -122,8 +112,6 @@ class GradientSink:
         """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
         self.lent: set[Chunk] = set()
         """Chunks whose gradients lie in memory that was lent for them."""
-        self.stayed_bytes = 0
-        """Of gradients that stayed on the device for an update there of homes in host memory."""
         self._handles: list[Any] = []
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
         """Parameters whose gradient is being accumulated, and the `p.grad` that was there before."""
@@ -249,6 +237,8 @@ class GradientSink:
             self._look_at_parameters()
         if runtime.tracer.measured:
             runtime.uses.release_working()
+        if not (self.told or runtime.traffic.updating):
+            runtime.uses.begin_backward()
 
     def _look_at_parameters(self) -> None:
         """Order hooks, and give gradients that the program exchanged between parameters memory of their own."""
@@ -267,6 +257,7 @@ class GradientSink:
 
     def finish(self) -> None:
         """End a backward: wait until all gradients are at home, and give back each `p.grad` to which none was added."""
+        self.runtime.uses.end_backward()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self.taken else ():
                 if managed in self.taken:
@@ -309,10 +300,7 @@ class GradientSink:
             managed.open_grad_home()
         assert managed.grad_home is not None
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
-        if home.tier is Tier.DEVICE and chunk in self.lent:
-            arrived = arrived.to(managed.grad_home.device)  # autograd hands numbers over on the host
-            self.stayed_bytes += managed.grad_home.nbytes
-        elif traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
+        if traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
             # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
@@ -334,16 +322,6 @@ class GradientSink:
                 managed.open_grad_home()
 
     # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
-
-    def keep(self, chunk: Chunk) -> bool:
-        """Keep gradients of `chunk` on the device, where their update reads them; False if they go home."""
-        for listener in self.listeners:
-            place = listener.place_on_device(chunk)
-            if place is not None:
-                self.runtime.memory.keep_gradients(chunk, Home(Tier.DEVICE, place))
-                self.lent.add(chunk)
-                return True
-        return False
 
     def lend(self, chunk: Chunk) -> bool:
         """Give gradients of `chunk` memory that was set aside; False if all that is large enough is lent."""
@@ -376,43 +354,25 @@ class GradientSink:
         for listener in self.listeners:
             listener.consumed(chunk, shown)
 
-    def bring_home(self, chunk: Chunk) -> None:
-        """Send the gradients of `chunk`, which stayed on the device, home. If this raises they are where they were."""
-        itemsize = chunk.dtype_of(Role.GRAD).itemsize
-        self._move(chunk, self._sends.lend)
-        self.stayed_bytes -= sum(itemsize * each.numel for each in chunk.parameters if each.grad_home is not None)
-
     def _widen(self, chunk: Chunk) -> None:
         """Give gradients of `chunk`, kept in the dtype in which they arrive, a home in which a sum is exact and the
         program may write. If this raises they are where they were."""
-        self.runtime.traffic.gradients.wait()
-        for listener in self.listeners:
-            listener.leave_device(chunk)
-        if chunk in self.lent:
-            self._move(chunk, lambda chunk, sink: False)
-            for managed in chunk.parameters:
-                show_widened(managed)
-
-    def _move(self, chunk: Chunk, lend: Callable[[Chunk, GradientSink], bool]) -> None:
-        """Move gradients of `chunk` to a home that `lend` lends, or else to one of their own."""
         memory, traffic = self.runtime.memory, self.runtime.traffic
+        traffic.gradients.wait()
+        if chunk not in self.lent:
+            return
         values = chunk.flat(Role.GRAD)
         before = memory.take_gradients(chunk)
         self.lent.discard(chunk)
         try:
-            lend(chunk, self)
             self.give_own(chunk)
-            copy = partial(_copy, traffic.open_role(chunk, Role.GRAD, load=False), values)
+            target = traffic.open_role(chunk, Role.GRAD, load=False)
             try:
-                if before.tier is Tier.DEVICE:
-                    traffic.engine.copy_now(Link.DEVICE_TO_HOST, copy, values.nbytes)
-                else:
-                    copy()
+                with torch.no_grad():
+                    target.copy_(values)
             finally:
                 traffic.close_role(chunk, Role.GRAD, dirty=True)
         except BaseException:
-            if chunk in self.lent:
-                memory.end_loan(memory.take_gradients(chunk))
             memory.keep_gradients(chunk, before)
             self.lent.add(chunk)
             raise
@@ -420,6 +380,7 @@ class GradientSink:
         for managed in chunk.parameters:
             if managed.grad_home is not None:
                 move_gradient(managed, managed.grad_home)
+            show_widened(managed)
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
@@ -442,8 +403,3 @@ def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
     """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
     return hooks is not None and len(hooks) > 1
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(source)

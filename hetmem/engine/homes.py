@@ -269,18 +269,6 @@ class Memory:
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
 
-    def take_device(self, nbytes: int) -> RawMemory:
-        """Return memory of the device for states or gradients; it may be asked back, as homes that moved are."""
-        memory = self.device.allocate(nbytes)
-        self._device_ranges.append(_range(memory, nbytes))
-        self.device_home_bytes += nbytes
-        return memory
-
-    def give_device(self, memory: RawMemory, nbytes: int) -> None:
-        """End `take_device`."""
-        self._device_ranges.remove(_range(memory, nbytes))
-        self.device_home_bytes -= nbytes
-
     def set_aside(self, chunks: Iterable[Chunk]) -> int:
         """Reserve host memory for gradients of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
 
@@ -313,8 +301,8 @@ class Memory:
         return True
 
     def keep_gradients(self, chunk: Chunk, home: Home) -> None:
-        """Make `home`, which is lent, or the caller's memory of the device, that of gradients of `chunk`, in the dtype
-        in which they arrive, until `take_gradients`."""
+        """Make `home`, which is lent, that of gradients of `chunk`, in the dtype in which they arrive, until
+        `take_gradients`."""
         chunk.homes[Role.GRAD] = home
         chunk.gradient_dtype = None if chunk.compute_dtype is chunk.dtype else chunk.compute_dtype
 

@@ -107,7 +107,7 @@ class Runtime:
         self.bindings = Bindings(self.parameters)
         self._engine = engine
         self.traffic = Traffic(memory, residency, engine, self.bindings, self.tracer, self.events, sanitize=sanitize)
-        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic, self.memory.store)
+        self.writes = WriteCheck(self.parameters, self.bindings, self.traffic)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
@@ -164,6 +164,7 @@ class Runtime:
         """Drop every copy on every tier, those of which a write to NVMe failed once it is done; none may be in use."""
         self.traffic.wait_until_written(home for chunk in self.chunks for home in chunk.homes.values())
         self.uses.release_working()
+        self.uses.end_backward()
         self.uses.let_go()
         self.traffic.forget_copies()
 

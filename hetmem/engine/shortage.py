@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hetmem import torch_private
@@ -25,10 +25,9 @@ class Needs:
     """The device at one moment, in bytes.
 
     `live_bytes` is what is neither copies nor homes of chunks, `lasting_bytes` the part of it that does not depend on
-    the batch; `copy_bytes` are all copies that the moment uses at once, of `copies` chunks whose largest parameter has
-    `largest_elements` (that of the model: `model_elements`); `home_bytes` are homes on the device. `whole_bytes` is
-    what keeping the model whole there takes, 0 if it is streamed. An element takes `itemsize` at home and
-    `compute_itemsize` in a copy.
+    the batch; `copy_bytes` are all copies that the moment uses at once; `home_bytes` are homes on the device.
+    `whole_bytes` is what keeping the model whole there takes, 0 if it is streamed, and `largest_bytes` the copy of its
+    largest parameter, or a slot.
     """
 
     device_bytes: int
@@ -37,30 +36,15 @@ class Needs:
     live_bytes: int
     lasting_bytes: int
     copy_bytes: int
-    copies: int
-    largest_elements: int
-    model_elements: int
+    largest_bytes: int
     home_bytes: int
     whole_bytes: int
-    slot_bytes: int
-    itemsize: int
-    compute_itemsize: int
 
-    def passes(
-        self,
-        *,
-        live_bytes: int | None = None,
-        copy_bytes: int | None = None,
-        home_bytes: int | None = None,
-        cap_bytes: int | None = None,
-    ) -> bool:
-        """Whether the moment would pass with these figures in place of its own."""
-        live = self.live_bytes if live_bytes is None else live_bytes
-        chunks = self.copy_bytes if copy_bytes is None else copy_bytes
-        chunks += self.home_bytes if home_bytes is None else home_bytes
-        return live + chunks <= self.usable_bytes and chunks <= (
-            self.chunk_cap_bytes if cap_bytes is None else cap_bytes
-        )
+    def passes(self, **instead: int) -> bool:
+        """Whether the moment would pass with `instead` in place of its own figures."""
+        needs = replace(self, **instead)
+        chunks = needs.copy_bytes + needs.home_bytes
+        return needs.live_bytes + chunks <= needs.usable_bytes and chunks <= needs.chunk_cap_bytes
 
 
 def remedies(needs: Needs, others: Sequence[Needs] = (), *, trains: bool = True) -> Iterator[str]:
@@ -69,8 +53,6 @@ def remedies(needs: Needs, others: Sequence[Needs] = (), *, trains: bool = True)
     moments = (needs, *others)
     if needs.whole_bytes:
         yield from _streamed(moments)
-    else:
-        yield from _smaller_chunks(moments)
     yield from _micro_batches(moments, trains=trains)
     copies = max(moment.copy_bytes for moment in moments)
     if not needs.whole_bytes and needs.device_bytes > needs.chunk_cap_bytes < needs.copy_bytes:
@@ -85,25 +67,8 @@ def _streamed(moments: Sequence[Needs]) -> Iterator[str]:
     """States leave the device; what activations leave there is for chunks, and too little to keep the model whole."""
     needs = moments[0]
     cap = round_down(min(needs.usable_bytes - needs.live_bytes, needs.whole_bytes - 1), PAGE_ELEMENTS)
-    largest = max(needs.slot_bytes, needs.model_elements * needs.compute_itemsize)
-    if cap >= largest and all(moment.passes(home_bytes=0, cap_bytes=cap) for moment in moments):
+    if cap >= needs.largest_bytes and all(each.passes(home_bytes=0, chunk_cap_bytes=cap) for each in moments):
         yield f"set Budget(device_chunks={cap}), so that chunks are streamed instead of kept on the device"
-
-
-def _smaller_chunks(moments: Sequence[Needs]) -> Iterator[str]:
-    """Chunks just large enough for the largest parameter in use; a larger one takes several slots."""
-    needs = moments[0]
-    elements = round_up(needs.largest_elements, PAGE_ELEMENTS)
-    sizes = [m.copies * round_up(m.largest_elements, elements) * needs.compute_itemsize for m in moments]
-    widest = round_up(needs.model_elements, elements) * needs.compute_itemsize
-    if (
-        sizes[0] < needs.copy_bytes
-        and widest + needs.lasting_bytes + needs.home_bytes <= needs.usable_bytes
-        and widest + needs.home_bytes <= needs.chunk_cap_bytes
-        and all(moment.passes(copy_bytes=size) for moment, size in zip(moments, sizes, strict=True))
-    ):
-        size = elements * needs.itemsize
-        yield f"set chunk_bytes={size}: then the chunks in use take {format_size(sizes[0])}"
 
 
 def _micro_batches(moments: Sequence[Needs], *, trains: bool) -> Iterator[str]:
@@ -225,10 +190,8 @@ class Shortage:
         )
 
     def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:
-        """What a moment needs that uses `blocks`; without any it is as if it used the largest parameter."""
+        """What a moment needs that uses `blocks`."""
         memory, residency = self._memory, self._residency
-        chunks = [chunk for chunk in memory.chunks if chunk.operand_block in blocks] or memory.chunks
-        largest = max(managed.numel for chunk in chunks for managed in chunk.parameters)
         slot_bytes = memory.device_pool.slot_bytes
         return Needs(
             memory.device_bytes,
@@ -237,14 +200,9 @@ class Shortage:
             live_bytes,
             min(live_bytes, memory.buffer_bytes),
             sum(residency.blocks[block].span for block in blocks) * slot_bytes,
-            len(blocks),
-            largest,
-            max(managed.numel for chunk in memory.chunks for managed in chunk.parameters),
+            max(slot_bytes, *(p.numel * c.compute_dtype.itemsize for c in memory.chunks for p in c.parameters)),
             memory.device_home_bytes,
             memory.device_home_bytes if memory.resident else 0,
-            slot_bytes,
-            max(chunk.dtype.itemsize for chunk in chunks),
-            max(chunk.compute_dtype.itemsize for chunk in chunks),
         )
 
 

@@ -6,7 +6,7 @@ lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -20,7 +20,7 @@ from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
+from hetmem.schedule.blocks import PLACED, Command, CopyState, in_flight_bytes
 from hetmem.schedule.gradients import wait_until
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
@@ -162,8 +162,21 @@ class Traffic:
         if commands:
             self.execute(commands)
 
+    def bring_all(self, blocks: Sequence[int]) -> list[int]:
+        """Ask for all of `blocks` that are missing on the device together, without a lease; return those whose copies
+        are VALID then."""
+        residency = self.residency
+        if residency.all_on_device(blocks):
+            return [*blocks]
+        commands: list[Command] = []
+        for block in blocks:
+            commands += residency.prefetch(block, DEVICE)
+        if commands:
+            self.execute(commands)
+        return [block for block in blocks if residency.state(block, DEVICE) is CopyState.VALID]
+
     def release_all(self, uses: Mapping[int, int]) -> None:
-        """End so many leases of each block on the device, of a model of which nothing moves."""
+        """End so many leases of each block on the device, behind what compute was asked to do with the copies."""
         if self.engine.ordered:
             for block in uses:
                 self._mark_use(block)
@@ -208,12 +221,6 @@ class Traffic:
         """Return whether operators that are asked for from now on may see the copy on the device."""
         block, state = chunk.operand_block, self.residency.state(chunk.operand_block, Tier.DEVICE)
         return state is CopyState.VALID or (state in _LOADING and self.executor.order_compute_after(block))
-
-    def copy_equals_home(self, chunk: Chunk) -> None:
-        """Note that the copy on the device, if there is one, equals the newest copy in host memory."""
-        plain = chunk.operand == Role.PARAM and not chunk.moved
-        if plain and self.residency.state(chunk.operand_block, Tier.DEVICE) in PLACED:
-            self.executor.fingerprints.take(chunk, self.newest(chunk, Role.PARAM))
 
     def newest(self, chunk: Chunk, role: Role) -> torch.Tensor:
         """Return the staged copy of `role` as a flat tensor, or its home."""
@@ -382,20 +389,14 @@ class Traffic:
             raise
         return found
 
-    def end_update(self, chunk: Chunk, *, renew: bool = False, near: torch.Tensor | None = None) -> None:
-        """End `begin_update`. With `renew` a copy on the device is wanted again, made of `near`, the same as the home
-        on the device, if that is given."""
+    def end_update(self, chunk: Chunk, *, renew: bool = False) -> None:
+        """End `begin_update`. With `renew` a copy on the device is wanted again."""
         self.updating.discard(chunk)
         block = chunk.operand_block
         if block >= 0:
-            self.copy_equals_home(chunk)
-            self.executor.near = None if near is None else (chunk, near)
-            try:
-                self.execute(self.residency.resume(block))
-                if renew:
-                    self.execute(self.residency.prefetch(block, Tier.DEVICE))
-            finally:
-                self.executor.near = None
+            self.execute(self.residency.resume(block))
+            if renew:
+                self.execute(self.residency.prefetch(block, Tier.DEVICE))
 
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:

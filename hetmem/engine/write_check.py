@@ -12,28 +12,29 @@ operators, NumPy) count no version:
   the copy may be fetched while the program may write. The comparison runs on the optimizer's workers while the first
   chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read and write as many.
 - In all other cases (forwards alone, accumulation, frozen weights) copies stay. Functions of torch that may write are
-  seen as they are called, and tensors that share a weight's memory as compute ends (`touched`); what C++ writes unseen
-  is found by comparing the home with `Fingerprints`. A home on the device could be read only by waiting, so its copy
-  waiting.
+  seen as they are called, and tensors that share a weight's memory as compute ends (`touched`); what C++ writes through
+  a pointer that it kept is not.
 - Gradients that are staged from NVMe are compared with their home by one element of each parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterable
 from itertools import compress
 from operator import attrgetter, ne
 
 import torch
 
+from hetmem.cpu import compare_tasks
+from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import is_home_gradient
 from hetmem.engine.param_views import Bindings, storage_references
-from hetmem.engine.sampling import HomeCopies, as_sampled, same_bits, sample_of
+from hetmem.engine.sampling import as_integers, as_sampled, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
-from hetmem.memory.nvme_store import NvmeStore
-from hetmem.schedule.blocks import PLACED, CopyState
+from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
@@ -45,20 +46,19 @@ _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedP
     (torch.Tensor.stride, attrgetter("stride")),
 ]
 """What a parameter shows of a write, and as it was last seen."""
+_TILE = 512 * 1024  # elements that are cast and compared while they are in the CPU's cache
 
 
 class WriteCheck:
     """The writes to the parameters of one model: makes homes right, and drops the copies that a write superseded."""
 
-    def __init__(
-        self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic, store: NvmeStore | None
-    ) -> None:
-        self._bindings, self._traffic, self._store = bindings, traffic, store
+    def __init__(self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic) -> None:
+        self._bindings, self._traffic = bindings, traffic
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
-        self.unsure: set[Chunk] = set()
-        """Chunks that `make_sure` has to check before their next use: a read of their home was in flight, or their
-        16-bit copy is being compared, as the forward began."""
+        self.home_copies = HomeCopies()
+        self.unsure = self.home_copies.unchecked
+        """Chunks that `make_sure` has to check before their next use."""
         self.uncounted: set[int] = set()
         """The `id`s of parameters whose copies were ever found to be written without a version."""
         self.touched: set[ManagedParameter] = set()
@@ -69,11 +69,6 @@ class WriteCheck:
         handed: their updates do not begin before `step()`."""
         self.noticed: set[int] = set()
         """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
-        self.home_copies = HomeCopies()
-        self._used_again: set[Chunk] = set()
-        """Chunks with 16-bit copies at home of which a forward was not the first one since a step."""
-        self._were_used_again: set[Chunk] = set()
-        """The same, before the last step."""
         self._ties: dict[ManagedParameter, ManagedParameter] = {}
         """Parameters whose `.data` was last set to that of another one, within the forward that runs."""
         self.stepped = True
@@ -88,19 +83,15 @@ class WriteCheck:
         """Check every parameter for writes since it was last used, as a forward begins."""
         traffic = self._traffic
         traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
-        self.unsure.clear()
-        stepped, self.stepped = self.stepped, False
-        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
+        trained = self.stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
         if trained:
             self._gradients_left.clear()
-        if stepped:
-            self._were_used_again, self._used_again = self._used_again, set()
-        self._gradients_wanted = torch.is_grad_enabled()
         chunks, counted = self._chunks, self._all_counted()
-        due = {each for each in chunks if trained and any(map(_TRAINS, each.parameters))}
+        first = self._gradients_wanted is None  # before which nothing was watched
+        due = {each for each in chunks if first or (trained and any(map(_TRAINS, each.parameters)))}
+        self.stepped, self._gradients_wanted = False, torch.is_grad_enabled()
         due.update(managed.chunk for managed in self.touched)
         self.touched.clear()
-        self.look_ahead(chunk for chunk in chunks if not (stepped and chunk in due))
         compared: list[Chunk] = []
         copied = bool(traffic.executor.chunk_of_block)
         on_device: list[Chunk] = []
@@ -110,22 +101,17 @@ class WriteCheck:
                 on_device += (chunk,)
             if chunk in counted:
                 self._notice_counted_of(chunk, counted[chunk])
-            elif at_home or not copied or chunk.operand_block < 0:
-                continue  # the copy is made anew below, or operators see the home itself
-            elif chunk not in due and self._is_read(chunk):
-                self.unsure.add(chunk)  # the read may be of old values; to wait here would hold the others up
-            elif not (stepped and chunk in due) and self._differs(chunk):
-                self._by_values(chunk)
-            if at_home:
-                continue
-            if chunk.operand == Role.COMPUTE and self._may_be_stale(chunk, due=chunk in due):
+            elif not copied or chunk.operand_block < 0:
+                continue  # operators see the home itself
+            if at_home or chunk not in due or chunk in traffic.updating:
+                continue  # the copy is made anew below, or stays, or the update makes it
+            if chunk.operand == Role.COMPUTE:
                 compared.append(chunk)
-            elif chunk in due:
+            else:
                 traffic.outdate(chunk)
         if copied:
             traffic.executor.copy_homes_again(on_device)
         self.home_copies.begin(compared)
-        self.unsure.update(self.home_copies.unchecked)
         traffic.residency.lift()
 
     def renew_touched(self) -> bool:
@@ -147,7 +133,7 @@ class WriteCheck:
         return bool(touched)
 
     def _all_counted(self) -> dict[Chunk, list[ManagedParameter]]:
-        """Return the parameters with a write that torch itself shows, by chunk: `_counted` of all before each forward,
+        """Return the parameters with a write that torch itself shows, by chunk: `counted` of all before each forward,
         so without a call of Python for each fact."""
         found: dict[Chunk, list[ManagedParameter]] = {}
         parameters = self._parameters
@@ -159,20 +145,8 @@ class WriteCheck:
 
     def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:
         self._traffic.wait_for_update(chunk)  # which writes to a copy in staging
-        others = [each for each in chunk.parameters if each not in counted and self._differs(chunk, each)]
         for managed in counted:
             self.by_user(managed)
-        for managed in others:  # found before, as no copy is left now that they could be compared with
-            self.noticed.add(id(managed))
-            self._supersede(managed)
-
-    def _may_be_stale(self, chunk: Chunk, *, due: bool) -> bool:
-        """Return whether the 16-bit copy of `chunk` has to be compared; not while its update is under way."""
-        if chunk in self._traffic.updating:
-            return False
-        if not due:
-            self._used_again.add(chunk)
-        return due or self._traffic.executor.fingerprints.differ(chunk, chunk.flat(Role.PARAM))
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as the backward that is over has left them."""
@@ -188,65 +162,24 @@ class WriteCheck:
         accumulation leaves them alone, a step by hand does not."""
         return [managed for managed, left in self._gradients_left.items() if _gradient(managed) != left]
 
-    def look_ahead(self, chunks: Iterable[Chunk]) -> None:
-        """Read the sampled elements of the homes of `chunks` on NVMe together, before they are compared one by one."""
-        residency, fingerprints = self._traffic.residency, self._traffic.executor.fingerprints
-        for chunk in chunks if self._store is not None else ():
-            home = chunk.homes[Role.PARAM]
-            if home.extent is None or home.block is None or chunk in self._traffic.updating:
-                continue
-            on_host, on_device = (residency.state(home.block, tier) for tier in (Tier.HOST, Tier.DEVICE))
-            if (on_host is CopyState.VALID or on_device in PLACED) and not residency.dirty(home.block):
-                assert self._store is not None
-                self._store.cache_pages(home.extent, fingerprints.offsets(chunk))
-
     def make_sure(self, chunk: Chunk) -> None:
-        """Check a chunk of `unsure` before its next use: wait for its read, or its comparison."""
-        self.unsure.discard(chunk)
+        """Wait for the comparison of a chunk of `unsure` before its next use."""
         if chunk in self._traffic.updating:  # which makes the home, and its copy, anew
             self.home_copies.renewed(chunk)
-        elif chunk.operand == Role.COMPUTE:
-            if chunk in self._used_again or chunk in self._were_used_again:
-                self._traffic.executor.fingerprints.take(chunk, chunk.flat(Role.PARAM))
-            else:  # nothing asks for them before the next step; if it does, all is compared
-                self._traffic.executor.fingerprints.forget(chunk)
-            stale = self.home_copies.stale(chunk)
+        elif stale := self.home_copies.stale(chunk):
             self.noticed.update(map(id, stale))
-            if stale:
-                self._traffic.superseded(chunk, Role.COMPUTE)
-        elif self._differs(chunk):
-            self._by_values(chunk)
-
-    def _by_values(self, chunk: Chunk) -> None:
-        """Honour a write to `chunk` that counted no version."""
-        self.noticed.update(id(managed) for managed in chunk.parameters if self._differs(chunk, managed))
-        for managed in chunk.parameters:
-            self._supersede(managed)
-
-    def _is_read(self, chunk: Chunk) -> bool:
-        """Return whether a read of the home of `chunk` is in flight."""
-        block = chunk.homes[Role.PARAM].block
-        return block is not None and self._traffic.residency.state(block, Tier.HOST) is CopyState.LOADING
-
-    def changed(self, managed: ManagedParameter) -> bool:
-        """Return whether the program has written to `managed` since hetmem last saw it, outside compute."""
-        return self._counted(managed) or self._differs(managed.chunk, managed)
-
-    def any_changed(self, chunk: Chunk, of: Sequence[ManagedParameter]) -> bool:
-        """Return whether `changed` is true for any of `of`, which are in `chunk`."""
-        if any(map(self._counted, of)):
-            return True
-        return self._differs(chunk) and any(self._differs(chunk, managed) for managed in of)
+            self._traffic.superseded(chunk, Role.COMPUTE)
 
     def notice_counted(self, chunk: Chunk) -> None:
         """Honour the writes to `chunk` that torch itself shows, and clear `noticed` of it."""
         for managed in chunk.parameters:
-            if self._counted(managed):
+            if self.counted(managed):
                 self.by_user(managed)
         self.noticed.difference_update(map(id, chunk.parameters))
 
     @staticmethod
-    def _counted(managed: ManagedParameter) -> bool:
+    def counted(managed: ManagedParameter) -> bool:
+        """Return whether torch shows a write to `managed` since hetmem last saw it, outside compute."""
         return managed.parameter._version != managed.version or _is_replaced(managed)
 
     def by_user(self, managed: ManagedParameter) -> None:
@@ -313,29 +246,12 @@ class WriteCheck:
             managed.recast(managed.home)
         traffic.superseded(chunk, chunk.operand, but_device=but_device)
 
-    def _differs(self, chunk: Chunk, managed: ManagedParameter | None = None) -> bool:
-        """Return whether the home of `chunk`, or of `managed` in it, was written since copies of it were made."""
-        home, traffic = chunk.homes[Role.PARAM], self._traffic
-        residency, fingerprints = traffic.residency, traffic.executor.fingerprints
-        if home.block is None or home.tier is Tier.DEVICE or chunk in traffic.updating or residency.dirty(home.block):
-            return False  # without a copy, or the home is older than every copy
-        while self._is_read(chunk):  # perhaps of old values
-            traffic.wait_for_one()
-        at_home = chunk.flat(Role.PARAM)
-        if chunk.operand == Role.COMPUTE:  # which speaks for the device's copy
-            return fingerprints.unequal(chunk, traffic.newest(chunk, Role.COMPUTE), at_home, managed)
-        if residency.state(home.block, Tier.DEVICE) in PLACED and fingerprints.differ(chunk, at_home, managed):
-            return True
-        if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
-            return False
-        return fingerprints.unequal(chunk, traffic.newest(chunk, Role.PARAM), at_home, managed)
-
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 
     def by_view(self, managed: ManagedParameter) -> None:
         """Compare the device copy of `managed`, of which the program holds a view whose writes count no versions. A
-        copy that is superseded is older than the home, and says nothing of it."""
-        if self._traffic.copy_counts(managed.chunk) and not self._differs(managed.chunk, managed):
+        copy that is superseded, or whose home was written to, is older than that, and says nothing of it."""
+        if self._traffic.copy_counts(managed.chunk) and managed not in self.touched:
             self.compare(managed)
 
     def compare(self, managed: ManagedParameter) -> None:
@@ -356,7 +272,6 @@ class WriteCheck:
         managed.version = managed.parameter._version
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
-        self._traffic.copy_equals_home(managed.chunk)
 
     # ---- gradients in staging ------------------------------------------------------------------------------------
 
@@ -437,3 +352,69 @@ def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
     """Return what changes if `p.grad` is replaced, or written to with a version, without holding it."""
     gradient = managed.parameter.grad
     return None if gradient is None else (id(gradient), gradient._version)
+
+
+# ---- 16-bit copies at home: as a whole -----------------------------------------------------------------------------
+
+
+class HomeCopies:
+    """The comparison of 16-bit copies at home with their parameters. A chunk is `unchecked` until `stale` is asked."""
+
+    def __init__(self) -> None:
+        self.unchecked: dict[Chunk, None] = {}
+        self._begun: dict[Chunk, Callable[[], bool]] = {}
+        self._workers: Callable[[], WorkerPool | None] = lambda: None
+
+    def compare_on(self, workers: WorkerPool) -> None:
+        """Have the threads of `workers` compare, as long as that lives."""
+        self._workers = weakref.ref(workers)
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Begin to compare `chunks`, and those of earlier forwards that were not used since, in their order of use."""
+        self.unchecked.update(dict.fromkeys(chunks))
+        workers = self._workers()
+        self._begun = {} if workers is None else {chunk: _begin_to_compare(workers, chunk) for chunk in self.unchecked}
+
+    def renewed(self, chunk: Chunk) -> None:
+        """Forget what was begun of `chunk`: an update makes its parameters and copy anew."""
+        self.unchecked.pop(chunk, None)
+        self._begun.pop(chunk, None)
+
+    def stale(self, chunk: Chunk) -> list[ManagedParameter]:
+        """Return the parameters of `chunk` whose copies differ from them; these copies are made anew."""
+        self.unchecked.pop(chunk, None)
+        begun = self._begun.pop(chunk, None)
+        if begun is not None and begun():
+            return []
+        found = [managed for managed in chunk.parameters if not _copy_is_current(managed)]
+        if found or begun is not None:
+            with torch.no_grad():
+                chunk.flat(Role.COMPUTE).copy_(chunk.flat(Role.PARAM))  # what lies between parameters too
+            chunk.recast()
+        return found
+
+
+def _begin_to_compare(workers: WorkerPool, chunk: Chunk) -> Callable[[], bool]:
+    """Begin to compare the 16-bit copy of `chunk`; the result waits for whether it equals the parameters."""
+    tasks, found = compare_tasks(chunk.flat(Role.PARAM), chunk.flat(Role.COMPUTE))
+    batch = workers.begin(tasks)
+
+    def same() -> bool:
+        batch.join()
+        return not found.any()
+
+    return same
+
+
+def _copy_is_current(managed: ManagedParameter) -> bool:
+    home, copy = (managed.part(managed.chunk.flat(role)) for role in (Role.PARAM, Role.COMPUTE))
+    tiles = zip(home.split(_TILE), copy.split(_TILE), strict=True)
+    return all(same_bits(there, here.to(there.dtype)) for here, there in tiles)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors of one dtype are equal, where any NaN equals any other, and 0 is not -0."""
+    if left.is_complex():
+        left, right = torch.view_as_real(left), torch.view_as_real(right)
+    one, other = as_integers(left), as_integers(right)
+    return bool(torch.equal(one, other) or ((one == other) | (left.isnan() & right.isnan())).all())

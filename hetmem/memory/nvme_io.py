@@ -158,11 +158,6 @@ class StoreFile:
                 done += moved
         return done == memory.nbytes
 
-    def cache(self, position: int) -> None:
-        """Bring the page with byte `position` to the page cache, if that goes; who looks at it learns of errors."""
-        with contextlib.suppress(OSError):
-            os.preadv(self.buffered, [bytearray(1)], position)
-
     def _drop_behind(self, position: int, nbytes: int, *, written: bool) -> None:
         if written:
             os.fdatasync(self.buffered)  # the next line drops clean pages only
@@ -222,11 +217,6 @@ class DiskLink:
                 self._busy_since = time.perf_counter()
             self._in_flight += 1
         return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
-
-    def cache(self, file: StoreFile, index: int, position: int) -> None:
-        """Bring the page with byte `position` of `file`, the store's number `index`, to the page cache."""
-        self._threads[index].start()
-        self._threads[index].submit(partial(file.cache, position))
 
     def end(self, moved_bytes: int) -> None:
         """A transfer has ended."""

@@ -243,15 +243,6 @@ class NvmeStore:
         start = round_down(offset, BLOCK_BYTES)
         return Look(self._start(self._looks, extent, into, start), into[offset - start :])
 
-    def cache_pages(self, extent: Extent, offsets: Iterable[int]) -> None:
-        """Begin to bring the bytes at `offsets` of `extent` to the page cache, where a view finds them. For many that
-        is looked at next: one by one, each would wait for an access of the disk."""
-        starts = {round_down(offset, BLOCK_BYTES) for offset in offsets}
-        with self._lock:
-            file = self._file_of(extent)
-            for start in sorted(starts):
-                self._looks.cache(file, extent.file, extent.offset + start)
-
     def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
         """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.
 

@@ -23,12 +23,11 @@ from hetmem.cpu.adamw import WIDEST_VECTOR, adamw_as_on_host, equals_host
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
-from hetmem.optim.options import LossScale, ParameterUpdate, Rule, There, is_number
+from hetmem.optim.options import LossScale, ParameterUpdate, Rule, is_number
 
 Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
-_THERE = ("param", "grad", "exp_avg", "exp_avg_sq", "compute")
 _step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
 _FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
@@ -175,7 +174,7 @@ class AdamWRule(Rule):
                 here.append(update)
             else:
                 together.setdefault((_count(update), update.param.dtype), []).append(update)
-        self.there(here)([_by_role(update) for update in here])
+        adamw_as_on_host((_count(update), _flats(update)) for update in here)
         for (step, _), alike in together.items():
             adamw_on_device(
                 step,
@@ -213,16 +212,6 @@ class AdamWRule(Rule):
     def _equals_host(self, update: ParameterUpdate) -> bool:
         copy_dtype = None if update.copy is None else update.copy.dtype
         return self.equals_host(update.param.device, update.group, update.param.dtype, copy_dtype)
-
-    def there(self, updates: Sequence[ParameterUpdate]) -> There:
-        """See `Rule`."""
-        steps = [_count(update) for update in updates]
-
-        def there(parameters: Sequence[Mapping[str, torch.Tensor]]) -> None:
-            flats = (tuple(tensors[name] for name in _THERE if name in tensors) for tensors in parameters)
-            adamw_as_on_host(zip(steps, flats, strict=True))
-
-        return there
 
 
 class CompactAdamWRule(Rule):
@@ -278,9 +267,9 @@ def _moments(states: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
     return first, second
 
 
-def _by_role(update: ParameterUpdate) -> dict[str, torch.Tensor]:
-    copies = {} if update.copy is None else {"compute": update.copy}
-    return {"param": update.param, "grad": update.grad, **update.states, **copies}
+def _flats(update: ParameterUpdate) -> tuple[torch.Tensor, ...]:
+    copies = () if update.copy is None else (update.copy,)
+    return update.param, update.grad, update.states["exp_avg"], update.states["exp_avg_sq"], *copies
 
 
 def _one(dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hetmem.cpu.workers import Batch, Task, WorkerPool
 from hetmem.engine.gradient_views import take_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Sample
-from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role, address_of, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
 from hetmem.memory.nvme_store import Look
 from hetmem.optim.options import Rule
 from hetmem.schedule.update_split import Way
@@ -25,9 +25,6 @@ from hetmem.schedule.update_split import Way
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
-
-DeviceWork = Callable[[Opened], None]
-"""Makes the update of a chunk on the device, on the current stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,13 +84,10 @@ class ChunkUpdate:
     scale: float = 1.0
     disturbed: bool = False
     """Whether streamed gradients were written to before they were read."""
-    kept: bool = False
-    """Whether gradients are read on the device, where they arrived."""
     ruined: bool = False
     """Whether it failed with some of its elements updated and others not: only a checkpoint helps."""
     owed: bool = False
     """Whether its step has ended: nothing will ask for it again."""
-    way: Way = Way.HOST
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     numbers: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
     """Of `before`, what changes in place, and the values of that."""
@@ -107,8 +101,6 @@ class ChunkUpdate:
     tasks: Callable[[ChunkUpdate], list[Task]] = field(init=False)
     done: Callable[[ChunkUpdate, bool], None] = field(init=False)
     """Called once at the end of a pass: with False if it failed or was cancelled."""
-    on_device: Callable[[ChunkUpdate], DeviceWork] | None = None
-    """Given where the update is made on the device: what `tasks` is on the host. See `device_updates`."""
     writes: bool = False
     """Whether all roles but the gradient change. Until the end nothing fetches the parameters from their home then."""
     had_copy: bool = False
@@ -116,12 +108,6 @@ class ChunkUpdate:
     opened: Opened = field(default_factory=dict)
     batch: Batch | None = None
     began: float = 0.0
-
-    slot: Slot | None = None
-    there: Opened = field(default_factory=dict)
-    """What `opened` is, in `slot` on the device. Without gradients once the kernel has read them."""
-    borrowed: Memory | None = None
-    """The place that gradients are brought to; None if they are on the device."""
 
     def __post_init__(self) -> None:
         self.roles = tuple(dict.fromkeys(chain.from_iterable({part.roles: None for part in self.parts})))
@@ -166,23 +152,6 @@ class ChunkUpdate:
         for number, value in self.numbers:
             number.fill_(value)
         self.before, self.numbers = [], []
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """Memory of the device for one chunk; `marks` are of the compute that last read it."""
-
-    memory: Memory
-    nbytes: int
-    marks: list[Any] = field(default_factory=list)
-
-    def views(self, chunk: Chunk, roles: Sequence[Role]) -> Opened:
-        """Return flat tensors over `roles` of `chunk`, one behind the other."""
-        found, at = {}, 0
-        for role in roles:
-            found[role] = chunk.over(role, self.memory[at : at + chunk.role_nbytes(role)])
-            at += chunk.role_nbytes(role)
-        return found
 
 
 def frozen(value: Any) -> Any:

@@ -134,9 +134,7 @@ class MutationCheck:
         for update in begun:
             as_used, seen = not update.disturbed, []
             for part in update.parts:
-                if update.kept:  # also of one that was written to and is used up
-                    as_used = as_used and part.version == part.gradient._version
-                elif part.managed.parameter.grad is part.gradient:
+                if part.managed.parameter.grad is part.gradient:
                     seen.append(part)
                 else:
                     as_used = as_used and streamed  # it is used up
@@ -155,7 +153,7 @@ class MutationCheck:
                 said.add((id(part.group), id(group)))
             if id(part.managed) in self._writes.noticed:
                 return True
-        return self._writes.any_changed(update.chunk, [part.managed for part in update.parts])
+        return any(self._writes.counted(part.managed) for part in update.parts)
 
     def forget(self) -> None:
         """The step is over."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -42,18 +42,13 @@ class ParameterUpdate:
     also: Sequence[dict[str, Any]] = ()
 
 
-There = Callable[[Sequence[Mapping[str, torch.Tensor]]], None]
-"""Updates on the device, on the current stream, of tensors there: for each parameter by role, "param", "grad", the
-states, and "compute" if there is a copy."""
-
-
 class Rule(ABC):
     """Elementwise arithmetic: what becomes of an element depends on that element alone, and on numbers."""
 
     runs_on_device = True
     """Whether there is an `on_device`."""
     has_kernel = False
-    """Whether there are `there` and `whole`."""
+    """Whether there is a `whole`."""
     seed: int | None = None
     """What chance depends on; None if nothing does."""
     merges = 0
@@ -86,11 +81,6 @@ class Rule(ABC):
         """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` if `as_host`, where it
         `equals_host`, else with those of torch there."""
 
-    def there(self, updates: Sequence[ParameterUpdate]) -> There:
-        """`updates` on a device to which states are brought, with the bits of `tasks` where it `equals_host`. Counts
-        the step in each `state`."""
-        raise NotImplementedError
-
     def whole(
         self,
         group: dict[str, Any],
@@ -110,8 +100,8 @@ class Gradients(str, Enum):
 
     "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
     arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is used up after `step`: 12 bytes a
-    parameter in place of 16 (float32 AdamW). In mixed precision it keeps the 16 bits in which it arrives. Where states
-    are sent to the device for the update, it stays there and crosses no link. It takes one backward per step, `overlap`
+    parameter in place of 16 (float32 AdamW). In mixed precision it keeps the 16 bits in which it arrives. It
+    takes one backward per step, `overlap`
     "backward" or "forward", and nothing that needs the gradients of all: between backward and `step`, where `p.grad`
     has been used up, computing with it raises RuntimeError (`torch.nn.utils.clip_grad_norm_`, a norm that is logged).
     """

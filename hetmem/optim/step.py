@@ -21,9 +21,8 @@ from hetmem.engine.gradient_views import updated_by_another
 from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Memory, Role
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Sums, WholeUpdate, on_host
-from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
     Arrivals,
@@ -52,11 +51,8 @@ class Stepper:
         self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
         self._interception, self.owners = interception, owners_of(interception)
         self.runtime = interception.runtime
-        self._kept = KeptGradients(interception.gradients)
-        self._updates = Updates(self.runtime, workers, self._kept, self._made_by)
-        streamed = weakref.proxy(self._updates.streamed)  # whose updates hold `_passes`, which hold `_places`
-        self._places = UpdatePlaces(self.runtime, optimizer.rule, streamed, interception.gradients, optimizer.gradients)
-        self._passes = Passes(optimizer, interception, self._places, self._kept)
+        self._updates = Updates(self.runtime, workers, self._made_by)
+        self._passes = Passes(optimizer, interception)
         self._groups: dict[int, dict[str, Any]] = {}
         self._arrivals = Arrivals(sees_all=self.runtime.memory.uses_copies)
         self._progress: dict[Chunk, ChunkUpdate] = {}
@@ -128,9 +124,6 @@ class Stepper:
         refused in the step, by its wrong norm."""
         begun = [update for update in self._progress.values() if update.begun]
         chunks = {update.chunk for update in begun}
-        for chunk in self._kept.chunks:
-            if chunk not in chunks:
-                self._kept.bring_home(chunk)  # the user finds them where parameters are
         for update in begun:
             self._passes.see_what_is_left(update)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
@@ -149,13 +142,6 @@ class Stepper:
             if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
                 yield managed, group, self._arrivals.of(managed)
 
-    def place_on_device(self, chunk: Chunk) -> Memory | None:
-        return self._places.place_on_device(chunk)
-
-    def leave_device(self, chunk: Chunk) -> None:
-        if self._kept.holds(chunk):
-            self._kept.bring_home(chunk)
-
     def used_again(self, managed: ManagedParameter) -> None:
         """An operator before the end of the step uses `managed`, which may be updated already."""
         update = self._progress.get(managed.chunk)
@@ -171,13 +157,19 @@ class Stepper:
     # ---- homes that move -------------------------------------------------------------------------------------------
 
     def updates_on_device(self) -> set[int]:
-        return self._places.same_on_device(self._optimizer.groups_by_parameter())
+        rule, groups = self._optimizer.rule, self._optimizer.groups_by_parameter()
+        device = self.runtime.memory.device.torch_device
+
+        def equals_host(managed: ManagedParameter) -> bool:
+            chunk, group = managed.chunk, groups[id(managed.parameter)]
+            copy_dtype = chunk.compute_dtype if Role.COMPUTE in chunk.homes else None
+            return device.type == "cpu" or rule.equals_host(device, group, chunk.dtype, copy_dtype)
+
+        owned = [managed for managed in self.runtime.parameters if id(managed.parameter) in groups]
+        return {id(managed.parameter) for managed in owned if rule.runs_on_device and equals_host(managed)}
 
     def settle(self) -> None:
         self.synchronize()
-
-    def give_device_back(self) -> None:
-        self._updates.streamed.give_slots_back()
 
     def may_move(self, chunk: Chunk) -> bool:
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
@@ -234,7 +226,6 @@ class Stepper:
         begun = {update.chunk for update in self._progress.values() if update.begun}
         waiting = [chunk for chunk in self.runtime.chunks if chunk not in begun]
         self.runtime.traffic.forget_read_ahead(waiting)
-        self.runtime.writes.look_ahead(self.runtime.chunks)
         self._passes.look_at(part for update in self._progress.values() for part in update.parts)
         with self._remembering_a_failure():
             self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
@@ -242,7 +233,6 @@ class Stepper:
                 self._passes.notice_before(update)
             if not self._trails:
                 self._carry_out()
-        self._places.choose(self._optimizer.groups_by_parameter)
 
     def _refuse_edits(self) -> None:
         """The first step overlaps nothing, and shows whether the program edits gradients before it: then the next ones
@@ -415,5 +405,5 @@ class Stepper:
             self._passes.begin_update(update, grad_scale)
             self._updates.add(update)
         except BaseException:
-            update.begun = update.kept = False  # nothing of it is queued
+            update.begun = False  # nothing of it is queued
             raise

@@ -20,16 +20,15 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.nvme_store import Look
 from hetmem.optim.chunk_update import (
     ChunkUpdate,
-    DeviceWork,
     Opened,
     Part,
     Sums,
     frozen,
     refuse_sparse,
 )
-from hetmem.optim.device_updates import KeptGradients, UpdatePlaces
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
+from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Way
 
 Members = list[tuple[ManagedParameter, dict[str, Any]]]
@@ -39,15 +38,8 @@ Members = list[tuple[ManagedParameter, dict[str, Any]]]
 class Passes:
     """The passes of `optimizer` over the chunks that `interception` manages."""
 
-    def __init__(
-        self,
-        optimizer: SteppingOptimizer,
-        interception: Interception,
-        places: UpdatePlaces,
-        kept: KeptGradients,
-    ) -> None:
+    def __init__(self, optimizer: SteppingOptimizer, interception: Interception) -> None:
         self._made_by, self._interception = weakref.ref(optimizer), interception
-        self._places, self._kept = places, kept
         self._runtime = interception.runtime
         self.ruined: ChunkUpdate | None = None
         """What has failed half-way: no step goes on from there."""
@@ -77,8 +69,6 @@ class Passes:
 
     def _see_gradients(self, update: ChunkUpdate) -> None:
         """Note that the gradients have arrived: a write to them from now on, before `step`, changes what was used."""
-        if update.kept:  # its versions were counted as it arrived, and it has no sample to wait for
-            return
         self._notice_disturbance(update, update.opened)
         if self._optimizer.overlap is Overlap.OFF:
             return
@@ -99,7 +89,7 @@ class Passes:
         for part in update.parts:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
-                if self._optimizer.gradients is Gradients.STREAMED and not update.kept:
+                if self._optimizer.gradients is Gradients.STREAMED:
                     self.seen(part)
 
     def seen(self, part: Part) -> Part:
@@ -172,10 +162,9 @@ class Passes:
     def notice_written(self, chunk: Chunk) -> None:
         """The same, but of gradients."""
         writes = self._runtime.writes
-        if writes.any_changed(chunk, chunk.parameters):
-            for managed in chunk.parameters:
-                if writes.changed(managed):
-                    writes.by_user(managed)
+        for managed in chunk.parameters:
+            if writes.counted(managed):
+                writes.by_user(managed)
         self.notice_states(chunk)
 
     def notice_before(self, update: ChunkUpdate) -> None:
@@ -183,7 +172,7 @@ class Passes:
         nothing that could be compared with the home later."""
         if not update.begun:  # else `MutationCheck` sees it
             self.notice_written(update.chunk)
-        if not update.kept and any(part.sample is None for part in update.parts):
+        if any(part.sample is None for part in update.parts):
             self._runtime.writes.honour_written_gradients(update.chunk)
 
     def notice_states(self, chunk: Chunk) -> None:
@@ -196,7 +185,7 @@ class Passes:
     def begin_sums(self, update: ChunkUpdate) -> None:
         """Make `update` a pass that sums up the squares of its gradients."""
         update.needs = {Role.GRAD: True} if any(part.at_home for part in update.parts) else {}
-        update.tasks, update.done, update.on_device = self._sum_tasks, self._summed, None
+        update.tasks, update.done = self._sum_tasks, self._summed
         update.writes, update.summing = False, True
 
     def _sum_tasks(self, update: ChunkUpdate) -> list[Task]:
@@ -230,25 +219,8 @@ class Passes:
             update.needs[Role.COMPUTE] = len(parts) < len(chunk.parameters)
         update.needs |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
         update.needs |= {role: chunk.homes[role].written for role in update.roles}
-        update.tasks, update.done, update.on_device = self._update_tasks, self._updated, None
+        update.tasks, update.done = self._update_tasks, self._updated
         update.begun, update.scale, update.writes = True, grad_scale, True
-        update.way = self._places.way_of(update)
-        if update.way is Way.STREAMED:
-            update.kept |= self._kept.holds(chunk)
-            update.on_device = self._device_work
-            return
-        if self._kept.holds(chunk):
-            self._kept.bring_home(chunk)
-
-    def _device_work(self, update: ChunkUpdate) -> DeviceWork:
-        self._see_gradients(update)
-        there = self._optimizer.rule.there(self._begin(update))
-        parameters = [part.managed for part in update.parts]
-
-        def updated(opened: Opened) -> None:
-            there([{role.name: managed.part(flat) for role, flat in opened.items()} for managed in parameters])
-
-        return updated
 
     def _begin(self, update: ChunkUpdate, *, merges: int = 0) -> list[ParameterUpdate]:
         """Remember everything that can be undone. `merges`: see `Rule`."""
@@ -276,8 +248,6 @@ class Passes:
         return [slice(start, end) for start, end in pairwise(starts)]
 
     def _update_tasks(self, update: ChunkUpdate) -> list[Task]:
-        if update.way is Way.STREAMED:  # it was left to the host
-            update.way = Way.HOST
         self._see_gradients(update)
         rule = self._optimizer.rule
         if update.opened[Role.PARAM].device.type != "cpu":
@@ -330,7 +300,7 @@ class Passes:
         if update.ruined:
             self.ruined = update
         elif not done:
-            update.begun = update.kept = False
+            update.begun = False
             update.restore_numbers()
         for part in update.parts if not done or not all(part.roles for part in update.parts) else ():
             if not done or not part.roles:
@@ -339,7 +309,8 @@ class Passes:
             return
         for role in update.roles:
             chunk.homes[role].written = True
-        self._runtime.statistics.updated_bytes[update.way] += update.nbytes
+        way = Way.RESIDENT if chunk.homes[Role.PARAM].tier is Tier.DEVICE else Way.HOST
+        self._runtime.statistics.updated_bytes[way] += update.nbytes
         torch.autograd.graph.increment_version([part.managed.parameter for part in update.parts])
         for part in update.parts:
             part.managed.version += 1

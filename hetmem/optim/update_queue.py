@@ -18,7 +18,6 @@ from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
-from hetmem.optim.device_updates import KeptGradients, StreamedUpdates
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
 
@@ -26,20 +25,16 @@ from hetmem.schedule.updates import HostUpdates
 class Updates(HostUpdates[ChunkUpdate]):
     """The updates of one optimizer on one runtime. An error leaves a chunk as it was or updated, or `ruined`."""
 
-    def __init__(self, runtime: Runtime, workers: WorkerPool, kept: KeptGradients, owner: Callable[[], object]) -> None:
+    def __init__(self, runtime: Runtime, workers: WorkerPool, owner: Callable[[], object]) -> None:
         super().__init__(lambda update: update.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
         self._owner = owner  # gives the optimizer, which holds this
-        self.streamed: StreamedUpdates = StreamedUpdates(runtime, kept, weakly(self._queue.add), weakly(self._go_on))
 
     def add(self, update: ChunkUpdate) -> None:
         """Queue a pass of `update`."""
         if update.writes:
             update.had_copy = self._traffic.begin_update(update.chunk)
-        if update.on_device is None:
-            self._queue.add(update)
-        else:
-            self.streamed.add(update)
+        self._queue.add(update)
         self._traffic.executor.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
@@ -51,7 +46,6 @@ class Updates(HostUpdates[ChunkUpdate]):
         because of it stays queued."""
         stuck: ChunkUpdate | None = None
         while not self.idle:
-            self.streamed.give_way()
             self.pump()
             if self._running:
                 batch = self._running[0].batch
@@ -68,7 +62,7 @@ class Updates(HostUpdates[ChunkUpdate]):
 
     def wait_for(self, chunk: Chunk) -> None:
         """Wait until nothing computes with `chunk`; what is queued stays so."""
-        while any(update.chunk is chunk for update in self._running) or self.streamed.works_on(chunk):
+        while any(update.chunk is chunk for update in self._running):
             self._traffic.wait_for_one()
 
     def forget(self, chunk: Chunk) -> None:
@@ -90,7 +84,7 @@ class Updates(HostUpdates[ChunkUpdate]):
 
     def owe(self) -> None:
         """End the step that asked for what is queued or under way."""
-        for update in (*self._queue, *self._opening, *self._running, *self.streamed.all()):
+        for update in (*self._queue, *self._opening, *self._running):
             update.owed = True
 
     def cancel(self, *, owed: bool = False) -> None:
@@ -98,7 +92,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         as one is on its way already."""
         self.give_way(again=False)
         self._dismiss(lambda update: owed or not update.owed)
-        while self._running or self.streamed.under_way:
+        while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
         if self.idle:
@@ -107,8 +101,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._traffic.executor.keep(self._owner())
 
     def _dismiss(self, which: Callable[[ChunkUpdate], bool]) -> None:
-        here = [self._queue.take(update) for update in list(self._queue) if which(update)]
-        for update in (*here, *self.streamed.take(which)):
+        for update in [self._queue.take(update) for update in list(self._queue) if which(update)]:
             if update.writes:
                 self._traffic.end_update(update.chunk)
             update.done(update, False)

@@ -22,9 +22,6 @@ from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import Candidate, choose
 
-_TRIES = 3
-"""A share that had to go back so often is not tried again: moving it costs more than it saves."""
-
 
 class ResidentShare:
     """The homes of one runtime that have moved to the device."""
@@ -33,9 +30,8 @@ class ResidentShare:
         self._runtime, self._sink = runtime, sink
         self._moved: list[Chunk] = []
         self._idle_seen = -1
-        self._went_back, self._may_go_back = 0, False
         self._left_device = left_device
-        runtime.room.give_way, runtime.room.movable_bytes = weakly(self.shrink), weakly(self.movable_bytes)
+        runtime.room.give_way = weakly(self.shrink)
 
     def grow(self) -> None:
         """Fill idle device memory, between a backward and the updates of a step.
@@ -44,13 +40,14 @@ class ResidentShare:
         which would show old values afterwards.
         """
         runtime, memory = self._runtime, self._runtime.memory
-        if memory.resident or self._went_back >= _TRIES or not runtime.tracer.knows_a_backward():
+        if memory.resident or not runtime.tracer.knows_a_backward():
             return
         idle = memory.idle_bytes(runtime.room.non_model_peak_bytes)
         if idle == self._idle_seen:
             return
         self._idle_seen = idle
-        chunks = self._that_may_move()
+        updated = set[int]().union(*(listener.updates_on_device() for listener in self._sink.listeners))
+        chunks = [chunk for chunk in runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
         chosen = choose([self._candidate(chunk) for chunk in chunks], idle)
         if not chosen:
             return
@@ -62,16 +59,6 @@ class ResidentShare:
                 if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):
                     return
 
-    def movable_bytes(self) -> int:
-        """Return the bytes of homes that would move to idle device memory if there were more of it."""
-        if self._runtime.memory.resident or self._went_back >= _TRIES:
-            return 0
-        return sum(self._candidate(chunk).device_bytes for chunk in self._that_may_move())
-
-    def _that_may_move(self) -> list[Chunk]:
-        updated = set[int]().union(*(listener.updates_on_device() for listener in self._sink.listeners))
-        return [chunk for chunk in self._runtime.chunks if not chunk.moved and _is_whole(chunk, updated)]
-
     def shrink(self, nbytes: int) -> None:
         """Move homes of at least `nbytes` back, as far as they may: the last ones first, and those that an update is
         writing at the end, once that is over."""
@@ -80,8 +67,6 @@ class ResidentShare:
             self._leave_device()
         enough = memory.device_home_bytes - nbytes
         with self._runtime.room.moving_homes():
-            for listener in self._sink.listeners:
-                listener.give_device_back()
             last_first = list(reversed(self._moved))
             last_first.sort(key=traffic.updating.__contains__)
             for chunk in last_first:
@@ -182,7 +167,6 @@ class ResidentShare:
             self._copy(Link.HOST_TO_DEVICE, chunk, role, memories[role], home.memory)
         memory.move_in(chunk, memories)
         self._moved.append(chunk)
-        self._may_go_back = True
         self._settle(chunk)
         return True
 
@@ -198,10 +182,7 @@ class ResidentShare:
             self._runtime.memory.move_back(chunk, role)
         self._take_gradients(chunk, gradients)
         self._moved.remove(chunk)
-        self._went_back += self._may_go_back
-        self._may_go_back = False
         self._settle(chunk)
-        traffic.copy_equals_home(chunk)
 
     def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:
         """Copy the gradients of `chunk` that are autograd's own to their place, and return them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
-from hetmem.planner.layers import cheapest_mixes
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
@@ -48,7 +47,7 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import OPTIONS, Plan, PlanError
-from hetmem.planner.search import Setting
+from hetmem.planner.search import Setting, cheapest_mix
 from hetmem.planner.workload import Updating, Workload, with_rows
 from hetmem.schedule.placement import Capacities
 
@@ -118,20 +117,17 @@ def plan(
         raise PlanError(f"loss must be a function from the model's output to a scalar, got {loss!r}")
     asked = DEFAULT_HARDWARE if hardware is None else hardware
     profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
-    named = None if isinstance(asked, HardwareProfile) else os.fspath(asked)
     limits = (budget or Budget()).limits()
-    call = TracedCall(build_model, batch, loss, mixed_precision)
     return plan_within(
-        call,
+        TracedCall(build_model, batch, loss, mixed_precision),
         capacities_of(limits, profile),
         profile,
+        nvme_directories=tuple(str(path) for path in limits.nvme_directories),
         chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
         micro_batches=micro_batches,
         checkpointing=checkpointing,
         overlap=overlap,
         gradients=gradients,
-        nvme_directories=tuple(str(path) for path in limits.nvme_directories),
-        profile_name=named,
         real=real,
         moments=str(moments or "float32").removeprefix("torch."),
         stochastic_rounding=stochastic_rounding,
@@ -140,44 +136,73 @@ def plan(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What a plan is told of a training, as `plan` is. Raises `PlanError` for what `hetmem.AdamW` would refuse, or no
+    plan knows."""
+
+    chunk_bytes: int | None = None
+    micro_batches: int = 1
+    checkpointing: bool = False
+    overlap: OverlapName = "off"
+    gradients: GradientsName = "visible"
+    real: bool = False
+    moments: str = "float32"
+    stochastic_rounding: bool = False
+    inference: bool = False
+    activations: ActivationsName = "keep"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.micro_batches, int) and self.micro_batches >= 1):
+            raise PlanError(f"micro_batches must be an int, at least 1, got {self.micro_batches!r}")
+        if self.checkpointing not in (True, False):
+            raise PlanError(f"checkpointing must be True or False, got {self.checkpointing!r}")
+        if self.checkpointing and self.real:
+            raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
+        refuse_activations(self.activations)
+
+    def updating(self) -> Updating:
+        """What `hetmem.AdamW` does with them."""
+        try:
+            when, kept = choice(Overlap, self.overlap, "overlap"), choice(Gradients, self.gradients, "gradients")
+            check_gradients(kept, when, needs_all=False)
+        except ValueError as error:
+            raise PlanError(str(error)) from error
+        streamed = kept is Gradients.STREAMED
+        if streamed and self.micro_batches > 1:
+            raise PlanError(
+                f"streamed gradients are used up within their backward, of which a step has one: expected "
+                f"micro_batches=1, got {self.micro_batches}; plan that with gradients='visible'"
+            )
+        if self.moments not in OPTIONS["moments"]:
+            raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {self.moments!r}")
+        overlapped, trails = when is not Overlap.OFF, when is Overlap.FORWARD
+        return Updating(overlapped, trails, streamed, self.moments, self.stochastic_rounding)
+
+
 @torch.inference_mode(False)  # nor under no_grad: a plan is of a backward, too
 def plan_within(
     call: TracedCall,
     capacities: Capacities,
     hardware: HardwareProfile,
     *,
-    chunk_bytes: int | None = None,
-    micro_batches: int = 1,
-    checkpointing: bool = False,
-    overlap: OverlapName = "off",
-    gradients: GradientsName = "visible",
     nvme_directories: tuple[str, ...] = (),
-    profile_name: str | None = None,
-    real: bool = False,
-    moments: str = "float32",
-    stochastic_rounding: bool = False,
-    inference: bool = False,
-    activations: ActivationsName = "keep",
     told: Callable[[str], None] = lambda text: None,
     compares: bool = True,
+    **options: Any,
 ) -> Plan:
-    """As `plan`, within plain bytes: for machines that are not this one. `profile_name`: what loads `hardware`.
-    `told` is called with what is done next, which may take seconds. `compares`: other ways to do the same are judged
-    too, and advised; without, the plan says only what these options come to."""
-    if not (isinstance(micro_batches, int) and micro_batches >= 1):
-        raise PlanError(f"micro_batches must be an int, at least 1, got {micro_batches!r}")
-    if checkpointing not in (True, False):
-        raise PlanError(f"checkpointing must be True or False, got {checkpointing!r}")
-    if checkpointing and real:
-        raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
-    refuse_activations(activations)
-    updating = updating_of(overlap, gradients, micro_batches, moments, stochastic_rounding=stochastic_rounding)
+    """As `plan`, within plain bytes: for machines that are not this one. `told` is called with what is done next, which
+    may take seconds. `compares`: other ways to do the same are judged too, and advised; without, the plan says only
+    what these `options`, keywords of `plan`, come to."""
+    how = _Request(**options)
+    asked = Setting(capacities, how.chunk_bytes, hardware, how.micro_batches, how.updating())
+    inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
     told("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
-    workload = trace_real(call) if real else trace(call, results, inference=inference)
+    workload = trace_real(call) if how.real else trace(call, results, inference=inference)
     peaks = {"as written": workload.peak_live_bytes}
     told("tracing it with checkpointed layers")
-    light = None if real or inference or not (compares or checkpointing) else checkpointed(call, results)
+    light = None if how.real or inference or not (compares or checkpointing) else checkpointed(call, results)
     if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
         peaks["with checkpointing"] = light.peak_live_bytes
     if checkpointing:
@@ -197,50 +222,34 @@ def plan_within(
         return made if made is not None and made.moves else None
 
     workload, light = moved(kept) or kept, moved(light)
-    layers, within, mix = None, capacities, None
+    mix = None
     if activations == "auto" and kept.saved and compares and not (inference or alone):
         told("comparing what may become of each layer's activations")
-        of, count = ("", 0) if checkpointing or real else repeated_layers(call)
+        of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
 
         @functools.cache
         def with_first(recomputed: int) -> Workload | None:
             return checkpointed(call, results, recomputed) if recomputed else kept
 
-        asked = Setting(capacities, chunk_bytes, updating=updating)
-        moves, mix = cheapest_mixes(with_first, count, asked, hardware, micro_batches)
-        if moves is not None:
-            workload, within, layers = moves.workload, moves.capacities, moves.told(of, count)
+        mix = cheapest_mix(with_first, count, asked)
     told("searching for the fastest way to run it")
-    found = (
-        ()
-        if real or inference or not compares
-        else _variants(call, kept_light, kept, micro_batches, results, updating, checkpointing, moved)
-    )
+    found: tuple[Variant, ...] = ()
+    if compares and not (how.real or inference):
+        found = tuple(_variants(call, kept_light, kept, results, asked, checkpointing, moved))
     if mix is not None:
         mixes = mix.workload
         text = f"checkpoint the first {mix.recomputed} of the {count} layers"
-        found = (Variant("mix", text, lambda: mixes, micro_batches), *found)
+        found = (Variant("mix", text, lambda: mixes, how.micro_batches), *found)
     if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
-        found = (*found, Variant("move", text, lambda: moving_some(moved(kept, "auto")), micro_batches))
-    decision = decide(
-        workload,
-        within,
-        hardware,
-        chunk_bytes=chunk_bytes,
-        micro_batches=micro_batches,
-        updating=updating,
-        variants=list(found),
-    )
+        found = (*found, Variant("move", text, lambda: moving_some(moved(kept, "auto")), how.micro_batches))
+    decision = decide(workload, asked, found)
     as_plan = functools.partial(
         plan_of,
         call=call,
-        capacities=capacities,
-        hardware=hardware,
         activation_bytes=peaks,
         activations=activations,
         nvme_directories=nvme_directories,
-        profile_name=profile_name,
         inference=inference,
     )
     if not compares:
@@ -249,51 +258,25 @@ def plan_within(
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
     others += [] if mix is None else [(mix.workload, mix.capacities)]
-    others += [] if layers is None else [(moved(kept) or kept, capacities)]
-    better = combined(decision, capacities, hardware, others)
-    made = as_plan(decision, checkpointing=checkpointing, layers=layers)
+    better = combined(decision, others)
+    made = as_plan(decision, checkpointing=checkpointing)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        mixed = layers if better.workload is workload else None
-        if mix is not None and better.workload is mix.workload:
-            mixed = mix.told(of, count)
+        mixed = mix.told(of, count) if mix is not None and better.workload is mix.workload else None
         made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
         if kept_light is not None and not checkpointing:
             ways |= {"checkpointed": (kept_light, "keep"), "checkpointed, auto": (kept_light, "auto")}
-        asked = Setting(capacities, chunk_bytes, updating=updating)
-        compared = activation_choices(ways, moved, asked, hardware, micro_batches)
-        made = replace(made, activation_choices=compared)
+        made = replace(made, activation_choices=activation_choices(ways, moved, asked))
     told("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
         return (traced if light is None else checkpointed)(with_adapters(call, RANK), results)
 
-    choices = approximations(light or workload, capacities, hardware, micro_batches, better or decision, adapted)
+    choices = approximations(light or workload, capacities, better or decision, adapted)
     return replace(made, approximations=tuple(asdict(choice) for choice in choices))
-
-
-def updating_of(
-    overlap: str, gradients: str, micro_batches: int, moments: str = "float32", *, stochastic_rounding: bool = False
-) -> Updating:
-    """What `hetmem.AdamW` does with those options. Raises `PlanError` for what it would refuse, or no plan knows."""
-    try:
-        when, kept = choice(Overlap, overlap, "overlap"), choice(Gradients, gradients, "gradients")
-        check_gradients(kept, when, needs_all=False)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    if kept is Gradients.STREAMED and micro_batches > 1:
-        raise PlanError(
-            f"streamed gradients are used up within their backward, of which a step has one: expected micro_batches=1, "
-            f"got {micro_batches}; plan that with gradients='visible'"
-        )
-    if moments not in OPTIONS["moments"]:
-        raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {moments!r}")
-    overlapped, trails = when is not Overlap.OFF, when is Overlap.FORWARD
-    streamed = kept is Gradients.STREAMED
-    return Updating(overlapped, trails, streamed, moments=moments, stochastic_rounding=stochastic_rounding)
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
@@ -318,14 +301,13 @@ def _variants(
     call: TracedCall,
     light: Workload | None,
     kept: Workload,
-    micro_batches: int,
     results: Results,
-    updating: Updating,
+    asked: Setting,
     checkpointing: bool,
     moved: Callable[[Workload | None], Workload | None],
 ) -> Iterator[Variant]:
     """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
-    streamed = updating.streamed_gradients
+    streamed, micro_batches = asked.updating.streamed_gradients, asked.micro_batches
     visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
     again = "checkpoint the activations of every layer (a third more compute)"
     ways: list[tuple[str, str, Callable[..., Workload | None], Workload]]

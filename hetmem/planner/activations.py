@@ -12,23 +12,18 @@ from functools import partial
 from itertools import accumulate
 
 from hetmem.base.units import round_up
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
-from hetmem.planner.reservation import OWN, arrange
-from hetmem.planner.workload import Event, Move, Phase, Workload
-from hetmem.schedule.blocks import in_flight_bytes
+from hetmem.planner.reservation import arrange
+from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.workload import Event, Move, Workload
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, MANY_CHUNKS, SavedInterval, least_bytes, to_leave
 from hetmem.schedule.trace import NEVER
-from hetmem.schedule.update_split import left_beside
 
 
-def moving(
-    workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool, home_part: float = 0.0
-) -> Workload:
-    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto", and
-    then so that a `home_part` of homes that may lie on the device has room there."""
+def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool) -> Workload:
+    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto"."""
     saved, events, needed = _worth_moving(workload, least_bytes(capacities.device_bytes))
-    room, lag = room_bytes(workload, capacities, home_part), 0 if by_the_caller else AT_ONCE
+    room, lag = room_bytes(workload, capacities), 0 if by_the_caller else AT_ONCE
     chosen = range(len(saved)) if all_leave else sorted(to_leave(saved, needed, room, lag))
     moves = (Move(max(0, events[saved[at].free_at] - 1), events[saved[at].used_at], saved[at].nbytes) for at in chosen)
     made = without(workload, tuple(move for move in moves if move.leaves_at < move.used_at))
@@ -55,10 +50,9 @@ def _worth_moving(workload: Workload, least_bytes: int) -> tuple[list[SavedInter
     return saved, events, needed
 
 
-def room_bytes(workload: Workload, capacities: Capacities, home_part: float = 0.0) -> int:
-    """What the device has for all but homes that must be there, and as many copies as let some come before their use;
-    or for all but a `home_part` of those that may move there, a copy of each chunk and what crosses the link. As
-    `DeviceRoom.saved_bytes`."""
+def room_bytes(workload: Workload, capacities: Capacities) -> int:
+    """What the device has for all but homes that must be there, and as many copies as let some come before their use.
+    As `DeviceRoom.saved_bytes`."""
     try:
         ground = arrange(workload, capacities).ground
     except NoRoom:  # which is said where it is searched for
@@ -66,10 +60,6 @@ def room_bytes(workload: Workload, capacities: Capacities, home_part: float = 0.
     if ground.resident:
         return capacities.usable_bytes - ground.whole_bytes
     spans = [chunk.span for chunk in ground.chunks]
-    if home_part:
-        homes = sum(ground.home_bytes(chunk, role) for chunk in ground.trainable for role in OWN)
-        chunks = int(home_part * homes) + sum(spans) * ground.slot_bytes + in_flight_bytes(capacities.device_bytes)
-        return left_beside(capacities.usable_bytes, capacities.chunk_cap_bytes, chunks)
     copies = min(sum(spans), MANY_CHUNKS * max(spans)) * ground.slot_bytes
     return capacities.usable_bytes - min(copies, capacities.chunk_cap_bytes)
 
@@ -84,37 +74,13 @@ def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:
         for changes, nbytes in ((away, move.nbytes), (lent, round_up(move.nbytes, PAGE_BYTES))):
             changes[move.leaves_at + 1] += nbytes
             changes[move.used_at] -= nbytes
+
+    def without_bytes(event: Event, gone: int) -> Event:
+        return event.resized(lambda nbytes: max(0, nbytes - gone)) if gone else event
+
     pairs = zip(workload.events, accumulate(away), strict=False)
-    events = tuple(_less(event, nbytes) if nbytes else event for event, nbytes in pairs)
+    events = tuple(without_bytes(event, gone) for event, gone in pairs)
     return replace(workload, events=events, moves=moves, away_bytes=max(accumulate(lent)))
-
-
-def scaled(workload: Workload, factor: float) -> Workload:
-    """`workload`, of which nothing has left, with a batch or a sequence so many times as large: bytes grow with it."""
-
-    def phase(of: Phase) -> Phase:
-        return replace(of, peak_bytes=int(of.peak_bytes * factor))
-
-    events = tuple(
-        replace(
-            event,
-            live_bytes=int(event.live_bytes * factor),
-            during=phase(event.during),
-            after=phase(event.after),
-        )
-        for event in workload.events
-    )
-    saved = tuple(replace(each, nbytes=int(each.nbytes * factor)) for each in workload.saved)
-    ticks = tuple((event, int(nbytes * factor)) for event, nbytes in workload.ticks)
-    return replace(workload, events=events, saved=saved, ticks=ticks)
-
-
-def _less(event: Event, nbytes: int) -> Event:
-    def phase(of: Phase) -> Phase:
-        return replace(of, peak_bytes=max(0, of.peak_bytes - nbytes))
-
-    live = max(0, event.live_bytes - nbytes)
-    return replace(event, live_bytes=live, during=phase(event.during), after=phase(event.after))
 
 
 @dataclass(slots=True, eq=False)

@@ -1,11 +1,11 @@
-"""Turns a decision into a `Plan`: sums by role and tier, what a program has to say, and the budget of a run.
+"""What a plan says of activations, and how a decision becomes a `Plan`.
 
-The budget is what a step takes and a margin, such that nothing lies elsewhere for it. Pure.
+A plan has sums by role and tier, what a program has to say, and the budget of a run: what a step takes and a margin,
+such that nothing lies elsewhere for it. Pure.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -13,50 +13,84 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.planner.activations import scaled
 from hetmem.planner.decide import Decision
 from hetmem.planner.model import TracedCall
-from hetmem.planner.plan import KEPT, SENT_STATES, Plan
-from hetmem.planner.plan_text import MARGIN_SHARE, TIERS
+from hetmem.planner.plan import KEPT, MARGIN_SHARE, TIERS, Plan
 from hetmem.planner.reservation import arrange
 from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, not_whole
-from hetmem.planner.workload import Updating, Workload
+from hetmem.planner.workload import Updating, Workload, resized
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
+
+_TIMES = 64.0
+"""So many times as large a batch is not looked beyond, nor a part of it below."""
+
+
+def activation_choices(
+    ways: Mapping[str, tuple[Workload, str]],
+    moved: Callable[[Workload | None, str], Workload | None],
+    asked: Setting,
+) -> tuple[dict[str, Any], ...]:
+    """For each of `ways`, a workload and what `manage(activations=…)` does with it: the `choice`, the seconds of a step
+    (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
+    found = []
+    for choice, (kept, how) in ways.items():
+        workload = moved(kept, how) or kept
+        best = first_that_fits(workload, asked, steps=2)
+        lower, upper = 1 / _TIMES, _TIMES
+
+        def fits(factor: float, kept: Workload = kept, how: str = how) -> bool:
+            larger = resized(kept, lambda nbytes: int(factor * nbytes))
+            made = moved(larger, how) or larger
+            return any(has_room(made, setting) for setting in dict.fromkeys((asked, not_whole(made, asked))))
+
+        for _ in range(12):
+            middle = math.sqrt(lower * upper)
+            lower, upper = (middle, upper) if fits(middle) else (lower, middle)
+        moves = sum(move.nbytes for move in workload.moves)
+        found.append(
+            {
+                "choice": choice,
+                "step_seconds": best.result.seconds if isinstance(best, Judged) else None,
+                "moved_bytes": moves,
+                "kept_bytes": sum(each.nbytes for each in kept.saved) - moves,
+                "nvme_bytes": best.arrangement.spilled_bytes if isinstance(best, Judged) else 0,
+                "times": lower,
+                "rows": int(kept.rows * lower),
+                "sequence": int(kept.tokens / kept.rows * lower),
+            }
+        )
+    return tuple(found)
 
 
 def plan_of(
     decision: Decision,
     call: TracedCall,
-    capacities: Capacities,
-    hardware: HardwareProfile,
     activation_bytes: dict[str, int],
     nvme_directories: tuple[str, ...],
-    profile_name: str | None = None,
     *,
     checkpointing: bool = False,
     inference: bool = False,
     activations: str = "keep",
     layers: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan that `decision` of `call` amounts to. `profile_name`: what `hardware` can be loaded by."""
-    workload, best, count = decision.workload, decision.candidate, decision.micro_batches
-    streams = best is not None and best.setting.updating.streamed_states
-    roles = _roles(decision, capacities)
+    """The plan that `decision` of `call` amounts to."""
+    workload, best, asked = decision.workload, decision.candidate, decision.asked
+    count, capacities = asked.micro_batches, asked.capacities
+    roles = _roles(decision)
     peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
-    terms = {"compute": count * workload.compute_seconds(hardware.device)}
+    terms = {"compute": asked.compute_seconds(workload)}
     given, chunk_bytes, binding, bound_rows = capacities, None, None, None
     if best is not None:
         bound_rows = _compute_bound_rows(best.result.terms, workload.rows, terms["compute"])
         terms, peaks["device"] = best.result.terms, best.result.device_peak_bytes
         binding = max(terms, key=lambda name: terms[name])
-        given, chunk_bytes = needed(workload, best, hardware, count, peaks)
+        given, chunk_bytes = needed(workload, best, peaks)
     return Plan(
         model=workload.name,
-        hardware=hardware.name,
+        hardware=asked.hardware.name,
         parameters=workload.numel,
         rows=workload.rows,
         tokens=workload.tokens,
@@ -84,11 +118,7 @@ def plan_of(
         device_chunks=given.device_chunk_bytes,
         home_copies=given.home_copies,
         device_update_share=best.result.device_updates if best else 0.0,
-        streamed_update_share=best.result.streamed_updates if best else 0.0,
-        streaming=asdict(best.streaming) if best and best.streaming else None,
-        profile=json.loads(hardware.to_json()) if streams else None,
-        profile_name=profile_name if streams else None,
-        optimizer=_optimizer(decision.updating),
+        optimizer=_optimizer(asked.updating),
         alternatives=tuple(asdict(other) for other in decision.alternatives),
         approximations=(),
         combined=None,
@@ -106,48 +136,6 @@ def plan_of(
     )
 
 
-_TIMES = 64.0
-"""So many times as large a batch is not looked beyond, nor a part of it below."""
-
-
-def activation_choices(
-    ways: Mapping[str, tuple[Workload, str]],
-    moved: Callable[[Workload | None, str], Workload | None],
-    asked: Setting,
-    hardware: HardwareProfile,
-    micro_batches: int,
-) -> tuple[dict[str, Any], ...]:
-    """For each of `ways`, a workload and what `manage(activations=…)` does with it: the `choice`, the seconds of a step
-    (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
-    found = []
-    for choice, (kept, how) in ways.items():
-        workload = moved(kept, how) or kept
-        best = first_that_fits(workload, asked, hardware, micro_batches, steps=2)
-        lower, upper = 1 / _TIMES, _TIMES
-
-        def fits(factor: float, kept: Workload = kept, how: str = how) -> bool:
-            larger = scaled(kept, factor)
-            made = moved(larger, how) or larger
-            return any(has_room(made, setting) for setting in dict.fromkeys((asked, not_whole(made, asked))))
-
-        for _ in range(12):
-            middle = math.sqrt(lower * upper)
-            lower, upper = (middle, upper) if fits(middle) else (lower, middle)
-        found.append(
-            {
-                "choice": choice,
-                "step_seconds": best.result.seconds if isinstance(best, Judged) else None,
-                "moved_bytes": sum(move.nbytes for move in workload.moves),
-                "kept_bytes": sum(each.nbytes for each in kept.saved) - sum(move.nbytes for move in workload.moves),
-                "nvme_bytes": best.arrangement.spilled_bytes if isinstance(best, Judged) else 0,
-                "times": lower,
-                "rows": int(kept.rows * lower),
-                "sequence": int(kept.tokens / kept.rows * lower),
-            }
-        )
-    return tuple(found)
-
-
 def _optimizer(how: Updating) -> dict[str, Any]:
     """The options that are not the default ones."""
     options: dict[str, Any] = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
@@ -156,9 +144,9 @@ def _optimizer(how: Updating) -> dict[str, Any]:
     return options | ({"stochastic_rounding": True} if how.stochastic_rounding else {})
 
 
-def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, int]]:
+def _roles(decision: Decision) -> dict[str, dict[str, int]]:
     """Bytes by tier and role; of a model that does not fit, what it would need."""
-    best = decision.candidate
+    best, capacities = decision.candidate, decision.asked.capacities
     if best is None:
         activations, states = decision.workload.peak_live_bytes, decision.state_bytes
         beyond = max(0, states - capacities.host_bytes) if capacities.nvme_bytes else 0
@@ -169,8 +157,6 @@ def _roles(decision: Decision, capacities: Capacities) -> dict[str, dict[str, in
         _move(roles[tier], moved, roles["device"])
     for tier, nbytes in best.result.new_bytes.items():
         roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
-    if best.result.update_slot_bytes:
-        roles["device"][SENT_STATES] = best.result.update_slot_bytes
     homes = sum(roles["device"].values())
     roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
     roles["device"]["activations"] = best.result.non_model_peak_bytes
@@ -195,9 +181,7 @@ def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> i
     return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows
 
 
-def needed(
-    workload: Workload, best: Judged, hardware: HardwareProfile, micro_batches: int, peaks: Mapping[str, int]
-) -> tuple[Capacities, int | None]:
+def needed(workload: Workload, best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | None]:
     """What a run is to be given so that it does as `best` in no more memory than that takes and a margin, and the chunk
     size that it has to be told then."""
     ground, capacities = best.arrangement.ground, best.setting.capacities
@@ -223,8 +207,7 @@ def needed(
         if ground.resident:
             told = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
         for given, chunk_bytes in ((smaller, best.setting.chunk_bytes), (told, ground.staging_slot_bytes)):
-            setting = replace(best.setting, capacities=given, chunk_bytes=chunk_bytes)
-            if _does_as(workload, setting, best, hardware, micro_batches):
+            if _does_as(workload, replace(best.setting, capacities=given, chunk_bytes=chunk_bytes), best):
                 return given, chunk_bytes
     return capacities, best.setting.chunk_bytes
 
@@ -237,7 +220,7 @@ def _rounded(nbytes: float) -> int:
 _MANY_GIB = 16 * GIB
 
 
-def _does_as(workload: Workload, setting: Setting, best: Judged, hardware: HardwareProfile, micro_batches: int) -> bool:
+def _does_as(workload: Workload, setting: Setting, best: Judged) -> bool:
     """Whether a step as `setting` says has its homes where `best` has them, is as fast, and updates as much there."""
     ground = best.arrangement.ground
     try:
@@ -249,12 +232,11 @@ def _does_as(workload: Workload, setting: Setting, best: Judged, hardware: Hardw
         return False
     if ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes
-    found = judged(workload, setting, hardware, micro_batches)
+    found = judged(workload, setting)
     if not isinstance(found, Judged) or found.result.seconds > _AS_FAST * best.result.seconds:
         return False
     one, other = found.result, best.result
-    moved = one.moved_bytes == other.moved_bytes and one.new_bytes == other.new_bytes
-    return moved and (one.streamed_updates, one.update_slot_bytes) == (other.streamed_updates, other.update_slot_bytes)
+    return one.moved_bytes == other.moved_bytes and one.new_bytes == other.new_bytes
 
 
 _AS_FAST = 1.01

@@ -9,23 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
-from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import (
-    Judged,
-    Setting,
-    arranged,
-    first_that_fits,
-    has_room,
-    judged,
-    search,
-    tuning,
-    with_streaming,
-)
+from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, search, tuning
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
@@ -52,117 +41,92 @@ class Variant:
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A variant that fits: what to do, the forwards and backwards of a step, its seconds, and the most bytes on the
-    device that are not chunks. `streamed`: the seconds are those with states sent to the device for their update."""
+    device that are not chunks."""
 
     advice: str
     micro_batches: int
     step_seconds: float
     activation_bytes: int
-    streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The best candidate, or (None) what is missing on which tier; and what to change, cheapest first."""
+    """What was `asked` of `workload`: the best candidate, or (None) what is missing on which tier; and what to change,
+    cheapest first."""
 
     workload: Workload
-    micro_batches: int
-    updating: Updating
+    asked: Setting
     candidate: Judged | None
-    missing_bytes: dict[str, int]
-    reasons: tuple[str, ...]
-    advice: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
     largest_parameters: int
+    missing_bytes: dict[str, int] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     state_bytes: int = 0
     """Of all homes, where the model does not fit."""
 
 
-def decide(
-    workload: Workload,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    *,
-    chunk_bytes: int | None = None,
-    micro_batches: int = 1,
-    updating: Updating | None = None,
-    variants: Sequence[Variant] = (),
-) -> Decision:
-    """The fastest way to run `workload` within `capacities`, or what is missing.
+def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ()) -> Decision:
+    """The fastest way to run `workload` within what is `asked`, or what is missing.
 
-    `chunk_bytes` fixes the chunk size; None searches. `updating`: as the user's optimizer will. `variants` are compared
-    with it: of a workload that fits only those that could be faster, of one that does not all that may need less of the
-    device.
+    `variants` are compared with it: of a workload that fits only those that could be faster, of one that does not all
+    that may need less of the device.
     """
-    asked = Setting(capacities, chunk_bytes, updating=updating or Updating())
-    best, refusal = search(workload, asked, hardware, micro_batches)
-    largest = largest_parameters(workload, asked, best)
-    if best is not None:
-        others = _alternatives(variants, asked, hardware, best.result.seconds)
-        updated = _updated_otherwise(workload, best, asked, hardware, micro_batches)
-        advice = (*tuning(best, asked), *_faster(best, others), *updated)
-        return Decision(workload, micro_batches, asked.updating, best, {}, (), advice, others, largest)
-    missing = _missing(workload, asked, hardware, micro_batches)
-    ways, others = _ways_out(workload, asked, hardware, missing, variants)
-    streamed = None if "device" in missing else _without_gradients(workload, asked, hardware, micro_batches)
+    best = search(workload, asked)
+    if isinstance(best, Judged):
+        others = _alternatives(variants, asked, best.result.seconds)
+        advice = (*tuning(best, asked), *_faster(best, others), *_updated_otherwise(workload, best, asked))
+        largest = largest_parameters(workload, asked, best)
+        return Decision(workload, asked, best, largest, advice=advice, alternatives=others)
+    missing = _missing(workload, asked)
+    ways, others = _ways_out(workload, asked, missing, variants)
+    streamed = None if "device" in missing else _without_gradients(workload, asked)
     if isinstance(streamed, Judged):
         ways = [f"{_STREAMED}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *ways]
-    assert refusal is not None
+    largest, states = largest_parameters(workload, asked, None), best.state_bytes or _state_bytes(workload, asked)
+    return Decision(workload, asked, None, largest, missing, (str(best),), tuple(ways), others, states)
+
+
+def _state_bytes(workload: Workload, asked: Setting) -> int:
     how = asked.updating
-    states = refusal.state_bytes or state_bytes(
-        workload, streamed_gradients=how.streamed_gradients, moments=how.moments
-    )
-    reasons = (str(refusal),)
-    return Decision(workload, micro_batches, how, None, missing, reasons, tuple(ways), others, largest, states)
+    return state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
 
 
-def _alternatives(
-    variants: Sequence[Variant], asked: Setting, hardware: HardwareProfile, seconds: float | None
-) -> tuple[Alternative, ...]:
+def _alternatives(variants: Sequence[Variant], asked: Setting, seconds: float | None) -> tuple[Alternative, ...]:
     """The first variant of each kind that fits, the fastest first; none that computes for `seconds` or more."""
     found: dict[str, Alternative] = {}
     settled: set[str] = set()
     for variant in variants:
         if variant.kind in settled or (seconds is None and any(kind in variant.kind for kind in settled)):
             continue  # what fits with one change needs no second one
-        setting = asked.updated(streamed_gradients=False) if variant.visible else asked
+        setting = replace(asked, micro_batches=variant.micro_batches)
+        setting = setting.updated(streamed_gradients=False) if variant.visible else setting
         about = variant.about()
         if about is not None:
-            hoped = _hoped(about, setting, hardware, variant.micro_batches, seconds)
+            hoped = _hoped(about, setting, seconds)
             if hoped is None:
                 continue
             if seconds is not None and hoped >= WORTH * seconds:
                 settled.add(variant.kind)
                 continue
         workload = variant.workload()
-        if workload is None:
+        if workload is None or (seconds is not None and setting.compute_seconds(workload) >= seconds):
             continue
-        least = variant.micro_batches * workload.compute_seconds(hardware.device)
-        if seconds is not None and least >= seconds:
-            continue
-        candidate = judged(workload, setting, hardware, variant.micro_batches)
+        candidate = judged(workload, setting)
         if isinstance(candidate, Judged):
-            if seconds is not None:  # else the advice is about what fits, and says nothing of how states are updated
-                candidate = with_streaming(workload, candidate, hardware, variant.micro_batches)
             result = candidate.result
             settled.add(variant.kind)
             found[variant.kind] = Alternative(
-                variant.advice,
-                variant.micro_batches,
-                result.seconds,
-                result.non_model_peak_bytes,
-                candidate.setting.updating.streamed_states,
+                variant.advice, variant.micro_batches, result.seconds, result.non_model_peak_bytes
             )
     return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
 
 
-def _hoped(
-    about: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, seconds: float | None
-) -> float | None:
+def _hoped(about: Workload, setting: Setting, seconds: float | None) -> float | None:
     """The seconds of a step of `about`, 0 where those do not matter; None if it does not fit."""
     if seconds is None:
         return 0.0 if has_room(about, setting) else None
-    found = judged(about, setting, hardware, micro_batches)
+    found = judged(about, setting)
     return found.result.seconds if isinstance(found, Judged) else None
 
 
@@ -170,24 +134,20 @@ def _faster(best: Judged, others: Sequence[Alternative]) -> Iterator[str]:
     """What would be worth doing differently although it fits."""
     for other in others:
         if other.step_seconds < WORTH * best.result.seconds:
-            alone = other.streamed and not best.setting.updating.streamed_states  # else `tuning` says so
-            profile = " and give manage the profile of the machine, hardware=…" if alone else ""
             seconds = f"{format_seconds(other.step_seconds)}, not {format_seconds(best.result.seconds)}"
-            yield f"{other.advice}{profile}: then a step takes {seconds}"
+            yield f"{other.advice}: then a step takes {seconds}"
 
 
-def _updated_otherwise(
-    workload: Workload, best: Judged, asked: Setting, hardware: HardwareProfile, micro_batches: int
-) -> Iterator[str]:
+def _updated_otherwise(workload: Workload, best: Judged, asked: Setting) -> Iterator[str]:
     """Whether updates that go on behind the backward would be worth it, and giving up gradients, which leaves host
     memory to what lies on NVMe; by default neither is done."""
     result, limit = best.result, WORTH * best.result.seconds
     ways: list[tuple[str, Judged | NoRoom | None]] = []
     if not asked.updating.overlapped and result.device_updates < 1 and result.terms["update"] > result.seconds - limit:
-        other = judged(workload, best.setting.updated(overlapped=True), hardware, micro_batches)
+        other = judged(workload, best.setting.updated(overlapped=True))
         ways.append(('make hetmem.AdamW(overlap="backward"), which updates during the backward', other))
     if result.bytes["nvme_read"]:
-        ways.append((_STREAMED, _without_gradients(workload, asked, hardware, micro_batches)))
+        ways.append((_STREAMED, _without_gradients(workload, asked)))
     for how, found in ways:
         if isinstance(found, Judged) and found.result.seconds < limit:
             limit = WORTH * found.result.seconds
@@ -198,14 +158,11 @@ def _updated_otherwise(
 _STREAMED = 'make hetmem.AdamW(overlap="backward", gradients="streamed"), which keeps no gradients at home'
 
 
-def _without_gradients(
-    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
-) -> Judged | NoRoom | None:
+def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | None:
     """With gradients that live only until their update. They need overlap, and one backward."""
-    if asked.updating.streamed_gradients or micro_batches > 1:
+    if asked.updating.streamed_gradients or asked.micro_batches > 1:
         return None
-    how = asked.updated(overlapped=True, trails=False, streamed_gradients=True)
-    return first_that_fits(workload, how, hardware, micro_batches)
+    return first_that_fits(workload, asked.updated(overlapped=True, trails=False, streamed_gradients=True))
 
 
 def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
@@ -214,13 +171,13 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
     """
     if not workload.numel:
         return 0
-    capacities, how = asked.capacities, asked.updating
+    capacities = asked.capacities
     ground = best.arrangement.ground if best is not None else None
     padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.0
     widest = max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
     copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
     staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
-    homes = padding * state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
+    homes = padding * _state_bytes(workload, asked)
     kept, beside = workload.kept_bytes, workload.peak_live_bytes - workload.kept_bytes
     device = max(0, capacities.usable_bytes - beside - copies)
     elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - staging)
@@ -234,11 +191,11 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
 # ---- what is missing ---------------------------------------------------------------------------------------------
 
 
-def _missing(workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int) -> dict[str, int]:
+def _missing(workload: Workload, asked: Setting) -> dict[str, int]:
     """Bytes that make it fit when added to each tier named: what one refusal after the other asks for."""
     added: dict[str, int] = {}
     for _ in range(24):
-        refusal = first_that_fits(workload, _with(asked, added), hardware, micro_batches, steps=2)
+        refusal = first_that_fits(workload, _with(asked, added), steps=2)
         if isinstance(refusal, Judged):
             break
         tier = refusal.tier.name.lower()
@@ -256,22 +213,18 @@ def _with(asked: Setting, added: Mapping[str, int]) -> Setting:
         if capacities.device_bytes:  # an allocator leaves a share of it unused
             share = capacities.device_fragment_bytes / capacities.device_bytes
             more["device_fragment_bytes"] = int(share * more["device_bytes"])
-    return replace(asked, capacities=replace(capacities, **more))
+    return asked.within(**more)
 
 
-def _has(hardware: HardwareProfile, asked: Setting, missing: Mapping[str, int]) -> bool:
+def _has(asked: Setting, missing: Mapping[str, int]) -> bool:
     """Whether the machine has so much more than `asked` takes."""
-    there = {"device": hardware.device.memory_bytes, "host": hardware.host.memory_bytes}
+    there = {"device": asked.hardware.device.memory_bytes, "host": asked.hardware.host.memory_bytes}
     taken = {name: getattr(asked.capacities, f"{name}_bytes") for name in there}
     return all(taken[name] + missing[name] <= there[name] for name in there if name in missing)
 
 
 def _ways_out(
-    workload: Workload,
-    asked: Setting,
-    hardware: HardwareProfile,
-    missing: Mapping[str, int],
-    variants: Sequence[Variant],
+    workload: Workload, asked: Setting, missing: Mapping[str, int], variants: Sequence[Variant]
 ) -> tuple[list[str], tuple[Alternative, ...]]:
     """Changes each of which makes it fit, cheapest first, and the variants among them: room for homes, and for what the
     device lacks then; raising the budget comes last, where the machine has so much."""
@@ -282,15 +235,15 @@ def _ways_out(
         with suppress(NoRoom):  # of host memory to stage it
             nbytes = sum(arranged(workload, drive).bytes_by_role(Tier.NVME).values())
             rooms.append((f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", drive))
-    if _has(hardware, asked, homes):
+    if _has(asked, homes):
         rooms.append((f"raise {_by(homes)}" if homes else "", _with(asked, homes)))
     advice: list[str] = []
     others: tuple[Alternative, ...] = ()
     for at, (text, room) in enumerate(rooms):
-        found = _alternatives(variants, room, hardware, None) if device else ()
+        found = _alternatives(variants, room, None) if device else ()
         others = found if at == 0 else others
         ways = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in found]
-        if device and _has(hardware, asked, {"device": device}):
+        if device and _has(asked, {"device": device}):
             ways.append(f"raise {_by({'device': device})}")
         ways = ways if device else [""]
         advice += [", and ".join(part for part in (text, way) if part) for way in (ways if at == 0 else ways[:1])]
@@ -304,64 +257,48 @@ def _by(missing: Mapping[str, int]) -> str:
 # ---- done differently, all together ------------------------------------------------------------------------------
 
 
-def _quicker(
-    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, limit: float
-) -> Judged | None:
+def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | None:
     """`setting`, or what fits where that does not, if a step takes less than `limit` seconds."""
-    if micro_batches * workload.compute_seconds(hardware.device) >= limit:
+    if setting.compute_seconds(workload) >= limit:
         return None
-    found = first_that_fits(workload, setting, hardware, micro_batches)
-    if isinstance(found, Judged):
-        found = with_streaming(workload, found, hardware, micro_batches)
+    found = first_that_fits(workload, setting)
     return found if isinstance(found, Judged) and found.result.seconds < limit else None
 
 
-def combined(
-    decision: Decision,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    others: Sequence[tuple[Workload, Capacities | None]],
-) -> Decision | None:
+def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | None]]) -> Decision | None:
     """`decision` with all done that is faster, or fits, together and has the same bits: one of `others`, where other
     layers are checkpointed, within what is said with it, and updates that go on behind the backward. None if it is
     that already."""
-    best, workload, how = decision.candidate, decision.workload, decision.updating
-    chunk_bytes = None if best is None else best.setting.chunk_bytes
-    asked = Setting(capacities, chunk_bytes, updating=how) if best is None else best.setting
+    best, workload, how = decision.candidate, decision.workload, decision.asked.updating
+    asked = replace(decision.asked, chunk_bytes=None) if best is None else best.setting
     ways = [how] if how.overlapped or not workload.trainable else [how, replace(how, overlapped=True)]
-    if decision.micro_batches == 1 and workload.trainable and (best is None or best.result.bytes["nvme_read"]):
+    if asked.micro_batches == 1 and workload.trainable and (best is None or best.result.bytes["nvme_read"]):
         ways.append(replace(how, overlapped=True, streamed_gradients=True))
     limit = math.inf if best is None else WORTH * best.result.seconds
     found = None
     for (made, within), updating in product(((workload, None), *others), ways):
         if made is workload and updating == how:
             continue
-        streams = replace(updating, streamed_states=asked.updating.streamed_states)
-        setting = replace(asked, capacities=within or asked.capacities, updating=streams)
-        candidate = _quicker(made, setting, hardware, decision.micro_batches, limit)
+        setting = replace(asked, capacities=within or asked.capacities, updating=updating)
+        candidate = _quicker(made, setting, limit)
         if candidate is not None:
             limit, largest = candidate.result.seconds, max(decision.largest_parameters, made.numel)
-            found = Decision(made, decision.micro_batches, updating, candidate, {}, (), (), (), largest)
+            found = Decision(made, replace(decision.asked, updating=updating), candidate, largest)
     return found
 
 
 def approximations(
-    workload: Workload,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    micro_batches: int,
-    than: Decision,
-    adapted: Callable[[], Workload | None],
+    workload: Workload, capacities: Capacities, than: Decision, adapted: Callable[[], Workload | None]
 ) -> tuple[Alternative, ...]:
     """Smaller states, and `adapted`, where a few of them are trained: where they fit and `than` does not, or is slower,
     the fastest first. Updates go on behind the backward, which has the same bits."""
-    best = than.candidate
-    if than.updating.on_host_only or not workload.trainable:
+    best, updating, count = than.candidate, than.asked.updating, than.asked.micro_batches
+    if updating.on_host_only or not workload.trainable:
         return ()
     if best is not None and not best.result.bytes["nvme_read"]:
         return ()
-    streams = micro_batches == 1
-    how = replace(than.updating, overlapped=True, streamed_gradients=streams)
+    streams = count == 1
+    how = replace(updating, overlapped=True, streamed_gradients=streams)
     kept = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
     choices: list[tuple[Workload | None, Updating, str]] = [
         (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{kept}) (--moments {kind})")
@@ -375,11 +312,10 @@ def approximations(
         choices.append((in_16_bits(workload), rounded, advice))
     found, limit = [], math.inf if best is None else best.result.seconds
     for made, updating, advice in choices:
-        setting = Setting(capacities, None, updating=updating)
-        candidate = None if made is None else _quicker(made, setting, hardware, micro_batches, limit)
+        setting = replace(than.asked, capacities=capacities, chunk_bytes=None, updating=updating)
+        candidate = None if made is None else _quicker(made, setting, limit)
         if candidate is not None:
-            result = candidate.result
-            found.append(Alternative(advice, micro_batches, result.seconds, result.non_model_peak_bytes))
+            found.append(Alternative(advice, count, candidate.result.seconds, candidate.result.non_model_peak_bytes))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
 
 

@@ -1,23 +1,24 @@
-"""The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, text and a file.
+"""The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, a file, and text of at most 80 columns.
 
-Checks every field of a file before a run or a reader relies on it.
+The text says what fits, what a step waits for, what to change, and a block to paste.
 """
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hetmem.base.config import Budget
+from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
-from hetmem.planner.plan_text import TIERS, Figures, line, text
 
 OPTIONS: dict[str, tuple[str | bool, ...]] = {
     "overlap": ("off", "backward", "forward"),
@@ -27,13 +28,30 @@ OPTIONS: dict[str, tuple[str | bool, ...]] = {
 }
 """What a plan knows of `hetmem.AdamW`; the first of each is the default."""
 
-PLAN_VERSION = 8
-_WIDTH = 76
-_MOST = 1e40
+PLAN_VERSION = 9
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
-SENT_STATES = "states sent for their update"
-"""The role of the slots on the device that states are brought to."""
+MARGIN_SHARE = 0.05
+"""Of the planned peak of a tier: so much more a run is given."""
+TIERS = ("device", "host", "nvme")
+_WIDTH = 80
+_CODE_WIDTH = 76
+_SHOWN = 4
+"""Kinds of tensors at the peak that are named."""
+_LOGITS_SHARE = 0.25
+"""Of what is on the device beside chunks: from there on logits are told of."""
+_FULL_WRITES = 600
+"""A drive is rated for, by the makers of common ones."""
+_DAY = 86400
+
+_RESOURCES = {
+    "compute": "compute",
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "update": "optimizer update",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+}
 
 
 class PlanError(HetmemError, ValueError):
@@ -41,7 +59,7 @@ class PlanError(HetmemError, ValueError):
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Figures):
+class Plan:
     """What a managed run will do. Bytes and seconds; the dicts' keys are the tiers, roles and resources by name.
 
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
@@ -55,11 +73,7 @@ class Plan(Figures):
     make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
     and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
     `device_chunks` and `home_copies` are what `manage(plan=…)` sets; None where the default is as good.
-    `device_update_share`: the part of the parameters that is updated on the device, where it lives;
-    `streamed_update_share`: that whose states are sent there for it. `streaming`: how that compares, whichever was
-    taken: the `share` that would be sent, `step_seconds` with it and `host_step_seconds` without; None where nothing
-    would be sent. `profile`: where states are sent, what the run has to know of the machine for it, as of
-    `HardwareProfile.to_dict`; `profile_name`: the shipped profile or the file that it came from, None if neither.
+    `device_update_share`: the part of the parameters that is updated on the device, where it lives.
     `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those not named are the default
     ones. `alternatives`: the same training done differently, where that fits: `advice`, `micro_batches`, `step_seconds`
     and `activation_bytes` of each, the fastest first. `approximations`: the same of what changes the mathematics.
@@ -67,10 +81,55 @@ class Plan(Figures):
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
     `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
     many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
-    `layers`: where other than `activations` alone is planned for the `count` repeated layers `of` the model, how many
-    of the first are checkpointed (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
+    `layers`: where some of the `count` repeated layers `of` the model are planned to be checkpointed, how many of the
+    first (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
+
+    model: str
+    hardware: str
+    parameters: int
+    rows: int
+    tokens: int
+    micro_batches: int
+    checkpointing: bool
+    mixed_precision: str | None
+    fits: bool
+    capacity_bytes: dict[str, int]
+    budget_bytes: dict[str, int]
+    peak_bytes: dict[str, int]
+    role_bytes: dict[str, dict[str, int]]
+    step_seconds: float | None
+    stall_seconds: float | None
+    terms: dict[str, float]
+    binding: str | None
+    link_bytes: dict[str, int]
+    flops: int
+    activations: str
+    activation_bytes: dict[str, int]
+    activation_choices: tuple[dict[str, Any], ...]
+    layers: dict[str, Any] | None
+    chunk_waste: float
+    slot_bytes: int
+    chunk_bytes: int | None
+    device_chunks: int | None
+    home_copies: bool | None
+    device_update_share: float
+    optimizer: dict[str, Any]
+    alternatives: tuple[dict[str, Any], ...]
+    approximations: tuple[dict[str, Any], ...]
+    combined: dict[str, Any] | None
+    inference: bool
+    setup: tuple[str, ...]
+    at_peak: tuple[dict[str, Any], ...]
+    peak_operator: str
+    logits_bytes: int
+    compute_bound_rows: int | None
+    largest_parameters: int
+    missing_bytes: dict[str, int]
+    reasons: tuple[str, ...]
+    advice: tuple[str, ...]
+    nvme_directories: tuple[str, ...]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -85,7 +144,18 @@ class Plan(Figures):
     @property
     def budget(self) -> Budget:
         """The budget to run with. Raises `BudgetError` if the plan uses NVMe and names no directory."""
-        return self.budget_in(*self.nvme_directories)
+        budget = self.budget_bytes
+        if budget["nvme"] and not self.nvme_directories:
+            raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
+        nvme = budget["nvme"] or None
+        return Budget(
+            budget["device"],
+            budget["host"],
+            nvme,
+            list(self.nvme_directories) if nvme else None,
+            device_chunks=self.device_chunks,
+            home_copies=self.home_copies,
+        )
 
     @property
     def best(self) -> Plan:
@@ -93,25 +163,14 @@ class Plan(Figures):
         return self if self.combined is None else Plan.from_dict(self.combined)
 
     @property
-    def needs_its_file(self) -> bool:
-        """Whether keywords cannot say it all: the profile is no file."""
-        return self.profile is not None and self.profile_name is None
-
-    @property
     def keywords(self) -> tuple[str, ...]:
         """What `manage` and `managed` are to be given so that a run does as planned, as Python."""
         said = {
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
             "chunk_bytes": None if self.chunk_bytes is None else _size(self.chunk_bytes),
-            "hardware": json.dumps(self.profile_name) if self.profile is not None and self.profile_name else None,
             "activations": None if self.activations == "keep" else json.dumps(self.activations),
         }
         return self._budget_as_written(), *(f"{name}={value}" for name, value in said.items() if value is not None)
-
-    @property
-    def decorator(self) -> str:
-        """What to write before a model's class so that its instances run as planned, as Python."""
-        return f"@hetmem.managed({', '.join(self.keywords)})"
 
     @property
     def constructor(self) -> str:
@@ -123,11 +182,9 @@ class Plan(Figures):
         options = (f"{name}={written.get(value) or _python(value)}" for name, value in self.optimizer.items())
         return "model.parameters()", *options
 
-    def code(self, saved_as: str | None = None) -> str:
-        """All that a program is to say so that it runs as planned, in lines of at most 80 columns where that can be.
-        `saved_as`: the file of this plan, named in place of `keywords`."""
-        given = (f"plan={json.dumps(saved_as)}",) if saved_as else self.keywords
-        arguments = [f"    {argument}," for argument in given]
+    def code(self) -> str:
+        """All that a program is to say so that it runs as planned, in lines of at most 80 columns where that can be."""
+        arguments = [f"    {argument}," for argument in self.keywords]
         lines = [*self.setup]
         if self.inference or self.setup:
             whole = "model.eval().requires_grad_(False)" if self.inference else "model"
@@ -135,7 +192,7 @@ class Plan(Figures):
         else:
             lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
             lines += [f"model = {self.model}(...)  # what it takes"]
-        if self.layers and self.layers["recomputed"]:
+        if self.layers:
             lines += [
                 "from functools import partial",
                 "from torch.utils.checkpoint import checkpoint",
@@ -144,7 +201,7 @@ class Plan(Figures):
             ]
         elif self.checkpointing:
             lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
-        if not self.inference and len(self.constructor) < _WIDTH:
+        if not self.inference and len(self.constructor) < _CODE_WIDTH:
             lines.append(self.constructor)
         elif not self.inference:
             lines += ["optimizer = hetmem.AdamW(", *(f"    {option}," for option in self._options()), ")"]
@@ -180,24 +237,10 @@ class Plan(Figures):
         """The same plan, with its files in `nvme_directories`: a plan knows no directories of other machines."""
         return replace(self, nvme_directories=tuple(os.fspath(path) for path in nvme_directories))
 
-    def budget_in(self, *nvme_directories: str | os.PathLike[str]) -> Budget:
-        """The budget to run with, NVMe in `nvme_directories`."""
-        budget, directories = self.budget_bytes, list(nvme_directories)
-        if budget["nvme"] and not directories:
-            raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
-        nvme = budget["nvme"] or None
-        return Budget(
-            budget["device"],
-            budget["host"],
-            nvme,
-            directories if nvme else None,
-            device_chunks=self.device_chunks,
-            home_copies=self.home_copies,
-        )
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and dicts, with a version."""
-        return {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
+        """Plain numbers, lists and dicts, with a version, and a digest of all of that."""
+        data = {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
+        return {**data, "digest": _digest(data)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path` as JSON. The file appears whole or not at all; raises OSError with the old one as it
@@ -206,7 +249,7 @@ class Plan(Figures):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan that `save` wrote. Raises `PlanError` naming the field that is wrong."""
+        """The plan that `save` wrote. Raises `PlanError` for anything else, also for one that was changed since."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -215,99 +258,45 @@ class Plan(Figures):
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """The plan that `to_dict` gave."""
-        if not isinstance(data, Mapping) or data.get("version") != PLAN_VERSION:
-            got = data.get("version") if isinstance(data, Mapping) else data
+        """The plan that `to_dict` gave. Raises `PlanError` for anything else."""
+        given: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"version": data}
+        if given.get("version") != PLAN_VERSION:
             raise PlanError(
-                f"plan: version: expected {PLAN_VERSION}, got {got!r}: another hetmem made it; plan again with this one"
+                f"plan: version: expected {PLAN_VERSION}, got {given.get('version')!r}: another hetmem made it; plan "
+                f"again with this one"
             )
-        kinds = get_type_hints(cls)
-        for spec in fields(cls):
-            name, kind = spec.name, str(spec.type).replace("None", "null")
-            kind += " of numbers that are finite and not below zero" if "int" in kind or "float" in kind else ""
-            if name not in data:
-                raise PlanError(f"plan: {name} is missing")
-            said, is_sound = _RULES.get(name, (kind, bool))
-            if not _is(data[name], kinds[name]) or (name in _RULES and not is_sound(data[name])):
-                raise PlanError(f"plan: {name}: expected {said}, got {data[name]!r}")
-        if data["fits"] and not (data["step_seconds"] and data["terms"] and data["binding"] in data["terms"]):
-            raise PlanError("plan: one that fits has step_seconds, terms, and the longest of them as binding")
-        if data["combined"] is not None:
-            try:
-                cls.from_dict(data["combined"])
-            except PlanError as error:
-                raise PlanError(f"plan: combined: expected a plan or null: {error}") from error
-        made: dict[str, Any] = {
-            name: tuple(data[name]) if get_origin(kind) is tuple else data[name] for name, kind in kinds.items()
-        }
+        if given.pop("digest", None) != _digest(given):
+            raise PlanError(
+                "plan: digest: it was changed since hetmem made it: plan again, or give manage the keywords that the "
+                "plan says, with other values, in its place"
+            )
+        del given["version"]
+        made: dict[str, Any] = {name: tuple(each) if type(each) is list else each for name, each in given.items()}
         return cls(**made)
 
     def __str__(self) -> str:
-        return described(self)
+        """The whole of it, one figure a line."""
+        parts = [*_head(self), "", *_tiers(self), "", *(_time(self) if self.fits else _refusal(self))]
+        return "\n".join([*parts, *_choices(self), *_block(self, self.best)])
 
     def __repr__(self) -> str:
-        return line(self)
+        """In one line: whether it fits, how fast it is, what binds, and the peak of each tier."""
+        if not self.fits or self.step_seconds is None or self.binding is None:
+            missing = ", ".join(
+                f"{tier} {format_size(nbytes)}" for tier, nbytes in self.missing_bytes.items() if nbytes
+            )
+            return f"<Plan of {self.model}: does not fit; missing: {missing or 'see str()'}>"
+        peaks = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in self.peak_bytes.items() if nbytes)
+        binds = _RESOURCES.get(self.binding, self.binding)
+        return f"<Plan of {self.model}: {format_seconds(self.step_seconds)} a step, {binds} binds; peak: {peaks}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def described(plan: Plan, saved_as: str | None = None) -> str:
-    """The whole of `plan`, one figure a line. `saved_as`: the file that the plan of the block to paste is in."""
-    best = plan.best
-    code = best.code(saved_as if best.needs_its_file else None)
-    return text(plan, best, code, is_to_be_saved=best.needs_its_file and saved_as is None)
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Whether `value` is what JSON has of the annotated `kind`; no number is below zero, NaN or beyond all bounds."""
-    of = get_args(kind)
-    if get_origin(kind) is UnionType:
-        return any(_is(value, each) for each in of)
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_is(each, of[1]) for each in value.values())
-    if get_origin(kind) is tuple:
-        return isinstance(value, (list, tuple)) and all(_is(each, of[0]) for each in value)
-    if kind in (int, float):
-        return type(value) in (int, kind) and 0 <= value <= _MOST
-    return kind is Any or type(value) is kind
-
-
-def _each(**kinds: type) -> tuple[str, Callable[[Any], bool]]:
-    return f"objects with {', '.join(kinds)}", lambda value: all(
-        isinstance(one, dict) and _is(one.get(key), kind) for one in value for key, kind in kinds.items()
-    )
-
-
-_OF_LAYERS = ("count", "recomputed", "moved_bytes", "kept_bytes")
-
-
-def _with(*keys: str) -> tuple[str, Callable[[Any], bool]]:
-    return f"numbers for {', '.join(keys)}", lambda value: value is None or set(value) >= set(keys)
-
-
-_ALTERNATIVES = _each(advice=str, micro_batches=int, step_seconds=float, activation_bytes=int)
-_RULES = {
-    "mixed_precision": ("bfloat16, float16 or null", lambda value: value in (None, "bfloat16", "float16")),
-    "streaming": _with("share", "step_seconds", "host_step_seconds"),
-    "optimizer": (
-        "at most " + " and ".join(f"{option} ({' or '.join(map(str, known))})" for option, known in OPTIONS.items()),
-        lambda value: all(value[option] in OPTIONS.get(option, ()) for option in value),
-    ),
-    "at_peak": _each(what=str, bytes=int),
-    "activations": ("keep, offload or auto", lambda value: value in ("keep", "offload", "auto")),
-    "layers": (
-        "of, count, recomputed, moved_bytes and kept_bytes, or null",
-        lambda value: (
-            value is None or (isinstance(value.get("of"), str) and all(_is(value.get(key), int) for key in _OF_LAYERS))
-        ),
-    ),
-    "activation_choices": _each(choice=str, moved_bytes=int, times=float, rows=int, sequence=int),
-    **dict.fromkeys(("alternatives", "approximations"), _ALTERNATIVES),
-    **dict.fromkeys(("capacity_bytes", "budget_bytes", "peak_bytes", "role_bytes"), _with(*TIERS)),
-}
-"""Of a field whose kind does not say it all: what it should be, and whether it is."""
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _size(nbytes: int) -> str:
@@ -320,3 +309,146 @@ def _size(nbytes: int) -> str:
 
 def _python(value: str | bool) -> str:
     return str(value) if isinstance(value, bool) else json.dumps(value)
+
+
+# ---- as text -----------------------------------------------------------------------------------------------------
+
+
+def _wrapped(text: str, indent: str = "  ") -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _count(number: float) -> str:
+    """`number` as people say it: 70.6 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
+    kind = "rows" if plan.tokens == plan.rows else "tokens"
+    size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} {kind} a batch"
+    batch += ", every layer checkpointed" if plan.checkpointing else ""
+    batch += ", inference" if plan.inference else ""
+    yield _wrapped(f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}")
+    yield "fits" if plan.fits else "DOES NOT FIT"
+
+
+def _tiers(plan: Plan) -> Iterator[str]:
+    yield f"{'tier':7}{'peak':>11}{'budget':>12}   of which"
+    for tier in TIERS:
+        there = plan.role_bytes[tier].items()
+        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
+        if sum(nbytes for _, nbytes in there) > plan.peak_bytes[tier]:
+            roles += " (the most of each, at different moments)"
+        peak, budget = format_size(plan.peak_bytes[tier]), format_size(plan.budget_bytes[tier])
+        yield _wrapped(f"{tier:7}{peak:>11} {budget:>11}   {roles}".rstrip(), " " * 33)
+    if plan.fits:
+        limits = ", ".join(f"{tier} {format_size(plan.capacity_bytes[tier])}" for tier in TIERS)
+        margin = f"{MARGIN_SHARE:.0%} more, on the device what must stay free too"
+        back = ""
+        if plan.budget_bytes["host"] and not plan.peak_bytes["host"]:
+            back = "; host memory is for the model to move to if a later batch needs the device"
+        yield _wrapped(f"budget: the peak and {margin}{back}; planned within {limits}")
+    others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
+    yield _wrapped(f"activations: {', '.join(others)}")
+    for each in plan.activation_choices:
+        seconds = each["step_seconds"]
+        how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
+        moved = f"{format_size(each['moved_bytes'])} moved"
+        moved += f", {format_size(each['nvme_bytes'])} of it to NVMe" if each["nvme_bytes"] else ""
+        most = f"batches or sequences up to {each['times']:.2f} times as large fit: {each['rows']:,} rows"
+        most += f", or a sequence of {each['sequence']:,}" if plan.tokens > plan.rows else ""
+        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept; {most}")
+    largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
+    if largest:
+        yield _wrapped(f"most at {plan.peak_operator}: {largest}")
+    if not plan.inference and plan.logits_bytes > _LOGITS_SHARE * max(plan.activation_bytes.values(), default=0):
+        yield _wrapped(
+            f"logits and their gradients are {format_size(plan.logits_bytes)} of that: a loss that is computed in "
+            f"chunks of tokens avoids them (torch.nn.functional.linear_cross_entropy, from torch 2.13)"
+        )
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    seconds = plan.step_seconds
+    assert seconds is not None
+    kind = "rows" if plan.tokens == plan.rows else "tokens"
+    speed = f"{plan.tokens * plan.micro_batches / seconds:.1f} {kind}/s, {plan.flops / seconds / 1e12:.1f} TFLOP/s"
+    yield f"step: {format_seconds(seconds)}, {speed}; overlap {max(plan.terms.values()) / seconds:.2f}"
+    for name, busy in plan.terms.items():
+        mark = "  <- binds" if name == plan.binding else ""
+        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
+    yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
+    if not plan.inference:
+        there = plan.device_update_share
+        yield _wrapped(
+            f"optimizer: {there:.0%} of the parameters are updated on the device, {1 - there:.0%} by the host"
+        )
+    if plan.link_bytes.get("nvme_write"):
+        yield _wrapped(_wear(plan))
+    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
+    yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
+    for other in plan.alternatives:
+        if any(advice.startswith(other["advice"] + ": ") for advice in plan.advice):
+            continue  # it is faster, and said below
+        how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
+        yield _wrapped(f"judged too: {other['advice']}: {how}, {memory} of activations")
+    yield from (_wrapped(f"do: {advice}") for advice in plan.advice)
+
+
+def _wear(plan: Plan) -> str:
+    """How long a drive of the planned size lasts."""
+    return (
+        f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(_daily_bytes(plan))} a day; "
+        f"a drive of {format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts "
+        f"{_life(plan)}"
+    )
+
+
+def _daily_bytes(plan: Plan) -> float:
+    return plan.link_bytes["nvme_write"] / (plan.step_seconds or 1.0) * _DAY
+
+
+def _life(plan: Plan) -> str:
+    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / _daily_bytes(plan)
+    return f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
+
+
+def _refusal(plan: Plan) -> Iterator[str]:
+    missing = " and ".join(f"{format_size(nbytes)} on {tier}" for tier, nbytes in plan.missing_bytes.items())
+    yield f"missing: {missing}"
+    yield from (_wrapped(f"because {reason}") for reason in plan.reasons)
+    yield from (_wrapped(f"{'cheapest' if at == 0 else 'or'}: {advice}") for at, advice in enumerate(plan.advice))
+    if plan.largest_parameters < plan.parameters:
+        yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    """What changes the mathematics, and is the user's to choose."""
+    if plan.approximations:
+        yield "changes the mathematics:"
+    for other in plan.approximations:
+        yield _wrapped(f"  {other['advice']}: {format_seconds(other['step_seconds'])} a step", "    ")
+
+
+def _block(plan: Plan, best: Plan) -> Iterator[str]:
+    if not best.fits:
+        return
+    assert best.step_seconds is not None
+    how = f"{format_seconds(best.step_seconds)} a step"
+    if plan.combined is not None and best.link_bytes.get("nvme_write"):
+        how += f", a drive lasts {_life(best)}"
+    if plan.combined is not None:
+        peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
+        how += f", all with the same bits; peaks {peaks}"
+    yield ""
+    if best.layers is not None:
+        said = best.layers
+        which = f"checkpoint the first {said['recomputed']} of the {said['count']} layers"
+        moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
+        yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
+    yield _wrapped(f"paste ({how}):")
+    yield textwrap.indent(best.code(), "    ")

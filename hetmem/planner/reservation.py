@@ -29,7 +29,7 @@ from hetmem.schedule.placement import (
     survey,
 )
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import Candidate, Facts, Fitting, choose
+from hetmem.schedule.update_split import Candidate, choose
 
 ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
 """In the order in which they get homes: the most traffic per byte first. Chunks may do without "compute"."""
@@ -134,7 +134,7 @@ def arrange(
     if capacities.nvme_bytes and workload.away_bytes:
         largest = max(move.nbytes for move in workload.moves)
         _check_room(left.host_bytes + loaned - 2 * largest, workload, Tier.HOST)
-        apart = largest + in_flight_bytes(capacities.device_bytes)  # as `activations.spill` keeps free
+        apart = largest + in_flight_bytes(capacities.device_bytes)  # as `Spill` keeps free
         spilled = min(workload.away_bytes, max(0, workload.away_bytes - (left.host_bytes + loaned - apart)))
         nvme = left.nvme_bytes if ground.uses_nvme else capacities.nvme_bytes
         _check_room(nvme - spilled, workload, Tier.NVME)
@@ -299,44 +299,3 @@ def _left(room: Room, homes: Mapping[int, Tier], sizes: Mapping[int, int]) -> Ro
     host = sum(round_up(sizes[chunk], PAGE_BYTES) for chunk, tier in homes.items() if tier is Tier.HOST)
     nvme = sum(sizes[chunk] for chunk, tier in homes.items() if tier is Tier.NVME)
     return Room(room.host_bytes - host, room.nvme_bytes - nvme)
-
-
-def fits(arrangement: Arrangement, workload: Workload, chunk: int) -> bool:
-    """Whether all of `chunk` can be updated on the device: float32, all of it trained, its homes in host memory."""
-    spec = arrangement.ground.chunks[chunk]
-    if (
-        chunk not in arrangement.homes["exp_avg"]
-        or spec.itemsize != 4
-        or not workload.trainable.issuperset(spec.parameters)
-    ):
-        return False
-    return all(homes[chunk] is Tier.HOST for homes in arrangement.homes.values() if chunk in homes)
-
-
-def facts_of(arrangement: Arrangement, workload: Workload, *, gradients_stay: bool = False) -> Facts:
-    """What the choice of `schedule.update_split` depends on, as `optim.device_updates` sees it."""
-    homes, chunks = arrangement.homes, [chunk.index for chunk in arrangement.ground.chunks]
-    fitting = [chunk for chunk in chunks if fits(arrangement, workload, chunk)]
-    copy_bytes = 0
-    if fitting:
-        copy_bytes = workload.compute_itemsizes[arrangement.ground.chunks[fitting[0]].parameters[0]]
-    return Facts(
-        [Fitting(chunk, arrangement.numels[chunk], _bytes(arrangement, chunk)) for chunk in fitting],
-        sum(arrangement.numels[chunk] for chunk in chunks if homes["param"][chunk] is Tier.DEVICE),
-        copy_bytes,
-        copy_bytes if fitting and fitting[0] in homes.get("compute", {}) else 0,
-        gradients_stay,
-    )
-
-
-def crossing(arrangement: Arrangement, chunk: int, *, kept: bool = False) -> tuple[int, int]:
-    """The bytes of `chunk` that come to the device for its update, and that go home: all but the 16-bit copy, which is
-    made there, and a gradient that is `kept` there; all but the gradient."""
-    gradient = 0 if kept else arrangement.role_bytes(chunk, arrangement.gradient(chunk))
-    return _bytes(arrangement, chunk, "compute", "grad") + gradient, _bytes(arrangement, chunk, "grad")
-
-
-def _bytes(arrangement: Arrangement, chunk: int, *but: str) -> int:
-    """Of all roles of `chunk` together, without those named."""
-    roles = (role for role, homes in arrangement.homes.items() if chunk in homes and role not in but)
-    return sum(arrangement.role_bytes(chunk, role) for role in roles)

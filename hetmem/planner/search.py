@@ -1,23 +1,23 @@
 """Searches what a run can be told to do, with the simulator as the judge, and says what is missing if nothing fits.
 
 Only what `manage` and `hetmem.AdamW` do today is planned: homes in host memory, then on NVMe, in the order of roles;
-the update where the states live, or on the device with states sent there; everything on the device if it fits there, or
-what a step leaves room for. Pure.
+the update where the states live; everything on the device if it fits there, or what a step leaves room for. Pure.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetmem.base.hardware import HardwareProfile
-from hetmem.base.units import MIB, format_seconds, round_up
-from hetmem.planner.rehearsal.step_program import rehearse
+from hetmem.base.units import MIB, round_up
+from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device
+from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
 from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
 from hetmem.schedule.placement import Capacities, NoRoom
@@ -31,81 +31,63 @@ or lie elsewhere, which makes steps up to an eighth longer; so it is done only w
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run can be told. `chunk_bytes`: None = the size that the run finds by itself."""
+    """What a run can be told, the machine that it is on, and the forwards and backwards of a step. `chunk_bytes`: None
+    = the size that the run finds by itself."""
 
     capacities: Capacities
     chunk_bytes: int | None
+    hardware: HardwareProfile
+    micro_batches: int = 1
     updating: Updating = field(default_factory=Updating)
 
     def updated(self, **how: Any) -> Setting:
         """The same, but for what `how` says of its `updating`."""
         return replace(self, updating=replace(self.updating, **how))
 
+    def within(self, **capacities: Any) -> Setting:
+        """The same, but for what is said of its `capacities`."""
+        return replace(self, capacities=replace(self.capacities, **capacities))
 
-@dataclass(frozen=True, slots=True)
-class StreamingGain:
-    """The same step with the states of a `share` of the parameters sent to the device for their update, and without."""
-
-    share: float
-    step_seconds: float
-    host_step_seconds: float
+    def compute_seconds(self, workload: Workload) -> float:
+        """How long the device computes in a step of `workload` when nothing keeps it waiting."""
+        return self.micro_batches * workload.compute_seconds(self.hardware.device)
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One way to run, judged. `streaming`: how the two ways to update compare, of which the better one was taken; None
-    where a run would send no states."""
+    """One way to run, judged."""
 
     setting: Setting
     arrangement: Arrangement
     result: StepResult
-    streaming: StreamingGain | None = None
 
 
-def search(
-    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int
-) -> tuple[Judged | None, NoRoom | None]:
+def search(workload: Workload, asked: Setting) -> Judged | NoRoom:
     """The best candidate, or why even `asked` as it is was refused.
 
     One thing after the other is varied, each time from the best so far, so that what goes well together is found.
     """
-    best = first_that_fits(workload, asked, hardware, micro_batches)
-    if isinstance(best, NoRoom):
-        return None, best
+    best = first_that_fits(workload, asked)
     for vary in (_on_the_device, _copies):
-        for setting in vary(workload, best, asked):
-            found = judged(workload, setting, hardware, micro_batches)
-            if isinstance(found, Judged) and found.result.seconds < WORTH * best.result.seconds:
-                best = found
-    return with_streaming(workload, best, hardware, micro_batches), None
+        setting = vary(workload, best, asked) if isinstance(best, Judged) else None
+        if setting is not None:
+            best = faster(best, judged(workload, setting))
+    return best
 
 
-def with_streaming(workload: Workload, best: Judged, hardware: HardwareProfile, micro_batches: int) -> Judged:
-    """`best`, or the same with states sent to the device for their update. With states on NVMe the drive is what a step
-    waits for, wherever they are updated; a device to which the host itself copies has no link with time of its own."""
-    ground, result = best.arrangement.ground, best.result
-    beside = ground.resident or ground.uses_nvme or hardware.host_to_device.by_the_caller
-    if beside or best.setting.updating.on_host_only:
+def faster(best: Judged | NoRoom, other: Judged | NoRoom) -> Judged | NoRoom:
+    """`best`, unless `other` is worth doing in its place."""
+    if isinstance(best, NoRoom) or isinstance(other, NoRoom):
         return best
-    if not result.would_stream or result.terms["update"] <= (1 - WORTH) * result.seconds:
-        return best
-    found = judged(workload, best.setting.updated(streamed_states=True), hardware, micro_batches)
-    if not isinstance(found, Judged) or not found.result.streamed_updates:
-        return best
-    both = StreamingGain(found.result.streamed_updates, found.result.seconds, result.seconds)
-    return replace(found if found.result.seconds < WORTH * result.seconds else best, streaming=both)
+    return other if other.result.seconds < WORTH * best.result.seconds else best
 
 
-def first_that_fits(
-    workload: Workload, asked: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
-) -> Judged | NoRoom:
+def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Judged | NoRoom:
     """`asked`, or what fits where that does not: all on the device, or not all. If none does, the refusal that misses
     least on the tier of the first one."""
-    whole = replace(asked.capacities, device_chunk_bytes=asked.capacities.device_bytes)
-    ways = (asked,) if asked.capacities.device_chunk_bytes is not None else (asked, replace(asked, capacities=whole))
     refusal = None
-    for setting in (*ways, not_whole(workload, asked)):
-        found = judged(workload, setting, hardware, micro_batches, steps=steps)
+    for way in (lambda: asked, lambda: whole_device(asked), lambda: not_whole(workload, asked)):
+        found = judged(workload, way(), steps=steps)
         if isinstance(found, Judged):
             return found
         nearer = refusal is not None and found.tier is refusal.tier and found.missing_bytes < refusal.missing_bytes
@@ -114,15 +96,13 @@ def first_that_fits(
     return refusal
 
 
-def judge(
-    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
-) -> Judged:
+def judge(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged:
     """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
     arrangement = arranged(workload, setting)
     simulated = _coarser(workload, setting, arrangement)
     check_device(workload, simulated, setting.capacities)
-    seen = simulated.as_rehearsed(), replace(setting.capacities, host_bytes=0, nvme_bytes=0, home_copies=None)
-    result = _rehearsed(workload, *seen, hardware, micro_batches, setting.updating, steps)
+    seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
+    result = _rehearsed(workload, simulated.as_rehearsed(), seen, steps)
     if isinstance(result, NoRoom):
         raise result.with_traceback(None)
     return Judged(setting, arrangement, result)
@@ -136,37 +116,34 @@ def has_room(workload: Workload, setting: Setting) -> bool:
     return False
 
 
-def judged(
-    workload: Workload, setting: Setting, hardware: HardwareProfile, micro_batches: int, *, steps: int = 4
-) -> Judged | NoRoom:
+def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | NoRoom:
     """`judge` with the refusal as a value."""
     try:
-        return judge(workload, setting, hardware, micro_batches, steps=steps)
+        return judge(workload, setting, steps=steps)
     except NoRoom as refusal:
         return refusal.with_traceback(None)
 
 
 @functools.lru_cache(maxsize=64)
-def _rehearsed(
-    workload: Workload,
-    arrangement: Arrangement,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    micro_batches: int,
-    updating: Updating,
-    steps: int,
-) -> StepResult | NoRoom:
+def _rehearsed(workload: Workload, arrangement: Arrangement, setting: Setting, steps: int) -> StepResult | NoRoom:
     """One plan asks for many steps twice, in budgets that come to the same."""
     try:
         return rehearse(
-            workload, arrangement, capacities, hardware,
-            micro_batches=micro_batches, updating=updating, steps=steps,
+            workload, arrangement, setting.capacities, setting.hardware,
+            micro_batches=setting.micro_batches, updating=setting.updating, steps=steps,
         )  # fmt: skip
     except NoRoom as refusal:
         return refusal
 
 
 # ---- what is varied ----------------------------------------------------------------------------------------------
+
+
+def whole_device(asked: Setting) -> Setting:
+    """`asked`, with all of the device for chunks if nothing else is said."""
+    if asked.capacities.device_chunk_bytes is not None:
+        return asked
+    return asked.within(device_chunk_bytes=asked.capacities.device_bytes)
 
 
 def not_whole(workload: Workload, asked: Setting) -> Setting:
@@ -177,25 +154,25 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
         ground = arrange(workload, capacities, asked.chunk_bytes, moments=asked.updating.moments).ground
         cap = min(ground.whole_bytes - MIB, capacities.device_bytes)
         if ground.resident and cap > 0:
-            return replace(asked, capacities=replace(capacities, device_chunk_bytes=cap))
+            return asked.within(device_chunk_bytes=cap)
     return asked
 
 
-def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Iterator[Setting]:
+def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Setting | None:
     """The whole model stays there, though that takes more than the usual share of it."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
-    if not ground.resident and capacities.device_chunk_bytes is None and ground.whole_bytes <= capacities.device_bytes:
-        whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
-        yield replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes)
+    if ground.resident or capacities.device_chunk_bytes is not None or ground.whole_bytes > capacities.device_bytes:
+        return None
+    whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
+    return replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes)
 
 
-def _copies(workload: Workload, best: Judged, asked: Setting) -> Iterator[Setting]:
+def _copies(workload: Workload, best: Judged, asked: Setting) -> Setting | None:
     """16-bit copies at home, or none of them; beside states on NVMe they would drive others there."""
     ground = best.arrangement.ground
-    free = not (ground.resident or ground.uses_nvme) and asked.capacities.home_copies is None
-    if free and workload.mixed_precision:
-        other = replace(best.setting.capacities, home_copies=not best.arrangement.homes["compute"])
-        yield replace(best.setting, capacities=other)
+    if ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None or not workload.mixed_precision:
+        return None
+    return best.setting.within(home_copies=not best.arrangement.homes["compute"])
 
 
 def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
@@ -250,11 +227,56 @@ def tuning(best: Judged, asked: Setting) -> tuple[str, ...]:
         advice.append(f"set Budget(home_copies={found.home_copies})")
     if best.setting.chunk_bytes is not None and best.setting.chunk_bytes != asked.chunk_bytes:
         advice.append(f"set chunk_bytes={best.setting.chunk_bytes}")
-    if best.setting.updating.streamed_states and best.streaming is not None:
-        both = best.streaming
-        advice.append(
-            f"give manage the profile of the machine, hardware=…: the states of {both.share:.0%} of the parameters "
-            f"are sent to the device for their update, and a step takes {format_seconds(both.step_seconds)}, not "
-            f"{format_seconds(both.host_step_seconds)}"
-        )
     return tuple(advice)
+
+
+# ---- what becomes of the activations of repeated layers ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A `workload` whose first `recomputed` layers are checkpointed, and of which something may move; what it runs
+    within, and the seconds of a step."""
+
+    recomputed: int
+    workload: Workload
+    capacities: Capacities
+    seconds: float
+
+    def told(self, layers: str, count: int) -> dict[str, Any]:
+        """What a plan says of it, of the `count` layers that the expression `layers` lists."""
+        moved = sum(move.nbytes for move in self.workload.moves)
+        kept = sum(each.nbytes for each in self.workload.saved) - moved
+        return {"of": layers, "count": count, "recomputed": self.recomputed, "moved_bytes": moved, "kept_bytes": kept}
+
+
+def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> Mix | None:
+    """The mix with the shortest step of those that recompute some layers; None where recomputing none is as good.
+    `kept(count)` is the workload with the first `count` of `layers` checkpointed, and nothing moved."""
+
+    def judge(count: int) -> Iterator[Mix]:
+        workload = kept(count)
+        if workload is None:
+            return
+        for setting in dict.fromkeys((asked, whole_device(asked))):
+            made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
+            found = judged(made, setting)
+            if isinstance(found, Judged):
+                yield Mix(count, made, setting.capacities, found.result.seconds)
+
+    plain = kept(0)
+    assert plain is not None
+    best = none_recomputed = _shortest(None, judge(0))
+    if best is not None and WORTH * best.seconds <= asked.compute_seconds(plain):
+        return None
+    for count in sorted({layers * part // 4 for part in range(1, 5)} - {0}):
+        best = _shortest(best, judge(count))
+    return None if best is none_recomputed else best
+
+
+def _shortest(best: Mix | None, others: Iterable[Mix]) -> Mix | None:
+    """`best`, unless one of `others` is worth doing in its place."""
+    for other in others:
+        if best is None or other.seconds < WORTH * best.seconds:
+            best = other
+    return best

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import takewhile
@@ -80,6 +80,11 @@ class Event:
     def seconds(self, device: DeviceProfile, dtype: str) -> float:
         """How long `device` computes up to the next boundary."""
         return self.during.work.seconds(device, dtype) + self.after.work.seconds(device, dtype)
+
+    def resized(self, of_bytes: Callable[[int], int], of_work: Callable[[Work], Work] = lambda work: work) -> Event:
+        """The same with other bytes that are not parameters, and other work."""
+        during, after = (Phase(of_work(p.work), of_bytes(p.peak_bytes), p.calls) for p in (self.during, self.after))
+        return replace(self, live_bytes=of_bytes(self.live_bytes), during=during, after=after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,28 +169,28 @@ class Workload:
         return sum(event.seconds(device, self.dtype) for event in self.events)
 
 
+def resized(
+    workload: Workload, of_bytes: Callable[[int], int], of_work: Callable[[Work], Work] = lambda work: work
+) -> Workload:
+    """`workload` with other bytes that are not parameters, and other work."""
+    events = tuple(event.resized(of_bytes, of_work) for event in workload.events)
+    saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
+    ticks = tuple((event, of_bytes(nbytes)) for event, nbytes in workload.ticks)
+    return replace(workload, events=events, saved=saved, ticks=ticks)
+
+
 def with_rows(workload: Workload, times: float) -> Workload:
     """About `workload` with so many `times` its rows, without a trace: never more than that would come to, as what does
     not grow with them, gradients of weights, is taken to shrink with them and to stay where they grow."""
     largest = max((spec.numel for spec in workload.parameters), default=0)
     fixed = max(0.0, times - 1) * 2 * largest * max(workload.compute_itemsizes, default=0)
 
-    def of_bytes(nbytes: int) -> int:
-        return max(0, int(times * nbytes - fixed))
+    def of_work(work: Work) -> Work:
+        matrix = [(int(times * flops), int(times * nbytes)) for flops, nbytes in work.matrix]
+        return Work(matrix, int(times * work.moved_bytes), work.operators)
 
-    def phase(of: Phase) -> Phase:
-        matrix = [(int(times * flops), int(times * nbytes)) for flops, nbytes in of.work.matrix]
-        work = Work(matrix, int(times * of.work.moved_bytes), of.work.operators)
-        return Phase(work, of_bytes(of.peak_bytes), of.calls)
-
-    events = tuple(
-        replace(event, live_bytes=of_bytes(event.live_bytes), during=phase(event.during), after=phase(event.after))
-        for event in workload.events
-    )
-    saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
-    ticks = tuple((event, of_bytes(nbytes)) for event, nbytes in workload.ticks)
-    rows, tokens = round(times * workload.rows), round(times * workload.tokens)
-    return replace(workload, events=events, saved=saved, ticks=ticks, rows=rows, tokens=tokens)
+    made = resized(workload, lambda nbytes: max(0, int(times * nbytes - fixed)), of_work)
+    return replace(made, rows=round(times * workload.rows), tokens=round(times * workload.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +200,12 @@ class Updating:
     `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
     from the second step on. `trails`: and a step does not wait for that, as with "forward". `streamed_gradients`:
     no program sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they have homes for a while only,
-    updates begin in the first step, and gradients stay on the device where those read them there. `streamed_states`:
-    states are sent to the device for their update, as by a run that knows the machine.
+    and updates begin in the first step.
     """
 
     overlapped: bool = False
     trails: bool = False
     streamed_gradients: bool = False
-    streamed_states: bool = False
     moments: str = "float32"
     """What each of the two moments takes, as with `hetmem.AdamW(moments=…)`: "float32", "bfloat16" or "8bit"."""
     stochastic_rounding: bool = False
@@ -224,21 +227,12 @@ class StepResult:
     device_peak_bytes: int
     chunk_peak_bytes: int
     non_model_peak_bytes: int
-    fetches: int
-    faults: int
-    events: int
     moved_bytes: dict[str, dict[str, int]]
     """Homes that have moved to the device by now, by the tier that they left and by role."""
     device_updates: float
     """The share of the trained elements whose update runs on the device, where their states live."""
-    streamed_updates: float
-    """That of those whose states are sent there for it."""
-    update_slot_bytes: int
-    """What that takes of the device."""
     new_bytes: dict[str, int]
     """Homes that gradients have for good by now, and had not when the run began, by tier."""
-    would_stream: bool = True
-    """Whether it would be shorter with states sent to the device for their update, if they have room there."""
 
     def is_as(self, before: StepResult) -> bool:
         """Whether this step came to what the one `before` did, but for bytes that jitter, and no home has moved."""
@@ -264,8 +258,6 @@ class StepResult:
             stall_seconds=more(self.stall_seconds, shorter.stall_seconds),
             terms={name: more(self.terms[name], shorter.terms[name]) for name in self.terms},
             bytes={name: round(more(self.bytes[name], shorter.bytes[name])) for name in self.bytes},
-            fetches=round(more(self.fetches, shorter.fetches)),
-            faults=round(more(self.faults, shorter.faults)),
         ).steady()
 
     @classmethod

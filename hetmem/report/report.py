@@ -171,8 +171,6 @@ def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] |
     sentence = f"Beside chunks the device held at most {format_size(peak.nbytes)}, in {where}."
     if statistics.non_model_peak_bytes > peak.nbytes:
         sentence += f" Larger inputs since, of steps not watched: up to {format_size(statistics.non_model_peak_bytes)}."
-    if statistics.earlier_non_model_peak_bytes > peak.nbytes:
-        sentence += f" Before activations moved: {format_size(statistics.earlier_non_model_peak_bytes)}."
     return {
         "bytes": peak.nbytes,
         "segment": peak.segment,
@@ -273,7 +271,7 @@ def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
         "peak_bytes": max(statistics.device_peak_bytes, runtime.room.chunk_bytes()),
         "used_bytes": runtime.room.chunk_bytes(),
         "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.room.chunk_bytes()),
-        "non_model_peak_bytes": max(statistics.non_model_peak_bytes, statistics.earlier_non_model_peak_bytes),
+        "non_model_peak_bytes": statistics.non_model_peak_bytes,
         "fragment_bytes": memory.device.fragment_bytes(),
     }
     host = {

@@ -262,7 +262,6 @@ def _summary(data: dict[str, Any]) -> str:
 _PLACES = {
     "host": "on the host",
     "resident": "on the device, where they live",
-    "streamed": "on the device, sent there for it",
 }
 
 

@@ -161,11 +161,6 @@ class Order:
             self._update()
         return self._ranks
 
-    def at_least(self, least: int) -> Sequence[Rank]:
-        """The ranks that do not begin with less than `least`, the greatest first."""
-        ranks = self.ranks()
-        return ranks[bisect_left(ranks, (least,)) :][::-1]
-
     def _update(self) -> None:
         ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
         for block in self._touched:
@@ -271,110 +266,57 @@ def in_flight_bytes(device_bytes: int) -> int:
     return min(_IN_FLIGHT_BYTES, device_bytes // _IN_FLIGHT_PART)
 
 
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """Says that blocks of the next `uses_ahead` uses are fetched. At most `in_flight` copies are on the device ahead of
-    their use, more if they are small; at most `in_flight` reads from NVMe are under way, as more of them displace what
+_AHEAD = 2
+
+
+def ahead_at_once(slot_bytes: int, device_bytes: int) -> dict[Tier, int]:
+    """Return how many copies in device slots of `slot_bytes` may be ahead of their use beside a device of
+    `device_bytes`, more if they are small, and how many reads from NVMe may be under way: more of them displace what
     staging holds for uses that come sooner."""
-
-    uses_ahead: int = 8
-    in_flight: int = 2
-
-    def at_once(self, slot_bytes: int, device_bytes: int) -> dict[Tier, int]:
-        """Return how many copies in device slots of `slot_bytes` are fetched at once beside a device of `device_bytes`,
-        and how many reads from NVMe."""
-        small = in_flight_bytes(device_bytes) // max(1, slot_bytes)
-        return {Tier.DEVICE: max(self.in_flight, small), Tier.HOST: self.in_flight}
+    return {Tier.DEVICE: max(_AHEAD, in_flight_bytes(device_bytes) // max(1, slot_bytes)), Tier.HOST: _AHEAD}
 
 
 class SlotMap:
-    """Occupancy of `count` slots in a row; `used` of them are taken. The free ones are `free_bits` of one number, which
-    makes looking for a place a few operations on words."""
+    """Occupancy of `count` slots in a row; `used` of them are taken."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.used = 0
         self._owner: list[int | None] = [None] * count
-        self.free_bits = (1 << count) - 1
-        self._starts_of: dict[int, int] = {}
 
     def find(self, span: int) -> int | None:
-        """The first slot of `span` free ones in a row, at a multiple of `span`, or None."""
-        free = self.free_bits
+        """The first free slot, or the last free row of `span` at a multiple of `span`; None if there is none."""
         if span == 1:
-            return (free & -free).bit_length() - 1 if free else None
-        starts = self.starts_in(free, span)
-        return starts.bit_length() - 1 if starts else None
+            return self._owner.index(None) if self.used < self.count else None
+        places = reversed(range(self.count // span))
+        return next((place * span for place in places if not self.inside(place, span)), None)
 
-    def starts_in(self, bits: int, span: int) -> int:
-        """Of the multiples of `span` those, as bits, where so many of `bits` in a row begin."""
-        starts = self._starts_of.get(span)
-        if starts is None:
-            starts = self._starts_of[span] = sum(1 << slot for slot in range(0, self.count - span + 1, span))
-        row = 1
-        while 2 * row <= span:
-            bits &= bits >> row
-            row *= 2
-        return starts & bits & bits >> span - row
+    def emptied_first(self, ranks: Mapping[int, tuple[int, ...]], span: int) -> list[int]:
+        """The blocks in that place for `span` slots which is free first if those with `ranks` go, the greatest first;
+        of places that become free with equal ranks it is the last one. Empty if none becomes free."""
+        places = [self.inside(place, span) for place in reversed(range(self.count // span))]
+        places = [place for place in places if ranks.keys() >= set(place)]
+        return max(places, key=lambda place: min(ranks[block] for block in place), default=[])
 
     def inside(self, place: int, span: int) -> list[int]:
         """The distinct blocks in that place."""
         owners = self._owner[place * span : (place + 1) * span]
         return list(dict.fromkeys(block for block in owners if block is not None))
 
-    def emptied_first(self, taken: Sequence[tuple[tuple[int, ...], int, int]], span: int) -> list[int]:
-        """The blocks in that place for `span` slots which is free first if what is `taken` goes in order: each with its
-        rank, its first slot, and how many. Of places that become free with equal ranks it is the last one."""
-        free = self.free_bits
-        for _, start, slots in taken:
-            free |= ((1 << slots) - 1) << start
-        starts = self.starts_in(free, span)
-        if not starts:
-            return []
-        free, place_bits = self.free_bits, (1 << span) - 1
-        best, found = -1, None
-        for rank, start, slots in taken:
-            if found is not None and rank != found:
-                break
-            free |= ((1 << slots) - 1) << start
-            for first in range(start - start % span, start + slots, span):
-                if starts >> first & 1 and not ~(free >> first) & place_bits:
-                    best, found = max(best, first), rank
-        return self.inside(best // span, span)
-
     def take(self, slot: int, span: int, block: int) -> None:
         """`block` takes `span` free slots from `slot` on."""
-        bits = ((1 << span) - 1) << slot
-        assert self.free_bits & bits == bits, f"slot {slot} is taken"
-        if span == 1:
-            self._owner[slot] = block
-        else:
-            self._owner[slot : slot + span] = [block] * span
-        self.free_bits ^= bits
+        assert self._owner[slot : slot + span] == [None] * span, f"slot {slot} is taken"
+        self._owner[slot : slot + span] = [block] * span
         self.used += span
 
     def give(self, slot: int, span: int) -> None:
         """`span` taken slots from `slot` on become free."""
         self._owner[slot : slot + span] = [None] * span
-        self.free_bits |= ((1 << span) - 1) << slot
         self.used -= span
-
-    def has(self, block: int, slot: int, span: int) -> bool:
-        """Whether `block` has taken `span` slots from `slot` on."""
-        return self._owner[slot : slot + span] == [block] * span
 
     def free(self) -> list[int]:
         """The free slots, by number."""
         return [slot for slot, owner in enumerate(self._owner) if owner is None]
-
-
-@dataclass(slots=True)
-class _SpanPlaces:
-    """Those of one span: numbers from `first` on, `span` apart; the free ones are bits."""
-
-    first: int
-    span: int
-    free: int
 
 
 class PlaceMap:
@@ -384,51 +326,36 @@ class PlaceMap:
     def __init__(self, count: int) -> None:
         self.count = count
         self.used = 0
-        self._owner: dict[int, int] = {}
         self._numbers = 0
-        self._places: dict[int, _SpanPlaces] = {}
+        self._free: dict[int, list[int]] = {}
+        """By span, in order."""
         self._of(1)  # has the numbers of slots
 
     def find(self, span: int) -> int | None:
         """A free place for `span` slots, or None: only where so many slots are not free."""
-        places = self._of(span)
-        free = places.free
-        return places.first + ((free & -free).bit_length() - 1) * span if free else None
+        free = self._of(span)
+        return free[0] if free else None
 
     def take(self, place: int, span: int, block: int) -> None:
         """`block` takes `place`, of `span` slots."""
-        places = self._of(span)
-        bit = 1 << (place - places.first) // span
-        assert places.free & bit, f"place {place} is taken"
-        places.free ^= bit
-        self._owner[place] = block
+        free = self._of(span)
+        at = bisect_left(free, place)
+        assert at < len(free) and free[at] == place, f"place {place} is taken"
+        del free[at]
         self.used += span
 
     def give(self, place: int, span: int) -> None:
         """`place`, of `span` slots, becomes free."""
-        places = self._of(span)
-        places.free |= 1 << (place - places.first) // span
-        del self._owner[place]
+        insort(self._of(span), place)
         self.used -= span
-
-    def has(self, block: int, place: int, span: int) -> bool:
-        """Whether `block` has taken `place`, of `span` slots."""
-        places = self._of(span)
-        return self._owner.get(place) == block and not places.free >> (place - places.first) // span & 1
 
     def free(self) -> list[int]:
         """The free places of spans that were asked for."""
-        return [
-            places.first + index * places.span
-            for places in self._places.values()
-            for index in range(places.free.bit_length())
-            if places.free >> index & 1
-        ]
+        return [place for free in self._free.values() for place in free]
 
-    def _of(self, span: int) -> _SpanPlaces:
-        places = self._places[span] if span in self._places else None  # noqa: SIM401 - asked for each copy
-        if places is None:
-            count = self.count // span
-            places = self._places[span] = _SpanPlaces(self._numbers, span, (1 << count) - 1)
-            self._numbers += count * span
-        return places
+    def _of(self, span: int) -> list[int]:
+        if span not in self._free:
+            end = self._numbers + self.count // span * span
+            self._free[span] = [*range(self._numbers, end, span)]
+            self._numbers = end
+        return self._free[span]

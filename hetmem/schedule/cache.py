@@ -345,9 +345,8 @@ class Cache:
         self._pass_on()
         victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
-            may_go = [(rank[:-2], rank[-1]) for rank in order.at_least(least) if rank[-1] not in spared]
-            taken = [(rank, self.copies[block].slot, self._span(block)) for rank, block in may_go]
-            victims = self._row.emptied_first(taken, span)
+            may_go = [rank for rank in order.ranks() if rank[0] >= least and rank[-1] not in spared]
+            victims = self._row.emptied_first({rank[-1]: rank[:-2] for rank in may_go}, span)
             if not victims:
                 return []
         missing = self.slots.used + span - self.limit - (sum(map(self._span, victims)) if victims else 0)

@@ -71,10 +71,6 @@ def wait_until(waiting: Waiting, reached: Callable[[], bool]) -> bool:
 class Places(Protocol[OfChunkT]):
     """Memory for the gradients of a chunk."""
 
-    def keep(self, chunk: OfChunkT) -> bool:
-        """Keep them on the device, where their update reads them; False if they go home."""
-        ...
-
     def lend(self, chunk: OfChunkT) -> bool:
         """Give them a place that was set aside in host memory; False if all that are large enough are lent."""
         ...
@@ -143,15 +139,9 @@ class GradientSends(Generic[ChunkT]):
     # ---- places ------------------------------------------------------------------------------------------------
 
     def find_place(self, chunk: ChunkT, places: Places[ChunkT]) -> None:
-        """Gradients of `chunk`, which have no home of their own, begin to arrive: on the device if their update reads
-        them there, else in memory that was set aside, else in a home of their own."""
-        self._waiting.poll()
-        if not (places.keep(chunk) or self.lend(chunk, places)):
-            places.give_own(chunk)
-
-    def lend(self, chunk: ChunkT, places: Places[ChunkT]) -> bool:
-        """Memory that was set aside, and that gradients of another chunk do not need any more: wait for that as long as
-        anything is under way. False where no update will end (gradients of many chunks wait for their last one)."""
+        """Gradients of `chunk`, which have no home of their own, begin to arrive: in memory that was set aside, which
+        is waited for as long as anything is under way, or in a home of their own where no update will end (gradients of
+        many chunks wait for their last one)."""
         lent = False
 
         def settled() -> bool:
@@ -159,8 +149,10 @@ class GradientSends(Generic[ChunkT]):
             lent = places.lend(chunk)
             return lent or not places.may_lend(chunk)
 
+        self._waiting.poll()
         wait_until(self._waiting, settled)
-        return lent
+        if not lent:
+            places.give_own(chunk)
 
 
 def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:

@@ -84,6 +84,11 @@ class Residency:
         states = [copies[block].state if block in copies else None for block in blocks]
         return states.count(VALID) == len(states)
 
+    def span_of(self, blocks: Iterable[int]) -> int:
+        """How many slots copies of `blocks` take."""
+        known = self.blocks
+        return sum([known[block].span for block in blocks])
+
     def slot(self, block: int, tier: Tier) -> int:
         """The first slot of the VALID copy of `block` on `tier`."""
         copy = self._caches[tier].copies.get(block)
@@ -241,7 +246,7 @@ class Residency:
         return commands
 
     def release_all(self, uses: Mapping[int, int]) -> list[Command]:
-        """`release` of each block on the device, where nothing waits for room: what follows is asked for once."""
+        """`release` of each block on the device; what follows is asked for once."""
         cache, commands = self._device, list[Command]()
         for block, count in uses.items():
             if block not in cache.copies or (copy := cache.copies[block]).uses - count < copy.waiting:
@@ -251,7 +256,8 @@ class Residency:
                 cache.touch(block)
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)
-        self._supply.go_on(cache, commands)
+        if self._supply.waiting or cache.slots.used > cache.limit:
+            self._supply.go_on(cache, commands)
         return commands
 
     def settle(self, block: int) -> list[Command]:
@@ -337,24 +343,3 @@ class Residency:
                 self._supply.trim(cache, commands)
         self._supply.serve(commands)
         return commands
-
-    # ---- invariants --------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise `AssertionError` if an invariant of the state machine does not hold (for tests and `sanitize`)."""
-        for cache in self._caches:
-            tier = cache.tier
-            taken = sum(self.blocks[block].span for block, copy in cache.copies.items() if copy.slot >= 0)
-            assert taken == cache.slots.used <= cache.slots.count, "slots and copies disagree"
-            for block, copy in cache.copies.items():
-                label, home, span = self.blocks[block].label, self.blocks[block].home, self.blocks[block].span
-                assert copy.uses >= copy.waiting >= 0, f"{label} has a wrong use count"
-                assert home > tier, f"{label} is cached at or above its home"
-                assert not copy.dirty or (tier is HOST and copy.state is VALID), "a copy is dirty that cannot be"
-                assert not copy.writing or copy.dirty, "a clean copy is written"
-                if copy.slot >= 0:
-                    assert cache.slots.has(block, copy.slot, span), "a slot has another owner"
-                else:
-                    assert copy.uses == copy.waiting, "a copy without a slot is in use"
-                waits = self._supply.requested(block, tier)
-                assert waits == (copy.state is WAITING) == (copy.waiting > 0), "a wait is lost"

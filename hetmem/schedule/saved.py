@@ -6,11 +6,10 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hetmem.schedule.trace import NEVER
-from hetmem.schedule.update_split import WORTH
 
 AT_ONCE = 2
 """So many storages may cross a link at one time, however large: one crosses while the next is asked for."""
@@ -55,13 +54,6 @@ def to_leave(saved: Sequence[SavedInterval], needed_bytes: Sequence[int], room_b
     `lag`: copies are made beside compute, so that for so many ticks one that leaves, or comes back, is still there, or
     already. Then those that leave are spread over the step, in which the links have time for them all along.
     """
-    return _to_leave(saved, needed_bytes, room_bytes, lag)[0]
-
-
-def _to_leave(
-    saved: Sequence[SavedInterval], needed_bytes: Sequence[int], room_bytes: int, lag: int
-) -> tuple[set[int], dict[int, int]]:
-    """As `to_leave`; and the bytes that each tick lacks even so."""
     missing = {tick: needed - room_bytes for tick, needed in enumerate(needed_bytes) if needed > room_bytes}
     leaving: set[int] = set()
     by_gap = sorted(range(len(saved)), key=lambda index: (-saved[index].gap, index))
@@ -76,7 +68,7 @@ def _to_leave(
             missing[tick] -= each.nbytes
             if missing[tick] <= 0:
                 del missing[tick]
-    return leaving, missing
+    return leaving
 
 
 def _spread(saved: Sequence[SavedInterval], missing: Mapping[int, int], lag: int) -> Iterator[int]:
@@ -90,65 +82,6 @@ def _spread(saved: Sequence[SavedInterval], missing: Mapping[int, int], lag: int
         if 2 * due >= saved[index].nbytes:
             due -= saved[index].nbytes
             yield index
-
-
-@dataclass(frozen=True, slots=True)
-class StepPace:
-    """What a step takes as it runs now, in seconds: compute of its forwards, of its backwards (`rounds` of each), and
-    what comes between the last backward and its end, in which the host updates what is not on the device. The links
-    move so many bytes a second out of the device, and into it, where `ahead_bytes` may come before their use."""
-
-    forward_seconds: float
-    backward_seconds: float
-    update_seconds: float
-    rounds: int
-    out_bytes_per_second: float
-    in_bytes_per_second: float
-    ahead_bytes: int
-
-    def seconds(self, moved: Sequence[SavedInterval], backward: tuple[int, int], host_share: float) -> float:
-        """The seconds of a step where each round moves those `moved` out behind its forward, and back behind the part
-        of its backward, which is from tick to tick, that uses them; and the host updates a `host_share` of what it does
-        now."""
-        nbytes, (begin, end) = sum(each.nbytes for each in moved), backward
-        part = (end - min((each.used_at for each in moved), default=end)) / max(1, end - begin)
-        out = self.rounds * nbytes / self.out_bytes_per_second - self.forward_seconds
-        back = self.rounds * max(0, nbytes - self.ahead_bytes) / self.in_bytes_per_second
-        late = max(0.0, out) + max(0.0, back - part * self.backward_seconds)
-        return self.forward_seconds + self.backward_seconds + late + host_share * self.update_seconds
-
-
-_PARTS = 8
-"""So many parts of the homes that are not on the device are tried to be there."""
-
-
-def homes_beside(
-    saved: Sequence[SavedInterval],
-    needed_bytes: Sequence[int],
-    pace: StepPace,
-    elsewhere_bytes: int,
-    room_bytes: Callable[[int], int],
-    leaving: Collection[int],
-) -> set[int] | None:
-    """Return the indices of those of `saved` that leave for the shortest step, where homes of `elsewhere_bytes` are not
-    on the device: an activation crosses the link twice, which compute may hide, and makes room for homes, which the
-    device then updates. None if a step in which those `leaving` leave, as they do now, is as short.
-
-    `room_bytes` is what the device has for everything else if so many more bytes of homes lie there.
-    """
-    used = [each.used_at for each in saved if each.used_at < NEVER]
-    backward = min(used, default=0), max(used, default=0)
-
-    def seconds(moved: Collection[int], host_share: float) -> float:
-        return pace.seconds([saved[index] for index in moved], backward, host_share)
-
-    best, found = WORTH * seconds(leaving, 1.0), None
-    for part in range(1, _PARTS + 1):
-        room = room_bytes(elsewhere_bytes * part // _PARTS) - pace.ahead_bytes
-        moved, missing = _to_leave(saved, needed_bytes, room, AT_ONCE)
-        if not missing and (took := seconds(moved, 1 - part / _PARTS)) < best:
-            best, found = took, moved
-    return found
 
 
 @dataclass(slots=True)
@@ -189,27 +122,9 @@ class SavedRound:
 
     def to_leave(self, room_bytes: int, lag: int = 0) -> set[tuple[Hashable, int]]:
         """Return the places of those that have to leave; see `to_leave`."""
-        numbers, saved = self._that_may()
-        return self.places_of(numbers[index] for index in to_leave(saved, self.needed_bytes, room_bytes, lag))
-
-    def to_leave_for_homes(
-        self,
-        pace: StepPace,
-        elsewhere_bytes: int,
-        room_bytes: Callable[[int], int],
-        leaving: set[tuple[Hashable, int]],
-    ) -> set[tuple[Hashable, int]]:
-        """Return the places of those that leave for the shortest step, where those at the places `leaving` do now; none
-        if that is as short. See `homes_beside`."""
-        numbers, saved = self._that_may()
-        now = [index for index, number in enumerate(numbers) if self.places[number] in leaving]
-        found = homes_beside(saved, self.needed_bytes, pace, elsewhere_bytes, room_bytes, now)
-        return self.places_of(numbers[index] for index in found or ())
-
-    def _that_may(self) -> tuple[list[int], list[SavedInterval]]:
-        """The numbers of those that may leave, and when they are saved and used."""
         numbers = [number for number, each in self.intervals.items() if each.free_at < NEVER]
-        return numbers, [self.intervals[number] for number in numbers]
+        saved = [self.intervals[number] for number in numbers]
+        return self.places_of(numbers[index] for index in to_leave(saved, self.needed_bytes, room_bytes, lag))
 
     def places_of(self, numbers: Iterable[int]) -> set[tuple[Hashable, int]]:
         """Return the places of the storages with `numbers`."""

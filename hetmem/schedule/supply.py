@@ -48,10 +48,6 @@ class Supply:
             self.waiting.append((tier, block))
             self._ledger.note(block, "acquire on", tier)
 
-    def requested(self, block: int, tier: Tier) -> bool:
-        """Whether a request for `block` on `tier` waits."""
-        return (tier, block) in self.waiting
-
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
         """One use of a WAITING copy less, of a request that cannot be served; says why it cannot."""
         error = CapacityError(self._no_room(block, tier))

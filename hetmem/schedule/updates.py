@@ -1,9 +1,8 @@
-"""Updates of chunks under way, for run and plan alike: whose turn it is, on the host and on the device. Pure.
+"""Updates of chunks under way, for run and plan alike: whose turn it is. Pure.
 
-What an update needs is brought to host memory, its tiles run on the workers, and all goes back; or its states are
-brought to the device, are updated there and go home. Reads for the next update and writes of the last one go on
-meanwhile, and so may a backward or a forward. The classes here decide which update is next; how one is carried out, on
-threads and streams or on a clock, is in those derived from them.
+What an update needs is brought to host memory, its tiles run on the workers, and all goes back. Reads for the next
+update and writes of the last one go on meanwhile, and so may a backward or a forward. `HostUpdates` decides which is
+next; how one is carried out, on threads and streams or on a clock, is in what is derived from it.
 
     queued -> opening (its roles are on their way) -> running -> over
 
@@ -22,14 +21,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import insort_left
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
-ChunkT = TypeVar("ChunkT", bound=Hashable)
-PlaceT = TypeVar("PlaceT")
-SlotT = TypeVar("SlotT")
 
 AT_ONCE = 3
 """Updates opening or running together: while one is computed, the next ones are brought."""
@@ -78,149 +74,9 @@ class Turns(Generic[T]):
             self._first = None
         return one
 
-    def pop(self) -> T:
-        """Take the next one out and return it. Raises `IndexError` if none waits."""
-        return self.waiting.pop()
-
-
-class GradientPlaces(Generic[ChunkT, PlaceT]):
-    """Places on the device for gradients of a chunk each, beside the slots: free, borrowed, or that of a chunk.
-
-    Note "kept": a chunk whose states come to the device for their update needs its gradients there too, and no
-    program sees them if they are streamed. So their home, from the arrival of the first to the end of the kernel that
-    reads them, is a place here, and nothing of them crosses the link. There are as many places as slots; an update
-    whose gradients are in host memory borrows one to bring them to.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[PlaceT] = []
-        self._places: dict[ChunkT, PlaceT] = {}
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a place is free."""
-        return bool(self._free)
-
-    def holds(self, chunk: ChunkT) -> bool:
-        """Whether gradients of `chunk` are, or arrive, here."""
-        return chunk in self._places
-
-    @property
-    def chunks(self) -> list[ChunkT]:
-        """Those of which gradients are here."""
-        return list(self._places)
-
-    def open(self, places: Iterable[PlaceT]) -> None:
-        """Have `places`, each large enough for the gradients of any chunk."""
-        self._free.extend(places)
-
-    def give_up(self) -> None:
-        """Have no places any more. None may be borrowed or a chunk's."""
-        self._free.clear()
-
-    def take(self, chunk: ChunkT) -> PlaceT:
-        """Make a free place that of `chunk`, and return it."""
-        place = self._places[chunk] = self._free.pop()
-        return place
-
-    def leave(self, chunk: ChunkT) -> None:
-        """End `take`: the gradients of `chunk` have been read, or went home."""
-        self._free.append(self._places.pop(chunk))
-
-    def borrow(self) -> PlaceT:
-        """Return a free place, to be put back."""
-        return self._free.pop()
-
-    def put_back(self, place: PlaceT) -> None:
-        """End `borrow`."""
-        self._free.append(place)
-
-
-class DeviceUpdates(ABC, Generic[ChunkT, T, SlotT, PlaceT]):
-    """Updates on the device of chunks that live in host memory: each takes a slot for its states, and a place for its
-    gradients until its kernel has read them."""
-
-    def __init__(self, places: GradientPlaces[ChunkT, PlaceT]) -> None:
-        self.kept = places
-        self._queue: deque[T] = deque()
-        self._running: list[Any] = []
-        self._free: list[SlotT] = []
-        self._closing = False
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
-        return not (self._queue or self._running)
-
-    @abstractmethod
-    def _chunk(self, update: T) -> ChunkT:
-        """Return the chunk that `update` is of."""
-
-    @abstractmethod
-    def _is_ready(self, update: T) -> bool:
-        """Whether the gradients of `update` have arrived."""
-
-    @property
-    @abstractmethod
-    def _reads_gradients(self) -> bool:
-        """Whether a kernel is under way that reads gradients in a place."""
-
-    @abstractmethod
-    def _begin(self, update: T, slot: SlotT) -> None:
-        """Command: bring the states of `update` to `slot`."""
-
-    @abstractmethod
-    def _leave_to_host(self, update: T) -> None:
-        """Command: make `update` on the host."""
-
-    @abstractmethod
-    def _wait_until(self, reached: Callable[[], bool]) -> bool:
-        """See `gradients.wait_until`."""
-
-    def add(self, update: T) -> None:
-        """Queue `update`, of a chunk all of whose roles have homes in host memory, but for gradients that are kept."""
-        self._queue.append(update)
-
-    def pump(self) -> None:
-        """Begin what has a slot."""
-        while self._free and not self._closing and (update := self._next()) is not None:
-            self._queue.remove(update)
-            self._begin(update, self._free.pop())
-
-    def _next(self) -> T | None:
-        """What can begin if there is a slot: what holds a place goes first, as others may wait for that."""
-        for update in self._queue:
-            if self.kept.holds(self._chunk(update)):
-                return update
-        head = next(iter(self._queue), None)
-        return head if head is not None and self.kept.has_room and self._is_ready(head) else None
-
-    def find_place(self) -> bool:
-        """Wait until a place is free; False if all are those of chunks whose gradients have not all arrived."""
-        self._wait_until(lambda: self.kept.has_room or not self._frees_a_place())
-        return self.kept.has_room
-
-    def give_way(self) -> bool:
-        """Leave to the host what waits for a place of gradients that have not all arrived; False if nothing does."""
-        if self.kept.has_room or self._frees_a_place():
-            return False
-        return self._leave_all_to_host()
-
-    def _leave_all_to_host(self) -> bool:
-        waiting, self._queue = self._queue, deque()
-        for update in waiting:
-            self._leave_to_host(update)
-        return bool(waiting)
-
-    def _frees_a_place(self) -> bool:
-        """Whether a place will be free that is not, whatever arrives."""
-        return self._reads_gradients or any(self.kept.holds(self._chunk(update)) for update in self._queue)
-
 
 class HostUpdates(ABC, Generic[T]):
-    """Updates by the workers of the host, and the queue of those on the device, `streamed`."""
-
-    streamed: DeviceUpdates[Any, T, Any, Any]
+    """Updates by the workers of the host."""
 
     def __init__(self, number: Callable[[T], int]) -> None:
         self._queue: Turns[T] = Turns(number)
@@ -232,8 +88,8 @@ class HostUpdates(ABC, Generic[T]):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or under way, here or on the device."""
-        return not (self._queue.waiting or self._opening or self._running) and self.streamed.idle
+        """Whether nothing is queued or under way."""
+        return not (self._queue.waiting or self._opening or self._running)
 
     @abstractmethod
     def _is_free(self, update: T) -> bool:
@@ -269,8 +125,6 @@ class HostUpdates(ABC, Generic[T]):
             return
         self._pumping = True
         try:
-            if not self.streamed.idle:
-                self._carry_out(self.streamed.pump)
             while (command := self._next()) is not None:
                 self._carry_out(command)
         finally:
@@ -305,11 +159,10 @@ class HostUpdates(ABC, Generic[T]):
     def give_way(self, *, again: bool) -> bool:
         """Let go of what is open but not computed with yet, for what needs its memory; False if that is nothing, or
         if it was let go of `again` and again in one wait though no update has run: it would be taken each time."""
-        gives = self.streamed.give_way()
         self._given_up = self._given_up + 1 if again else 0
         if self._given_up >= _GIVEN_UP:
-            return gives
-        gives = gives or bool(self._opening)
+            return False
+        gives = bool(self._opening)
         while self._opening:
             update = self._opening.pop()
             self._unask(update)

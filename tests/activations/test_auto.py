@@ -15,7 +15,7 @@ from hetmem import testing
 from tests.activations.test_offload import BATCHES, DEVICES, INPUTS, KIB, SAVED, budget, deep, family, peak
 from tests.engine import harness
 from tests.engine.harness import pair, train_both
-from tests.engine.lazy_device import ClockedDevice, Products, UnwatchedDevice
+from tests.engine.lazy_device import UnwatchedDevice
 
 
 def trained(tmp_path: Path, device_bytes: int, *, steps: int = 4, **options: Any) -> tuple[Any, list[int]]:
@@ -119,55 +119,6 @@ def test_families_train_with_the_bits_of_torch_where_some_leave(name: str, way: 
         if moved:
             break
     assert moved or way != "as written", "of the others the most is needed where a layer is computed again, or casts"
-
-
-UPDATE = 17.0
-"""Seconds in which the host of `steps_on_a_clock` updates all."""
-
-
-def steps_on_a_clock(tmp_path: Path, share: float) -> tuple[list[float], list[int], list[int]]:
-    """Steps with a forward of 6 seconds, a backward of 12, an update on the host of what is not on the device, and a
-    link that takes `share` of the forward to move all activations: the seconds of each, the bytes of homes on the
-    device in it, and those of activations that have left it."""
-    device = ClockedDevice(36 * SAVED / (6 * share), behind=False)
-    limits = hetmem.Budget(device=2457 * KIB, host="32MiB")
-    plain, managed = deep(tmp_path, limits=limits, device=device, activations="auto", sanitize=False)
-    plain_optimizer, optimizer = harness.adamws(plain, managed)
-    states, gradients = (times * sum(p.numel() for p in plain.parameters()) for times in (16, 4))
-    took, there, left = [], [], []
-    for _ in range(10):
-        began, before = device.clock.now(), testing.of(managed).link_bytes()["device_to_host"]
-        with Products(device, 0.5):
-            managed(*INPUTS[0]).backward()
-        there.append(testing.of(managed).memory().device_home_bytes)
-        device.runs(UPDATE * max(0.0, 1 - there[-1] / states))
-        optimizer.step()
-        optimizer.zero_grad()
-        took.append(device.clock.now() - began)
-        on_host = max(0.0, 1 - there[-1] / states)
-        left.append(testing.of(managed).link_bytes()["device_to_host"] - before - int(on_host * gradients))
-    for _ in took:
-        plain(*INPUTS[0]).backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    harness.assert_same_weights(plain, managed)
-    assert peak(managed) <= 2457 * KIB
-    return took, there, left
-
-
-def test_more_leaves_where_the_link_is_idle_and_states_fill_the_device_instead(tmp_path: Path) -> None:
-    """The first steps move what must; their times say that the host updates for longer than the link would move."""
-    took, there, left = steps_on_a_clock(tmp_path, 1.5)
-    assert left[3] <= SAVED < 20 * SAVED < left[-1]
-    assert there[-1] > 2 * there[3]
-    assert took[-1] < 0.9 * took[3]
-
-
-def test_of_a_slow_link_states_leave_the_device_and_activations_stay(tmp_path: Path) -> None:
-    took, there, left = steps_on_a_clock(tmp_path, 10)
-    assert left[3] == left[-1] <= SAVED
-    assert there[3] == there[-1]
-    assert took[-1] == pytest.approx(took[3])
 
 
 class Chain(torch.nn.Module):

@@ -204,8 +204,6 @@ class Program:
     too, which may then need what homes have taken."""
     home_copies: bool | None
     directories: int
-    slow_host: bool
-    """Whether updates are to go to the device, where they can."""
     rows: int
     """Of the largest batches."""
     activations: str
@@ -301,7 +299,6 @@ def drawn(seed: int) -> Program:
         device_budget=device_budget,
         home_copies=draw.choice((None, True, False)),
         directories=draw.choice((1, 2)),
-        slow_host=draw.random() < 0.3,
         rows=draw.choice((3, 32, 96)) if device_budget == "whole" else 3,
         activations=Random(-1 - seed).choice(("keep", "keep", "offload", "auto")),
         operations=tuple((name, draw.randrange(1 << 30)) for name in _operations(draw, options)),

@@ -19,7 +19,6 @@ from tests.engine.habits import ctrl_c_at_line
 from tests.engine.lazy_device import AllocatingDevice, LazyDevice
 from tests.engine.operations import Side
 from tests.engine.programs import OPTIMIZERS, Program
-from tests.optim.machines import SLOW_HOST
 
 
 class Plain(Side):
@@ -142,7 +141,6 @@ class Managed(Side):
         }
         moves = harness.ACTIVATIONS if harness.ACTIVATIONS != "keep" else self.program.activations
         options["activations"] = moves
-        options["hardware"] = SLOW_HOST if self.program.slow_host else None
         options["sanitize"] = self.program.sanitize and self.program.device != "unwatched"
         while True:
             sizes: dict[str, Any] = {}

@@ -231,26 +231,6 @@ def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(tmp_path: Pat
             assert_same_weights(plain, managed)
 
 
-def test_a_share_that_goes_back_again_and_again_is_given_up(tmp_path: Path) -> None:
-    _, managed = pair(build, hetmem.Budget(device="2300KiB", host="8MiB"), tmp_path)
-    optimizer = hetmem.AdamW(managed.parameters())
-
-    def step() -> None:
-        managed(*token_batches(1)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    counts = []
-    for _ in range(5):
-        step()
-        step()
-        counts.append(moved(managed))
-        testing.of(managed).make_room()
-        assert not moved(managed)
-    assert counts[0] > 8
-    assert counts == [counts[0]] * 3 + [0, 0]
-
-
 def test_where_only_an_allocator_is_known_inputs_of_another_shape_leave_homes_where_they_are(tmp_path: Path) -> None:
     device = AllocatingDevice(24 * 1024)
     limits = hetmem.Budget(device="2300KiB", host="8MiB")

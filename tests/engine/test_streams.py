@@ -21,13 +21,10 @@ from hetmem.memory import live_bytes
 from hetmem.memory.device import SimDevice
 from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
-from hetmem.optim.device_updates import _Bring
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import Way
-from tests.engine.harness import CHUNK, Recipe, Tower, budget, manage, offloaded, pair, token_batches, train_both
+from tests.engine.harness import Recipe, Tower, budget, manage, offloaded, pair, token_batches, train_both
 from tests.engine.lazy_device import Event, LazyDevice, LazyStreams, UnwatchedDevice
-from tests.optim.machines import SLOW_HOST
 
 
 @pytest.mark.each
@@ -51,7 +48,7 @@ class NumberedStreams(LazyStreams):
         super().__init__()
         self.numbers = count(1)
         self.last_use: dict[range, int] = {}
-        self.ordered = self.slots_ordered = 0
+        self.ordered = 0
         self.copying = False
 
     def mark(self) -> Event:
@@ -64,7 +61,6 @@ class NumberedStreams(LazyStreams):
             uses = [at for used, at in self.last_use.items() if used.start < target.stop and target.start < used.stop]
             assert max(uses, default=0) <= max((event.number for event in after), default=0), "compute may be under way"
             self.ordered += bool(uses)
-            self.slots_ordered += bool(uses) and isinstance(work, _Bring)
         return super().enqueue(link, after, partial(self._copy, work))
 
     def _copy(self, work: Callable[[], None]) -> None:
@@ -77,8 +73,6 @@ class NumberedStreams(LazyStreams):
 
 def targets_of(work: Callable[[], None]) -> list[range]:
     """The memory of the device that a transfer writes."""
-    if isinstance(work, _Bring):
-        return [memory_of(target) for target in work.there.values()]
     return [memory_of(work.args[0])] if isinstance(work, partial) else []
 
 
@@ -131,18 +125,6 @@ def test_a_copy_comes_after_the_last_use_of_its_slot(
     managed = manage(Tower(depth=3), placement, tmp_path, mixed_precision=mixed, device=device, sanitize=False)
     train_in_order(managed, device, hetmem.AdamW(managed.parameters(), overlap=overlap))
     assert device.streams.ordered > 10
-
-
-def test_what_is_brought_for_an_update_comes_after_the_last_use_of_its_slot(tmp_path: Path) -> None:
-    """Compute makes a copy for operators of the slot in which a chunk was updated; the next one is brought there."""
-    device = NumberedDevice()
-    room = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=17 * CHUNK)
-    options: dict[str, Any] = {"mixed_precision": torch.bfloat16, "sanitize": False, "hardware": SLOW_HOST}
-    managed = manage(Tower(depth=3), room, tmp_path, device=device, **options)
-    runtime = registry.of_module(managed).runtime
-    train_in_order(managed, device, hetmem.AdamW(managed.parameters()))
-    assert runtime.statistics.updated_bytes[Way.STREAMED] > 0
-    assert device.streams.slots_ordered > 10
 
 
 def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator_of_the_model_did(

@@ -14,12 +14,9 @@ from torch import nn
 
 import hetmem
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.sampling import Fingerprints
-from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import CapacityError
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, Role, address_of
-from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.blocks import CopyState, Drop
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
@@ -29,13 +26,11 @@ from tests.engine.harness import (
     WIDTH,
     adamws,
     assert_same_weights,
-    budget,
     loss_of,
     manage,
     mlp,
     pair,
     train_both,
-    vector_batches,
 )
 
 
@@ -219,32 +214,6 @@ def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_p
     traffic.superseded(chunk, Role.PARAM)
     assert residency.state(block, Tier.DEVICE) is None
     assert residency.state(block, Tier.HOST) is not CopyState.VALID
-
-
-def test_homes_on_nvme_that_are_looked_at_are_read_together_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One access of the disk after the other would hold forwards up. Where a step comes between two of them copies are
-    made anew, and nothing is looked at."""
-    _, managed = pair(mlp, budget("nvme", tmp_path, host="64KiB"), tmp_path)
-    asked: list[Extent] = []
-    compared: list[Extent] = []
-    caches, differ = NvmeStore.cache_pages, Fingerprints.differ
-
-    def noted(fingerprints: Fingerprints, chunk: Chunk, *args: Any) -> bool:
-        compared.append(chunk.homes[Role.PARAM].extent)
-        assert set(compared) <= set(asked)
-        return differ(fingerprints, chunk, *args)
-
-    monkeypatch.setattr(WriteCheck, "make_sure", lambda *_: None)  # of what was on its way and could not be looked at
-    monkeypatch.setattr(Fingerprints, "differ", noted)
-    monkeypatch.setattr(NvmeStore, "cache_pages", lambda *args: (asked.append(args[1]), caches(*args)))
-    for batch in vector_batches(3, 4, WIDTH):
-        asked.clear()
-        compared.clear()
-        with torch.no_grad():
-            managed(*batch)
-    assert compared
 
 
 class Failing(hetmem.SimDevice):

@@ -58,15 +58,6 @@ def test_with_the_micro_batches_it_names_training_works() -> None:
     assert 2 <= parts <= 64
 
 
-def test_with_the_chunk_size_it_names_training_works() -> None:
-    budget, batch = hetmem.Budget(device="176KiB", host="8MiB", device_chunks="136KiB"), torch.ones(16, WIDTH)
-    message = told(budget, batch, chunk_bytes="128KiB")
-    size = number(r"set chunk_bytes=(\d+)", message)
-    assert size < 128 << 10
-    assert message.index("chunk_bytes=") < message.index("raise Budget")
-    train(budget, batch, chunk_bytes=size)
-
-
 def test_a_model_kept_whole_on_the_device_is_streamed_with_the_share_it_names() -> None:
     """With room in host memory it would have left by itself."""
     budget, batch = hetmem.Budget(device="2100KiB", host="64KiB"), torch.ones(640, WIDTH)

@@ -3,7 +3,6 @@ that nothing disturbed."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -18,7 +17,6 @@ import hetmem
 from hetmem import testing
 from hetmem.errors import StoreError
 from tests.engine.harness import (
-    CHUNK,
     adamws,
     assert_same_states,
     assert_same_weights,
@@ -31,7 +29,6 @@ from tests.engine.harness import (
 from tests.engine.test_share import build, moved, room
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.training import REQUEST_BYTES, Training
-from tests.optim.machines import SLOW_HOST
 from tests.optim.test_graphs import Backwards
 from tests.pairs import some
 
@@ -148,44 +145,6 @@ def test_a_step_that_fails_forgets_nothing_that_the_one_before_has_left_to_do(
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
     hetmem.release(managed)
-
-
-def test_a_step_that_fails_forgets_no_update_that_waits_for_its_turn_on_the_device(
-    tmp_path: Path, stack: ExitStack
-) -> None:
-    limits = hetmem.Budget(device="64MiB", host="8MiB", device_chunks=24 * CHUNK)
-    plain, managed = pair(Branches, limits, tmp_path, hardware=SLOW_HOST)
-    left, right = adamws(plain, managed, overlap="forward")
-    inside = testing.of(managed)
-    held = {inside.chunk_of(parameter) for parameter in managed.right.parameters()}
-
-    def next_of_others(next_of_all: Any, updates: Any) -> Any:
-        everything = updates._queue
-        updates._queue = deque(job for job in everything if job.chunk.spec.index not in held)
-        try:
-            return next_of_all(updates)
-        finally:
-            updates._queue = everything
-
-    for number, batch in enumerate(vector_batches(7, 8, 64)):
-        for module, optimizer in ((plain, left), (managed, right)):
-            module.both = number < 6
-            if number == 5 and module is managed:
-                right.synchronize()
-                stack.enter_context(testing.around("next streamed update", next_of_others))
-            module(*batch).backward()
-            if number == 6 and module is managed:
-                assert held <= set(inside.updating())
-                right.param_groups[0]["lr"] *= 2
-                with pytest.raises(RuntimeError, match="changed after their update had begun"):
-                    right.step()
-                right.param_groups[0]["lr"] /= 2
-            optimizer.step()
-            optimizer.zero_grad()
-    stack.close()
-    right.synchronize()
-    assert_same_weights(plain, managed)
-    assert_same_states(left, right)
 
 
 @pytest.mark.each

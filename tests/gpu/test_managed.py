@@ -26,7 +26,6 @@ from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
-from tests.optim.machines import SLOW_HOST
 
 pytestmark = [
     pytest.mark.gpu,
@@ -208,41 +207,6 @@ def test_streaming_has_the_bits_of_torch_within_the_budget(
     managed(batches(1)[0]).backward()
     device.peak_bytes()
     assert 0 < device.most_bytes <= limits.device
-    hetmem.release(managed)
-
-
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_states_that_are_sent_to_the_gpu_for_their_update_have_the_bits_of_the_host(mixed: torch.dtype | None) -> None:
-    """Room for all copies and two slots, and for no homes."""
-    expected = steps_of(Model, mixed=mixed, where="cpu")
-    chunks = (132 + 34 if mixed is None else 66 + 38) * MIB
-    limits = budget(device=torch.cuda.memory_allocated() + 400 * MIB, device_chunks=chunks)
-    options = {"mixed_precision": mixed, "chunk_bytes": "4MiB", "hardware": SLOW_HOST}
-    managed = assert_trains_alike(Model, expected, limits, **options)
-    updates = hetmem.report(managed).to_dict()["updates"]
-    assert updates["resident"] == 0
-    assert updates["streamed"] == 2 * updates["host"]  # from the second step on
-    hetmem.release(managed)
-
-
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
-def test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_host(mixed: torch.dtype | None) -> None:
-    """`p.grad` is on the GPU then, and the parameter at home: torch refuses that where anybody but autograd sets it."""
-    reference = Reference(lambda: Model(64, 3), mixed or torch.float32, "cpu")
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"mixed_precision": mixed, "chunk_bytes": "64KiB", "hardware": SLOW_HOST}
-    room = "1376KiB" if mixed is None else "1024KiB"  # for copies of 13 chunks and two slots, and for no homes
-    managed = hetmem.manage(Model(64, 3), budget(device_chunks=room), device="cuda", **options)
-    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1, overlap="backward", gradients="streamed")
-    for batch in batches(4):
-        reference.step([batch], None)
-        loss = managed(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for ours, expected in zip(managed.parameters(), reference.masters.parameters(), strict=True):
-            assert torch.equal(ours, expected)
-    assert registry.of_module(managed).gradients.stayed_bytes > 0
     hetmem.release(managed)
 
 

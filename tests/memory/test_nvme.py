@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import random
@@ -16,9 +15,7 @@ from typing import Any
 import pytest
 
 from hetmem.errors import BudgetError, CapacityError
-from tests.engine.harness import comes_to_be
 from tests.memory.left import nothing_left, open_files, random_memory
-from tests.memory.pages import cached_blocks
 from tests.memory.tested import BLOCK_BYTES, MIB, Extent, Mapping, NvmeStore
 
 __all__ = ["nothing_left"]  # a fixture
@@ -304,32 +301,6 @@ def test_a_look_sees_what_lies_there_now(store: NvmeStore) -> None:
     store.view(extent)[at : at + 4] = b"user"
     assert store.look(extent, at).first(4) == b"user"
     assert store.look(first, 0).first(4) == bytes(4)
-
-
-def test_pages_that_are_looked_at_next_are_brought_to_the_page_cache(store: NvmeStore) -> None:
-    extent = store.reserve_many([BLOCK_BYTES, 64 * BLOCK_BYTES])[1]
-    store.write(extent, random_memory(64 * BLOCK_BYTES, seed=3)).result()
-    if not store.direct[0] or cached_blocks(store, extent):
-        pytest.skip("this filesystem is the page cache")
-    store.cache_pages(extent, [17 * BLOCK_BYTES + 3, 17 * BLOCK_BYTES + 40, 40 * BLOCK_BYTES])
-    assert comes_to_be(lambda: cached_blocks(store, extent) == [17, 40])
-
-
-def test_pages_that_cannot_be_read_ahead_are_left_to_whoever_looks(
-    store: NvmeStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many as would end every thread that has one."""
-    extent = store.reserve(64 * BLOCK_BYTES)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", _fails)
-        store.cache_pages(extent, range(0, 64 * BLOCK_BYTES, BLOCK_BYTES))
-        look = store.look(extent, 0)
-        assert comes_to_be(look.moved.done, seconds=5)
-        assert look.first(1) == b"\0"
-
-
-def _fails(*_: object) -> int:
-    raise OSError(errno.EIO, "the disk is ill")
 
 
 def test_looks_do_not_wait_for_reads_and_count_as_read(tmp_path: Path, nothing_left: None) -> None:

@@ -30,8 +30,6 @@ ON_NVME = {
     "executor.wait_for_one < write_check.wait_for_staged_gradients < gradients._open: take",
     "executor.wait_for_one < write_check.wait_for_staged_gradients < step.begin: take",
     "executor.wait_for_one < traffic.wait_until_written < gradients.arrive: take",
-    "executor.wait_for_one < write_check._differs < write_check.changed: take",  # what was read may be old
-    "executor.wait_for_one < write_check._differs < write_check.make_sure: take",
     "executor.wait_for_one < traffic.wait_until_written < step._carry_out: take",
     # What was read ahead while it was written is read again:
     "executor.wait_for_one < traffic.superseded < write_check.honour_written_gradients: take",

@@ -27,7 +27,6 @@ from tests.engine.harness import (
     streamed,
     vector_batches,
 )
-from tests.optim import keeping
 from tests.optim.test_streamed_gradients import STREAMED, train_apart
 
 HALVES = pytest.mark.parametrize("mixed", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -184,20 +183,6 @@ def test_a_second_gradient_is_added_in_float32(placement: str, tmp_path: Path) -
             forwards(model, batch).backward()
         step(optimizers)
         assert_same_weights(*models)
-
-
-def test_so_is_one_to_a_gradient_that_stays_on_the_device(tmp_path: Path) -> None:
-    _, kept, (_, streaming) = keeping.both(tmp_path, shape=keeping.EVEN, mixed=BF16)
-    plain, visible = pair(lambda: keeping.Chain(keeping.EVEN), "host", tmp_path, mixed_precision=BF16)
-    optimizers = adamws(plain, visible)
-    train_apart(plain, visible, optimizers, keeping.batches(keeping.EVEN, 3), BF16)
-    assert_same_weights(visible, kept, "before")
-    for batch in batches(2):
-        for model in (visible, kept):
-            forwards(model, batch).backward()
-        step([optimizers[1], streaming])
-        streaming.synchronize()
-        assert_same_weights(visible, kept)
 
 
 def test_a_gradient_of_the_weight_at_home_is_kept_in_float32(tmp_path: Path) -> None:

@@ -165,13 +165,6 @@ def test_figures_in_another_unit_are_absurd_and_named(
     assert expected in message
 
 
-def test_a_plan_of_another_version_is_to_be_made_again(tmp_path: Path) -> None:
-    plan = planner.plan(GPT, BATCH, hetmem.Budget(device="64MiB", host="16MiB"))
-    (tmp_path / "old.json").write_text(json.dumps({**plan.to_dict(), "version": 1}))
-    with pytest.raises(planner.PlanError, match=r"version: expected 8, got 1: another hetmem made it; plan again"):
-        planner.Plan.load(tmp_path / "old.json")
-
-
 def test_a_mixture_of_experts_is_planned_with_those_that_are_chosen_in_every_dtype(tmp_path: Path) -> None:
     config = {"model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "num_local_experts": 8}

@@ -55,25 +55,6 @@ def test_what_is_faster_done_differently_is_advised_with_both_times() -> None:
     assert not any("compute longer" in advice for advice in decision.advice)
 
 
-def test_what_is_done_differently_may_send_its_states_to_the_device_as_the_plan_itself_may() -> None:
-    room, slow = Capacities(40 * MIB, 256 * MIB, device_chunk_bytes=24 * MIB), slow_host()
-    variants = [Variant("join", "double the batch", workload, 1)]
-    decision = decide(workload(), room, slow, chunk_bytes=MIB, micro_batches=2, variants=variants)
-    other = decision.alternatives[0]
-    on_host, streamed = (
-        judge(workload(), Setting(room, MIB).updated(streamed_states=there), slow, 1).result.seconds
-        for there in (False, True)
-    )
-    assert streamed < 0.97 * on_host
-    assert (other.streamed, other.step_seconds) == (True, streamed)
-    assert decision.candidate is not None
-    assert decision.candidate.setting.updating.streamed_states
-    said = f"double the batch: then a step takes {format_seconds(streamed)}, not {format_seconds(seconds(decision))}"
-    assert (said in decision.advice) == (streamed < 0.97 * seconds(decision))
-    quick = decide(workload(), room, HARDWARE, chunk_bytes=MIB, micro_batches=2, variants=variants)
-    assert [other.streamed for other in quick.alternatives] == [False]
-
-
 def test_what_computes_longer_than_a_whole_step_is_not_rehearsed() -> None:
     heavy = replace(HARDWARE, device=replace(HARDWARE.device, matrix_flops={"float32": 1e7}))
     variants = [Variant("join", "compute twice", workload, 4)]

@@ -172,12 +172,6 @@ def test_the_command_line_has_the_options_and_prints_the_optimizer(
     assert "set overlap='backward' or 'forward'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [{"gradients": "hidden"}, {"lr": "1"}, {"overlap": "speculative"}])
-def test_an_option_that_no_plan_has_is_named_when_it_is_read(wrong: dict[str, str]) -> None:
-    with pytest.raises(planner.PlanError, match=r"optimizer: expected at most overlap \(off or backward or forward\)"):
-        planner.Plan.from_dict({**planned(ROOMY).to_dict(), "optimizer": wrong})
-
-
 def test_an_optimizer_that_keeps_more_than_was_planned_is_refused_with_both() -> None:
     plan = planned(room("tight", Path()), **STREAMED)
     model = hetmem.manage(GPT(backwards=True), plan=plan, device="sim")

@@ -161,21 +161,19 @@ def mixed(link: float) -> Plan:
     return hetmem.plan(Deep, (BATCH,), budget, beside(link), chunk_bytes=16 * KIB, activations="auto")
 
 
-@pytest.mark.parametrize(("link", "recomputed", "moves"), [(1e8, False, True), (1.5e7, True, True), (5e6, True, False)])
-def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(
-    link: float, recomputed: bool, moves: bool
-) -> None:
+@pytest.mark.parametrize(("link", "moves"), [(1.5e7, True), (5e6, False)])
+def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(link: float, moves: bool) -> None:
     """States that do not fit beside all activations would take the host some 180 ms to update."""
     plan = mixed(link)
     best = plan.best
     assert best.layers is not None
-    assert (best.layers["recomputed"] > 0, best.layers["moved_bytes"] > 0) == (recomputed, moves)
+    assert best.layers["recomputed"] > 0
+    assert (best.layers["moved_bytes"] > 0) == moves
     kept = next(each["step_seconds"] for each in plan.activation_choices if each["choice"] == "keep")
     assert best.step_seconds is not None
     assert best.step_seconds < 0.75 * kept
     assert best.device_update_share == 1
-    first = f"checkpoint the first {best.layers['recomputed']} of the 6 layers" if recomputed else "checkpoint none"
-    assert first in " ".join(str(plan).split())
+    assert f"checkpoint the first {best.layers['recomputed']} of the 6 layers" in " ".join(str(plan).split())
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ def test_what_hetmem_takes_of_the_thread_is_added_for_each_use_transfer_and_upda
         (ThreadCosts(queue_seconds=0.5), 8 * 0.5),
         (ThreadCosts(update_seconds=0.5), 8 * 0.5),
         (ThreadCosts(chunk_seconds=0.5), 8 * 0.5),
-        (ThreadCosts(transfer_seconds=0.5), (free.fetches + 8) * 0.5),  # gradients too
+        (ThreadCosts(transfer_seconds=0.5), (free.bytes["host_to_device"] / MIB + 8) * 0.5),  # gradients too
     ):
         result = judge(work, Setting(room, MIB), replace(machine, thread=costs), 1).result
         assert result.seconds - free.seconds == pytest.approx(expected)

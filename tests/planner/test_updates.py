@@ -31,6 +31,7 @@ from tests.planner.tested import (
     judge,
     rehearse,
 )
+from tests.schedule.invariants import check_invariants
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
@@ -86,7 +87,7 @@ def test_what_the_next_update_needs_is_read_while_one_is_computed() -> None:
     assert simulated.nvme_read.load.bytes == 300
     simulated.drain()
     assert simulated.nvme_write.load.bytes == 300
-    simulated.residency.check()
+    check_invariants(simulated.residency)
 
 
 def test_three_updates_are_under_way_at_once_each_opened_once_those_before_have_places() -> None:
@@ -97,7 +98,7 @@ def test_three_updates_are_under_way_at_once_each_opened_once_those_before_have_
     made.pump()
     assert simulated.nvme_read.load.bytes == 300  # all three are on their way, and none waits for another's end
     made.finish()
-    simulated.residency.check()
+    check_invariants(simulated.residency)
 
 
 def test_an_update_does_not_open_while_one_before_waits_for_a_place() -> None:
@@ -114,7 +115,7 @@ def test_an_update_does_not_open_while_one_before_waits_for_a_place() -> None:
     made.finish()
     simulated.drain()
     assert simulated.nvme_write.load.bytes == 400
-    simulated.residency.check()
+    check_invariants(simulated.residency)
 
 
 def test_all_updates_of_a_step_are_queued_before_the_first_goes_on() -> None:
@@ -237,7 +238,7 @@ def test_what_an_update_has_opened_gives_way_to_somebody_who_can_go_on_only_so()
         simulated.release(block, HOST)
     made.finish()
     assert made.idle
-    simulated.residency.check()
+    check_invariants(simulated.residency)
 
 
 # ---- in a rehearsal ----------------------------------------------------------------------------------------------

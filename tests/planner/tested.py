@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hetmem import planner
-from hetmem.base.hardware import Rate, ThreadCosts
+from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError
-from hetmem.planner.decide import Decision, Variant, decide
+from hetmem.planner import Plan, PlanError, search, step_program
+from hetmem.planner.decide import Decision, Variant
+from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
-from hetmem.planner.plan import KEPT, SENT_STATES
-from hetmem.planner.rehearsal import step_program
-from hetmem.planner.rehearsal.room import Notes
-from hetmem.planner.rehearsal.simulator import LinkQueue, SimulatedTraffic
-from hetmem.planner.rehearsal.step_program import Rehearsal, rehearse
-from hetmem.planner.rehearsal.updates import SimulatedDeviceUpdates, SimulatedUpdates, Staged, Update
-from hetmem.planner.reservation import ROLES, arrange, fits, state_bytes
-from hetmem.planner.search import (
-    Judged,
-    Setting,
-    StreamingGain,
-    arranged,
-    chunk_bytes_near,
-    judge,
-    judged,
-    search,
-)
+from hetmem.planner.plan import KEPT
+from hetmem.planner.reservation import ROLES, arrange, state_bytes
+from hetmem.planner.search import Judged, arranged, chunk_bytes_near
+from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
+from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
+from hetmem.planner.step_program import Rehearsal, rehearse
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows
 from hetmem.schedule.blocks import FIFO, LRU, Block, CopyState, NextUse
 from hetmem.schedule.gradients import Complete
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Schedule, Tier
+
+Setting = functools.partial(search.Setting, hardware=planner.load_profile("h100"))
+"""What is judged on the machine that `judge` is told."""
+
+
+def judge(of: Workload, setting: search.Setting, on: HardwareProfile, micro_batches: int, *, steps: int = 4) -> Judged:
+    return search.judge(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
+
+
+def judged(of: Workload, setting: search.Setting, on: HardwareProfile, micro_batches: int) -> Judged | NoRoom:
+    return search.judged(of, replace(setting, hardware=on, micro_batches=micro_batches))
+
+
+def decide(
+    of: Workload,
+    within: Capacities,
+    on: HardwareProfile,
+    *,
+    chunk_bytes: int | None = None,
+    micro_batches: int = 1,
+    updating: Updating | None = None,
+    variants: Sequence[Variant] = (),
+) -> Decision:
+    asked = search.Setting(within, chunk_bytes, on, micro_batches, updating or Updating())
+    return decide_within(of, asked, variants)
+
 
 __all__ = [
     "FIFO",
@@ -41,7 +61,6 @@ __all__ = [
     "MIB",
     "PAGE_ELEMENTS",
     "ROLES",
-    "SENT_STATES",
     "Block",
     "Capacities",
     "Complete",
@@ -63,12 +82,10 @@ __all__ = [
     "Results",
     "Schedule",
     "Setting",
-    "SimulatedDeviceUpdates",
     "SimulatedTraffic",
     "SimulatedUpdates",
     "Staged",
     "StepResult",
-    "StreamingGain",
     "ThreadCosts",
     "Tier",
     "TracedCall",
@@ -84,7 +101,6 @@ __all__ = [
     "chunk_bytes_near",
     "decide",
     "divided",
-    "fits",
     "format_enough",
     "format_seconds",
     "judge",
@@ -93,7 +109,6 @@ __all__ = [
     "planner",
     "rehearse",
     "round_down",
-    "search",
     "state_bytes",
     "step_program",
     "trace",

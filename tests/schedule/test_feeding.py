@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from tests.schedule.invariants import check_invariants
 from tests.schedule.stories import DEVICE, HOST, NVME, read, residency, up, use
 from tests.schedule.tested import (
     NEVER,
@@ -87,7 +88,7 @@ def test_a_forward_alone_reads_its_weights_ahead_once_it_is_known(delay: int, op
     assert on_demand.count(0) == count
     assert on_demand[count:] == []
     assert r.counts.fetches[HOST] <= r.counts.fetches[DEVICE] + 6, "what is staged at the end is all there may be more"
-    r.check()
+    check_invariants(r)
 
 
 def test_the_disk_goes_on_four_lookaheads_ahead_and_no_farther() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetmem.errors import CapacityError
+from tests.schedule.invariants import check_invariants
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, visit
 from tests.schedule.tested import Block, CopyState, Drop, Schedule, Write
 
@@ -102,7 +103,7 @@ def test_without_room_or_hope_a_request_is_withdrawn_and_leaves_nothing_behind()
         assert isinstance(error, CapacityError)
         assert "no room on DEVICE for large: it needs 2 slot(s), 1 may be used, 1 are" in str(error)
         assert r.uses(1, DEVICE) == uses_left
-        r.check()
+        check_invariants(r)
     assert r.state(1, DEVICE) is None
     assert r.release(0, DEVICE) == []
     assert r.state(0, DEVICE) is CopyState.VALID, "what cannot help is not given up"

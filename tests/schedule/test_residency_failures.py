@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from hetmem.errors import StateError
+from tests.schedule.invariants import check_invariants
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, read, residency, up, visit
 from tests.schedule.tested import CopyState, Drop, Write
 
@@ -77,7 +78,7 @@ def test_answers_nobody_waits_for_are_refused_with_the_blocks_history() -> None:
         with pytest.raises(StateError, match=r"history: .*valid on"):
             call()
         assert (r.in_flight(), r.uses(0, DEVICE), r.dirty(1)) == (0, 1, True)
-        r.check()
+        check_invariants(r)
 
 
 def test_a_copy_on_its_way_home_must_not_be_changed_and_the_use_is_still_there_after_the_refusal() -> None:

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hetmem.errors import CapacityError, StateError
 from hetmem.schedule.blocks import EvictionPolicy
+from tests.schedule.invariants import check_invariants
 from tests.schedule.scanning import compare
 from tests.schedule.tested import (
     FIFO,
@@ -329,7 +330,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.residency.check()
+        check_invariants(self.residency)
         self.a_valid_copy_is_the_newest_and_the_newest_is_never_lost()
         self.what_a_transfer_reads_stays_as_it_was()
         self.copies_in_use_stay_where_they_are()

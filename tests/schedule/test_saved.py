@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.schedule.tested import NEVER, SavedInterval, SavedRound, StepPace, homes_beside, to_leave
+from tests.schedule.tested import NEVER, SavedInterval, SavedRound, to_leave
 
 LAYERS = 4
 
@@ -41,23 +41,6 @@ def test_where_copies_are_made_beside_compute_those_that_leave_are_spread() -> N
     assert to_leave(saved, needed, 110, 2) == set(range(0, 17, 2))
     assert to_leave(saved, needed, 200, 2) == set()
     assert to_leave(saved, needed, 0, 2) == set(range(17)), "all that help"
-
-
-def test_more_leave_for_homes_only_where_the_step_is_shorter() -> None:
-    """All take 200 bytes, homes 100, of which the device has room for none beside them. In a second the link moves 10
-    bytes, or 2; compute takes 20 and 40 seconds, and the host's update 50."""
-    saved, needed = layered([10] * 20)
-
-    def leaving(bytes_per_second: float, update_seconds: float) -> set[int] | None:
-        pace = StepPace(20.0, 40.0, update_seconds, 1, bytes_per_second, bytes_per_second, 0)
-        return homes_beside(saved, needed, pace, 100, lambda more: 200 - more, ())
-
-    found = leaving(10.0, 50.0)
-    assert found is not None
-    assert 10 * len(found) >= 100, "all homes have room then"
-    assert 0 < len(leaving(2.0, 50.0) or ()) < len(found), "no more than compute hides"
-    assert leaving(0.01, 50.0) is None
-    assert leaving(10.0, 0.0) is None
 
 
 def test_a_round_says_places_of_what_leaves_and_not_of_what_the_program_holds() -> None:

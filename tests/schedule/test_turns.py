@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.schedule.tested import Turns
 
 
@@ -60,8 +58,3 @@ def test_who_is_waited_for_and_does_not_wait_here_changes_nothing() -> None:
     made.put_first(7)
     made.add((7, "h"))  # the next step's, for which nobody waits yet
     assert order(made) == "bch"
-
-
-def test_nobody_can_be_taken_from_nobody() -> None:
-    with pytest.raises(IndexError):
-        mostly().pop()

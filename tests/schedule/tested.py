@@ -42,22 +42,14 @@ from hetmem.schedule.placement import (
     staging_slots,
 )
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.saved import SavedInterval, SavedRound, StepPace, homes_beside, to_leave
+from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 from hetmem.schedule.update_split import (
     MARGIN_SHARE,
     Candidate,
-    Costs,
-    Facts,
-    Fitting,
-    StreamedShare,
-    Way,
     choose,
     idle_bytes,
-    spread,
-    streamed_part,
-    update_costs,
 )
 from hetmem.schedule.updates import Turns
 
@@ -80,12 +72,9 @@ __all__ = [
     "ChunkSpec",
     "Command",
     "CopyState",
-    "Costs",
     "DeviceProfile",
     "Drop",
-    "Facts",
     "Fetch",
-    "Fitting",
     "GradientSends",
     "HostProfile",
     "Layout",
@@ -105,19 +94,15 @@ __all__ = [
     "SegmentTrace",
     "Send",
     "SlotMap",
-    "StepPace",
-    "StreamedShare",
     "Supply",
     "Tier",
     "TraceBook",
     "Turns",
     "UseSequence",
-    "Way",
     "Write",
     "build_layout",
     "choose",
     "fits_device",
-    "homes_beside",
     "idle_bytes",
     "largest_chunk_elements",
     "place",
@@ -125,10 +110,7 @@ __all__ = [
     "round_up",
     "search_chunk_elements",
     "set_aside",
-    "spread",
     "staging_slots",
-    "streamed_part",
     "to_leave",
-    "update_costs",
     "wait_until",
 ]

@@ -1,25 +1,198 @@
-"""Carries out gradients and updates on the simulator's clock, as `schedule.gradients` and `schedule.updates` decide.
+"""What the engine and the optimizer of a run have beside transfers, on the simulator's clock.
 
-Gradients go home, or to a place on the device where their update reads them. An update on the device has its states
-brought to a slot on one link, is made behind that, and its states go home on the other; a copy for operators is made
-from the slot. When an update begins is decided in `step_program`. Pure.
+`Notes` does with segments, moments and the device's room what `engine.runtime` and `engine.device_limit` do in a run;
+gradients and updates are carried out as `schedule.gradients` and `schedule.updates` decide. When an update begins is
+decided in `step_program`. Pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from hetmem.planner.rehearsal.room import Notes
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
+from hetmem.base.units import format_size
+from hetmem.errors import CapacityError
 from hetmem.planner.reservation import Arrangement, with_own_gradients
+from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import PLACED, CopyState
-from hetmem.schedule.gradients import Lending, wait_until
-from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import SLOTS
-from hetmem.schedule.updates import DeviceUpdates, GradientPlaces, HostUpdates
+from hetmem.schedule.gradients import Lending
+from hetmem.schedule.placement import Capacities, Ground, NoRoom
+from hetmem.schedule.saved import MANY_CHUNKS
+from hetmem.schedule.trace import DEVICE, STEP, Tier
+from hetmem.schedule.tracer import StepTracer
+from hetmem.schedule.update_split import idle_bytes, room_bytes
+from hetmem.schedule.updates import HostUpdates
+
+FORWARD, BACKWARD = ("forward",), ("backward",)
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The most bytes on the device so far: of everything, of chunks, and of what is not chunks."""
+
+    device: int = 0
+    chunk: int = 0
+    other: int = 0
+
+    def note(self, chunk_bytes: int, other_bytes: int) -> None:
+        """So many are there at one time."""
+        if chunk_bytes + other_bytes > self.device:
+            self.device = chunk_bytes + other_bytes
+        if chunk_bytes > self.chunk:
+            self.chunk = chunk_bytes
+        if other_bytes > self.other:
+            self.other = other_bytes
+
+
+class Notes:
+    """The segments and moments of one run, and what chunks may take of the device at each.
+
+    `home_bytes` are homes on the device, and what else stays there beside copies; `kept_bytes` gradients that do.
+    `ahead_bytes` are left to activations that come before their use, by copies that are many. Without slots on the
+    device nothing is limited.
+    """
+
+    def __init__(
+        self,
+        traffic: SimulatedTraffic,
+        capacities: Capacities,
+        ground: Ground,
+        home_bytes: int,
+        ahead_bytes: int = 0,
+    ) -> None:
+        self._traffic, self.capacities, self._slot_bytes = traffic, capacities, ground.slot_bytes
+        self._streams = ground.device_slots > 0
+        self._limit = ground.device_slots
+        self._copy_bytes = sum(chunk.span for chunk in ground.chunks) * ground.slot_bytes
+        self._many_slots = MANY_CHUNKS * max((chunk.span for chunk in ground.chunks), default=0)
+        self._ahead_bytes = ahead_bytes
+        self.home_bytes = home_bytes
+        self.kept_bytes = 0
+        self.peaks = Peaks()
+        self._tracer = StepTracer()
+        self.staged = self._tracer.host_use
+        self.knows_a_backward = self._tracer.knows_a_backward
+        self._ended: Hashable | None = None
+
+    # ---- segments ----------------------------------------------------------------------------------------------
+
+    def begin(self, key: Hashable) -> None:
+        """The segment `key` begins, and the one before ends."""
+        tracer = self._tracer
+        before = tracer.key if tracer.key is not None else self._ended
+        self._ended = None
+        tracer.end()
+        tracer.begin(key, measured=key != STEP and tracer.must_measure(key))
+        if tracer.known is not None and tracer.known.opening.non_model_bytes:
+            self._set_limit(tracer.known.opening.non_model_bytes)
+        if before is not None:
+            tracer.book.follows(before, key)
+        self._traffic.poll()
+        self._expect(key)
+
+    def end(self) -> None:
+        """The running segment ends, and nothing begins yet."""
+        tracer, self._ended = self._tracer, self._tracer.key
+        assert self._ended is not None
+        follower = tracer.book.follower(self._ended)
+        tracer.end()
+        if follower is not None:
+            self._expect(follower)
+
+    def _expect(self, key: Hashable) -> None:
+        self._traffic.execute(self._traffic.residency.expect(self._tracer.book.schedules(key)))
+
+    # ---- moments -----------------------------------------------------------------------------------------------
+
+    def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
+        """`operator` uses `blocks` next; `live_bytes` are not chunks, gradients on their way aside."""
+        self._traffic.poll()
+        leaving = self._traffic.gradient_bytes()
+        moment = self._tracer.moment(operator, blocks, live_bytes + leaving, leaving)
+        self._set_limit(moment.non_model_bytes)
+        self._traffic.residency.reach(blocks, DEVICE)
+        self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
+
+    def acquire(self, block: int, live_bytes: int) -> None:
+        """A use of `block` in the moment that has begun with `live_bytes`. Where there is no room it gets what
+        gradients have left since that were on their way."""
+        try:
+            self._traffic.acquire(block, DEVICE)
+        except CapacityError:
+            if not self._tracer.measured:
+                raise
+            live = live_bytes + self._traffic.gradient_bytes()
+            self._tracer.begins_with(live)
+            self._set_limit(live)
+            self._traffic.acquire(block, DEVICE)
+
+    def chunk_bytes(self) -> int:
+        """What chunks take of the device now, homes and copies."""
+        return self._traffic.residency.taken[DEVICE].used * self._slot_bytes + self.home_bytes
+
+    def idle_bytes(self) -> int:
+        """See `schedule.update_split`."""
+        capacities = self.capacities
+        return idle_bytes(
+            capacities.usable_bytes, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes
+        )
+
+    def grew(self, live_bytes: int) -> None:
+        """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.
+
+        Only where no trace says it. Raises `NoRoom` if it is too much.
+        """
+        if not self._tracer.measured:
+            return
+        traffic = self._traffic
+        live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
+        self._set_limit(live)
+        while self.chunk_bytes() + live > self.capacities.usable_bytes and (
+            traffic.residency.in_flight() or traffic.gradients.under_way
+        ):
+            traffic.wait_for_one()
+            live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
+        self._tracer.grew(live, traffic.gradient_bytes())
+        missing = self.chunk_bytes() + live - self.capacities.usable_bytes
+        if missing > 0:
+            raise NoRoom(
+                f"activations and other tensors take {format_size(live)} and chunks in use "
+                f"{format_size(self.chunk_bytes())} of the device",
+                DEVICE,
+                missing,
+            )
+        self.peaks.note(self.chunk_bytes(), live)
+
+    def sent(self, live_bytes: int) -> None:
+        """A gradient has begun its way home; `live_bytes` are left that are not chunks, those on their way aside."""
+        if self._tracer.measured:
+            self._tracer.sent(live_bytes)
+        else:
+            self._tracer.gradients_sent += 1
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether an activation of `nbytes` may come before it is used."""
+        needed = self._tracer.own_bytes + self._traffic.gradient_bytes() + nbytes
+        copies = min(self._limit * self._slot_bytes, self._copy_bytes)
+        return max(self.chunk_bytes(), copies + self.home_bytes) + needed <= self.capacities.usable_bytes
+
+    def _set_limit(self, non_model_bytes: int) -> None:
+        if not self._streams:
+            return
+        limit = self._slots(non_model_bytes)
+        if self._ahead_bytes:  # as `DeviceRoom` does
+            limit = max(self._slots(non_model_bytes + self._ahead_bytes), min(limit, self._many_slots))
+        if limit != self._limit:
+            self._limit = limit
+            self._traffic.execute(self._traffic.residency.limit(DEVICE, limit))
+
+    def _slots(self, non_model_bytes: int) -> int:
+        """The slots that chunks may take beside `non_model_bytes`."""
+        capacities = self.capacities
+        room = room_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, non_model_bytes, self.home_bytes)
+        return max(0, room // self._slot_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +210,7 @@ class Update:
     the host's workers together, or `device_seconds`.
 
     `number`: of the chunk. `operand`: the block whose copy on the device it makes old.
-    `ready`: whether its gradients are at home. `done` is told at its end. `crossing`: the bytes
-    that come to the device for it and go home again, where states do.
+    `ready`: whether its gradients are at home. `done` is told at its end.
     """
 
     number: int
@@ -49,118 +221,19 @@ class Update:
     device_seconds: float
     ready: Callable[[], bool]
     done: Callable[[], None] = lambda: None
-    crossing: tuple[int, int] | None = None
     had_copy: bool = False
-    borrows: bool = False
-    """Whether its gradients were brought to a place, and did not arrive in one."""
-
-
-class SimulatedDeviceUpdates(DeviceUpdates[int, Update, None, None]):
-    """Those updates that run on the device. `begun` are the numbers of the chunks. `updates` has the others."""
-
-    updates: SimulatedUpdates
-
-    def __init__(self, traffic: SimulatedTraffic, notes: Notes) -> None:
-        super().__init__(GradientPlaces())
-        self._traffic, self._notes = traffic, notes
-        self._reading = 0
-        self.begun: set[int] = set()
-        self.slot_bytes = 0
-        self.sent_home_bytes = 0
-
-    # ---- slots -------------------------------------------------------------------------------------------------
-
-    def idle_bytes(self) -> int:
-        """See `schedule.update_split`; what slots take is not idle."""
-        return self._notes.idle_bytes()
-
-    def take_slots(self, nbytes: int) -> bool:
-        """Have slots of `nbytes` each. Call it with nothing under way."""
-        self.give_slots_back()
-        self.slot_bytes, self._free = nbytes, [None] * SLOTS
-        self.kept.open([None] * SLOTS)
-        self._notes.home_bytes += SLOTS * nbytes
-        return True
-
-    def give_slots_back(self) -> None:
-        """Their memory is the device's again, once updates that trail are over (a run leaves those of them that are
-        queued to the host)."""
-        self.pump()
-        while not self.idle:
-            self._traffic.wait_for_one()
-            self.pump()
-        assert not self.kept.chunks, "gradients that stay belong to an update"
-        self.kept.give_up()
-        self._free.clear()
-        self._notes.home_bytes -= SLOTS * self.slot_bytes
-        self.slot_bytes = 0
-
-    # ---- updates -----------------------------------------------------------------------------------------------
-
-    def _chunk(self, update: Update) -> int:
-        return update.number
-
-    def _is_ready(self, update: Update) -> bool:
-        return update.ready()
-
-    @property
-    def _reads_gradients(self) -> bool:
-        return bool(self._reading)
-
-    def _leave_to_host(self, update: Update) -> None:
-        update.crossing, update.device_seconds = None, 0.0
-        self.updates.add_here(update)
-
-    def _wait_until(self, reached: Callable[[], bool]) -> bool:
-        return wait_until(self._traffic, reached)
-
-    def _begin(self, update: Update, slot: None) -> None:
-        """The host tells the link what to bring, which is updated there."""
-        assert update.crossing is not None
-        self._running.append(update)
-        self._reading += 1
-        update.borrows = not self.kept.holds(update.number)
-        if update.borrows:
-            self.kept.borrow()
-        self.begun.add(update.number)
-        traffic = self._traffic
-        traffic.now += update.thread_seconds
-        there_bytes, home_bytes = update.crossing
-        brought = partial(self._brought, update, home_bytes)
-        traffic.copy_beside(traffic.host_to_device, there_bytes, brought, update.device_seconds)
-
-    def _brought(self, update: Update, home_bytes: int) -> None:
-        """The gradients have been read."""
-        self._reading -= 1
-        if update.borrows:
-            self.kept.put_back(None)
-        else:
-            self.kept.leave(update.number)
-        self.sent_home_bytes += home_bytes
-        self._traffic.copy_beside(self._traffic.device_to_host, home_bytes, partial(self._home, update))
-
-    def _home(self, update: Update) -> None:
-        self._traffic.end_update(update.operand, renew=update.had_copy, near=True)
-        self._running.remove(update)
-        self._free.append(None)
-        update.done()
-        self.updates.pump()
 
 
 class SimulatedUpdates(HostUpdates[Update]):
-    """The updates of one optimizer, by the workers of `cores` cores; `opened` is told what it uses in host
-    memory. `streamed` has those with a `crossing`.
+    """The updates of one optimizer, by the workers of `cores` cores; `notes` are told what they use in host memory.
 
-    `seconds` are those in which at least one update here was computed, or was ready for that and waited for a worker:
-    what a report measures. What the thread that trains does for an update before is not among them, nor those of
-    `streamed`.
+    `seconds` are those in which at least one update was computed, or was ready for that and waited for a worker: what
+    a report measures. What the thread that trains does for an update before is not among them.
     """
 
     def __init__(self, traffic: SimulatedTraffic, cores: int, notes: Notes) -> None:
         super().__init__(lambda update: update.number)
         self._traffic, self._cores, self._notes = traffic, cores, notes
-        self.streamed: SimulatedDeviceUpdates = SimulatedDeviceUpdates(traffic, notes)
-        self.streamed.updates = self
         self._free_at = self._busy_until = 0.0
         self._waiting = False
         self.seconds = 0.0
@@ -169,13 +242,6 @@ class SimulatedUpdates(HostUpdates[Update]):
     def add(self, update: Update) -> None:
         """Queue `update`; until it is over nothing fetches its operand."""
         update.had_copy = self._traffic.begin_update(update.operand)
-        if update.crossing is None:
-            self.add_here(update)
-        else:
-            self.streamed.add(update)
-
-    def add_here(self, update: Update) -> None:
-        """Queue `update` for the host."""
         self._queue.add(update)
 
     def finish(self) -> None:
@@ -183,7 +249,6 @@ class SimulatedUpdates(HostUpdates[Update]):
         opened."""
         self._waiting = True
         while not self.idle:
-            self.streamed.give_way()
             self.pump()
             if self.idle:
                 break
@@ -260,43 +325,26 @@ class SimulatedUpdates(HostUpdates[Update]):
 class SimulatedGradients:
     """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step.
 
-    Chunks that are lent homes of gradients have one from the first arrival to their update; those of which
-    `comes_there` is true have it on the device, as far as `streamed` has places; the bytes of these are `stayed_bytes`.
-    `new_bytes`, by tier: homes that gradients have for good and had not when the run began. Gradients are written
-    to NVMe once those of all parameters of a chunk that are `awaited` are there; None: when the backward is over.
+    Chunks that are lent homes of gradients have one from the first arrival to their update. `new_bytes`, by tier: homes
+    that gradients have for good and had not when the run began. Gradients are written to NVMe once those of all
+    parameters of a chunk that are `awaited` are there; None: when the backward is over.
     """
 
     def __init__(
         self,
         traffic: SimulatedTraffic,
         notes: Notes,
-        streamed: SimulatedDeviceUpdates,
         blocks: Mapping[tuple[str, int], int],
-        comes_there: Callable[[int], bool],
         set_aside: tuple[int, ...],
         awaited: Callable[[int], Collection[int]] | None,
     ) -> None:
         self._arrangement: Arrangement
-        self._traffic, self._notes, self._streamed, self._blocks = traffic, notes, streamed, blocks
-        self._kept = streamed.kept
-        self._comes_there, self._awaited = comes_there, awaited
+        self._traffic, self._notes, self._blocks, self._awaited = traffic, notes, blocks, awaited
         self.arrivals: Counter[int] = Counter()
-        self.stayed_bytes = 0
         self.new_bytes: Counter[Tier] = Counter()
         self._lending = Lending(set_aside)
         self._lent: dict[int, int] = {}
         """The bytes of the homes in host memory that gradients were lent, by chunk."""
-        self._stayed: Counter[int] = Counter()
-        """Bytes that have arrived in chunks whose gradients stay on the device."""
-
-    def begin_step(self) -> None:
-        """No gradient has arrived."""
-        self.arrivals.clear()
-        self._stayed.clear()
-
-    def begin_backward(self) -> None:
-        """Of the backward that begins no gradient has arrived."""
-        self._traffic.gradients.complete.begin()
 
     def send(self, arrangement: Arrangement, parameter: int, device_bytes: int) -> Arrangement:
         """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Returns `arrangement`, where its chunk
@@ -304,7 +352,7 @@ class SimulatedGradients:
         self._arrangement = arrangement
         chunk, sends = arrangement.chunk_of[parameter], self._traffic.gradients
         ground = arrangement.ground
-        if chunk in arrangement.lent and not self.waits(chunk):
+        if chunk in arrangement.lent and chunk not in self._lent:
             sends.find_place(chunk, self)
         elif (
             parameter in self.arrivals
@@ -314,14 +362,9 @@ class SimulatedGradients:
         arrangement = self._arrangement
         nbytes = arrangement.elements[parameter] * ground.role_itemsize(chunk, arrangement.gradient(chunk))
         tier = arrangement.homes["grad"][chunk]
-        if tier is Tier.DEVICE:
-            return arrangement
-        if self._kept.holds(chunk):
-            self._stayed[chunk] += nbytes
-            self.stayed_bytes += nbytes
-            return arrangement
         if tier is Tier.HOST:
             self._traffic.send_gradient(chunk, nbytes, device_bytes)
+        if tier is not Tier.NVME:
             return arrangement
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
@@ -339,13 +382,6 @@ class SimulatedGradients:
             self._traffic.execute(self._traffic.residency.settle(block))
 
     # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
-
-    def keep(self, chunk: int) -> bool:
-        """Keep gradients of `chunk` on the device, where their update reads them; False if they go home."""
-        if not (self._comes_there(chunk) and self._streamed.find_place()):
-            return False
-        self._kept.take(chunk)
-        return True
 
     def lend(self, chunk: int) -> bool:
         """Give gradients of `chunk` a place that was set aside; False if all that are large enough are lent."""
@@ -367,34 +403,16 @@ class SimulatedGradients:
 
     def waits(self, chunk: int) -> bool:
         """Whether gradients of `chunk` have a home that was lent for them."""
-        return chunk in self._lent or self._kept.holds(chunk)
+        return chunk in self._lent
 
     def retire(self, chunk: int) -> None:
         """The update of `chunk` has read its gradients."""
         if chunk in self._lent:
             self._lending.give(self._lent.pop(chunk))
 
-    def bring_home(self, arrangement: Arrangement, but: Container[int]) -> Arrangement:
-        """The backward is over: what has stayed on the device goes home, except gradients of chunks in `but`. Returns
-        `arrangement` as `send` does."""
-        self._arrangement = arrangement
-        for chunk in self._kept.chunks:
-            if chunk not in but:
-                self._leave_device(chunk)
-        return self._arrangement
-
-    def _leave_device(self, chunk: int) -> None:
-        if not self._traffic.gradients.lend(chunk, self):
-            self.give_own(chunk)
-        self._traffic.send_home(self._arrangement.role_bytes(chunk, "arriving"))
-        self.stayed_bytes -= self._stayed[chunk]
-        self._kept.leave(chunk)
-
     def _widen(self, chunk: int) -> None:
         """Give gradients of `chunk`, to which one more is added than fits into their bits, a home for good."""
         self._traffic.wait_for_gradients()
-        if self._kept.holds(chunk):
-            self._leave_device(chunk)
         if chunk in self._arrangement.lent:
             self.give_own(chunk)
         self.retire(chunk)

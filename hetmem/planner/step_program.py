@@ -7,22 +7,28 @@ counterpart of `engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from operator import sub
 
 from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.errors import CapacityError
 from hetmem.planner.activations import SimulatedActivations
-from hetmem.planner.rehearsal.room import BACKWARD, FORWARD, Notes
-from hetmem.planner.rehearsal.simulator import SimulatedTraffic
-from hetmem.planner.rehearsal.updates import SimulatedGradients, SimulatedUpdates, Staged, Update
-from hetmem.planner.reservation import ROLES, Arrangement, crossing, facts_of, fits, moved, to_the_device
+from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
+from hetmem.planner.simulated_engine import (
+    BACKWARD,
+    FORWARD,
+    Notes,
+    SimulatedGradients,
+    SimulatedUpdates,
+    Staged,
+    Update,
+)
+from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
-from hetmem.schedule.blocks import Block, Link, in_flight_bytes
+from hetmem.schedule.blocks import Block, in_flight_bytes
 from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import STEP, Tier
-from hetmem.schedule.update_split import SLOTS, UPDATE_BYTES, Facts, StreamedShare, part_sent, slots_bytes
+from hetmem.schedule.update_split import UPDATE_BYTES
 
 
 class Rehearsal:
@@ -73,13 +79,8 @@ class Rehearsal:
         self._how = updating or Updating()
         self._begun: set[int] = set()
         self._updates = SimulatedUpdates(self._traffic, hardware.host.cores, self._notes)
-        self._streamed = self._updates.streamed
         awaited = None if self._how.overlapped else self._members
-        self._sink = SimulatedGradients(
-            self._traffic, self._notes, self._streamed, self._blocks, self._comes_there, arrangement.set_aside, awaited
-        )
-        able = self._how.streamed_states and not (ground.resident or ground.uses_nvme)
-        self._share = StreamedShare(hardware, self._streamed) if able else None
+        self._sink = SimulatedGradients(self._traffic, self._notes, self._blocks, arrangement.set_aside, awaited)
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
@@ -110,11 +111,10 @@ class Rehearsal:
     def step(self) -> StepResult:
         """One step. Raises `NoRoom` where the run would be out of device memory."""
         traffic, capacities = self._traffic, self._notes.capacities
-        events, before = traffic.events, self._reading()
+        before = self._reading()
         self._updates.seconds = 0.0
-        self._sink.begin_step()
+        self._sink.arrivals.clear()
         self._begun.clear()
-        self._streamed.begun.clear()
         try:
             for _ in range(self._micro_batches):
                 self._micro_batch()
@@ -124,7 +124,7 @@ class Rehearsal:
             raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
         self._steps += 1
         self._notes.peaks.note(self._notes.chunk_bytes(), 0)
-        seconds, stalled, fetches, faults, *loads = map(sub, self._reading(), before)
+        seconds, stalled, *loads = map(sub, self._reading(), before)
         return StepResult(
             seconds,
             stalled,
@@ -133,23 +133,16 @@ class Rehearsal:
             capacities.usable_bytes if self._workload.fills_device else self._notes.peaks.device,
             self._notes.peaks.chunk,
             self._notes.peaks.other,
-            int(fetches),
-            int(faults),
-            traffic.events - events,
             {tier: dict(roles) for tier, roles in self._moved.items()},
             self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
-            self._part_of(self._streamed.begun),
-            SLOTS * self._streamed.slot_bytes,
             {tier.name.lower(): nbytes for tier, nbytes in self._sink.new_bytes.items()},
         )
 
     def _reading(self) -> tuple[float, ...]:
-        """The clock, the stalls, fetches and faults, the bytes of each link and its busy seconds."""
-        traffic, counts = self._traffic, self._traffic.residency.counts
-        moved = (sum(counted.values()) for counted in (counts.fetches, counts.faults))
-        loads = [queue.load for queue in traffic.links.values()]
+        """The clock, the stalls, the bytes of each link and its busy seconds."""
+        traffic, loads = self._traffic, [queue.load for queue in self._traffic.links.values()]
         numbers = (*(load.bytes for load in loads), *(load.seconds for load in loads))
-        return traffic.now, traffic.stall_seconds, *moved, *numbers
+        return traffic.now, traffic.stall_seconds, *numbers
 
     def _micro_batch(self) -> None:
         moves = self._activations
@@ -177,7 +170,7 @@ class Rehearsal:
                 self._notes.begin(FORWARD)
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
-                self._sink.begin_backward()
+                self._traffic.gradients.complete.begin()
             case Kind.USE | Kind.SAVED if self._blocks:
                 self._use(index, event)
                 return
@@ -255,7 +248,6 @@ class Rehearsal:
         if self._blocks:
             self._traffic.wait_for_gradients()
             self._traffic.wait_until_written(self._on_nvme("grad"))
-            self._arrangement = self._sink.bring_home(self._arrangement, self._begun)
 
     def _written_by_users(self) -> list[int]:
         """The blocks of trained parameters at home, where operators see copies of them, and not of 16-bit copies."""
@@ -301,29 +293,6 @@ class Rehearsal:
         self._arrangement = moved(arrangement, chosen)
         self._used.clear()
 
-    def _choose_streamed(self) -> None:
-        """As `optim.device_updates`."""
-        if self._share is not None and self._notes.knows_a_backward():
-            sent_home = self._traffic.device_to_host.load.bytes - self._streamed.sent_home_bytes
-            sent_home += self._sink.stayed_bytes  # as if they had been sent: that is what the choice is about
-            self._share.look(sent_home, self._notes.home_bytes, self._facts)
-
-    def _facts(self) -> Facts:
-        return facts_of(self._arrangement, self._workload, gradients_stay=self._how.streamed_gradients)
-
-    def would_stream(self, step: StepResult) -> bool:
-        """Whether a `step` without states that are sent to the device would be shorter with them, and have room."""
-        found = self._facts()
-        idle = self._notes.idle_bytes() + sum(sum(roles.values()) for roles in self._moved.values())
-        sent_home = step.bytes.get(Link.DEVICE_TO_HOST.value, 0)
-        return slots_bytes(found.fitting) <= idle and part_sent(self._hardware, found, sent_home) > 0
-
-    def _comes_there(self, chunk: int) -> bool:
-        """Whether updates of the whole of `chunk` are made on the device, with its states sent there."""
-        if self._share is None or chunk not in self._share.chosen or not self._streamed.slot_bytes:
-            return False
-        return fits(self._arrangement, self._workload, chunk)
-
     def _members(self, chunk: int) -> set[int]:
         """The parameters of `chunk` that an update changes."""
         return set(self._arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
@@ -334,7 +303,6 @@ class Rehearsal:
         self._traffic.outdate(block for block in self._on_nvme("param") if block not in begun)
         if not self._how.trails:
             self._updates.finish()
-        self._choose_streamed()
         self._fill_idle()
         for chunk in sorted(self._arrangement.homes["exp_avg"]):
             members = self._members(chunk)
@@ -366,20 +334,17 @@ class Rehearsal:
         nbytes += COPY_BYTES * copies - itemsize + ground.role_itemsize(chunk, self._arrangement.gradient(chunk))
         nbytes *= sum(self._arrangement.elements[index] for index in members)
         whole = len(members) == len(ground.chunks[chunk].parameters)
-        by_the_caller = hardware.host_to_device.by_the_caller
-        streams = self._comes_there(chunk) and self._usual.keys() >= members
         self._traffic.now += len(members) * hardware.thread.queue_seconds
-        on_device = here and not by_the_caller
+        on_device = here and not hardware.host_to_device.by_the_caller
         update = Update(
             chunk,
             self._blocks.get(self._operand(chunk)),
             tuple(self._staged(chunk, whole=whole)),
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
             0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
-            nbytes / hardware.device.bytes_per_second if on_device or streams else 0.0,
+            nbytes / hardware.device.bytes_per_second if on_device else 0.0,
             ready=lambda: not self._traffic.gradients.arriving(chunk),
             done=lambda: self._sink.retire(chunk),
-            crossing=crossing(self._arrangement, chunk, kept=self._streamed.kept.holds(chunk)) if streams else None,
         )
         self._updates.add(update)
 
@@ -424,14 +389,13 @@ def rehearse(
         return more.continued(few, (micro_batches - _REHEARSED[-1]) / each)
     run = Rehearsal(workload, arrangement, capacities, hardware, micro_batches=micro_batches, updating=updating)
     if updating is not None and updating.trails:
-        last = StepResult.mean([run.step() for _ in range(2 * steps)][-steps:])
-        return replace(last.steady(), would_stream=run.would_stream(last))
+        return StepResult.mean([run.step() for _ in range(2 * steps)][-steps:]).steady()
     last = run.step()
     for _ in range(steps - 1):
         before, last = last, run.step()
         if last.is_as(before):
             break
-    return replace(last.steady(), would_stream=run.would_stream(last))
+    return last.steady()
 
 
 _REHEARSED = (3, 6)

@@ -31,8 +31,8 @@ from hetmem.schedule.blocks import (
     Fetch,
     Link,
     LinkUse,
-    Prefetch,
     Write,
+    ahead_at_once,
     in_flight_bytes,
 )
 from hetmem.schedule.gradients import GradientSends, Send, wait_until
@@ -88,13 +88,11 @@ class SimulatedTraffic:
         device_bytes: int = 1 << 40,
         slot_bytes: int | None = None,
     ) -> None:
-        ahead = Prefetch()
-        at_once = ahead.at_once(slot_bytes, device_bytes) if slot_bytes else None
-        self.residency = Residency(slots, policy, lookahead=ahead.uses_ahead, in_flight=at_once or ahead.in_flight)
+        at_once = ahead_at_once(slot_bytes or device_bytes, device_bytes)
+        self.residency = Residency(slots, policy, in_flight=at_once)
         self.sizes: list[int] = []
         self.now = 0.0
         self.stall_seconds = 0.0
-        self.events = 0
         self.host_to_device = LinkQueue(hardware.host_to_device)
         self.device_to_host = LinkQueue(hardware.device_to_host)
         self._share_the_link(hardware.both_ways_bytes_per_second)
@@ -106,7 +104,6 @@ class SimulatedTraffic:
         self.own: set[int] = set()
         """Blocks that no user writes to: 16-bit copies at home."""
         self._updating: set[int] = set()
-        self._near: int | None = None
         self._cast = Rate(hardware.device.bytes_per_second)
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
@@ -162,7 +159,6 @@ class SimulatedTraffic:
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> None:
         """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
-        self.events += 1
         residency = self.residency
         used = residency.use({block: 1}, tier)
         commands = residency.acquire(block, tier, load=load) if used is None else used
@@ -178,7 +174,6 @@ class SimulatedTraffic:
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
         """One use less."""
-        self.events += 1
         commands = self.residency.release(block, tier, dirty=dirty)
         if commands:
             self.execute(commands)
@@ -193,7 +188,6 @@ class SimulatedTraffic:
     def ask(self, block: int, *, load: bool) -> None:
         """Begin what `open_staged` does, and do not wait."""
         self.residency.reach((block,), HOST)
-        self.events += 1
         self.execute(self.residency.acquire(block, HOST, load=load))
 
     def unask(self, block: int) -> None:
@@ -228,16 +222,13 @@ class SimulatedTraffic:
             self.execute(self.residency.invalidate(operand, DEVICE))
         return found
 
-    def end_update(self, operand: int | None, *, renew: bool, near: bool = False) -> None:
-        """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again, made of what is
-        there already if that is `near`."""
+    def end_update(self, operand: int | None, *, renew: bool) -> None:
+        """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again."""
         if operand is not None:
             self._updating.discard(operand)
-            self._near = operand if near else None
             self.execute(self.residency.resume(operand))
             if renew:
                 self.execute(self.residency.prefetch(operand, DEVICE))
-            self._near = None
 
     def outdate(self, blocks: Iterable[int]) -> None:
         """The user may have written to the homes of `blocks`, but where an update trails: no copy of them counts, and
@@ -252,12 +243,10 @@ class SimulatedTraffic:
                 self.execute(self.residency.invalidate(block, tier))
         self.residency.lift(blocks)
 
-    def copy_beside(self, link: LinkQueue, nbytes: int, done: Callable[[], None], then_seconds: float = 0.0) -> None:
-        """Send `nbytes` that are no block's over `link`; `done` is called when they are there and what is computed
-        behind them in their stream has taken `then_seconds`."""
+    def copy_beside(self, link: LinkQueue, nbytes: int, done: Callable[[], None]) -> None:
+        """Send `nbytes` that are no block's over `link`; `done` is called when they are there."""
         self.now += self._transfer_seconds
-        link.free_at = link.send(self.now, nbytes) + then_seconds
-        self.later(link.free_at, done)
+        self.later(link.send(self.now, nbytes), done)
 
     def move_in(self, block: int, home: Block, nbytes: int) -> None:
         """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
@@ -348,9 +337,7 @@ class SimulatedTraffic:
         """Start `commands` in order; what follows from one that is done at once goes behind the others."""
         waiting = self._commands
         for command in commands:
-            if isinstance(command, Drop):
-                self.events += 1  # is done by being decided
-            else:
+            if not isinstance(command, Drop):  # which is done by being decided
                 waiting.append((command, command.block == urgent))
         if self._executing or not waiting:
             return
@@ -365,7 +352,6 @@ class SimulatedTraffic:
         heapq.heappush(self._ends, (end, self._sent, what))
 
     def _note(self, what: Fetch | Write | Callable[[], None]) -> None:
-        self.events += 1
         if isinstance(what, tuple):  # a command
             commands = self.residency.done(what)
             if commands:
@@ -374,14 +360,13 @@ class SimulatedTraffic:
             what()
 
     def _carry_out(self, command: Fetch | Write, urgent: bool) -> None:
-        self.events += 1
         if isinstance(command, Write):
             link = self.nvme_write
         else:
             link = self.host_to_device if command.target is DEVICE else self.nvme_read
         block = command.block
         nbytes = self.sizes[block]
-        if block in self.on_device or block == self._near:
+        if block in self.on_device:
             self.now += self._cast.seconds(nbytes)
             self.execute(self.residency.done(command))
             return
