@@ -164,8 +164,8 @@ class DeviceRoom:
         if not self._memory.device.watched or self._tracer.measured:
             return
         room = self._room_beside_chunks()
-        while 0 < self.leaving_bytes > room:
-            if not self._give_way():
+        while 0 < self.leaving_bytes > room:  # what has come ahead would have to come once more
+            if self._traffic.gradients.under_way or self.leaving or not self._give_way():
                 self._traffic.wait_for_one()
 
     def _room_beside_chunks(self) -> int:
