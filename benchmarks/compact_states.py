@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from benchmarks import nearest_codes
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, Task, adamw_compact_tasks, adamw_tasks
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Task, adamw_compact_tasks, adamw_tasks
 from hetmem.cpu.workers import WorkerPool
 
 SEED, CORPUS_BYTES, HELD_OUT_BYTES = 20, 4_000_000, 200_000
@@ -73,23 +73,23 @@ def compact(weight: torch.dtype, moments: torch.dtype) -> Callable[[Tensor, int]
         p = computed.to(weight, copy=True)
         computed.copy_(p)
         m, v = (torch.zeros_like(p, dtype=moments) for _ in range(2))
-        return lambda step, grad: adamw_compact_tasks(step, p, grad, m, v, computed, key=key)
+        return lambda step, grad: adamw_compact_tasks(step, p, grad, [m, v], computed, key=key)
 
     return make
 
 
-def zero_codes(numel: int) -> tuple[Codes8Bit, Codes8Bit]:
+def zero_codes(numel: int) -> list[Tensor]:
     groups = -(-numel // GROUP_ELEMENTS)
     m, root = (torch.zeros(numel, dtype=dtype) for dtype in (torch.int8, torch.uint8))
-    return Codes8Bit(m, torch.zeros(groups)), Codes8Bit(root, torch.zeros(groups))
+    return [m, torch.zeros(groups), root, torch.zeros(groups)]
 
 
 def eight_bits(weight: torch.dtype) -> Callable[[Tensor, int], Update]:
     def make(computed: Tensor, key: int) -> Update:
         p = computed.to(weight, copy=True)
         computed.copy_(p)
-        m, root = zero_codes(p.numel())
-        return lambda step, grad: adamw_compact_tasks(step, p, grad, m, root, computed, key=key)
+        codes = zero_codes(p.numel())
+        return lambda step, grad: adamw_compact_tasks(step, p, grad, codes, computed, key=key)
 
     return make
 
@@ -113,12 +113,14 @@ def to_nearest(weight: torch.dtype, moments: torch.dtype) -> Callable[[Tensor, i
 
 
 def eight_bits_to_nearest(computed: Tensor, key: int) -> Update:
-    p, m, v, (m_codes, root_codes) = computed.clone(), *torch.zeros(2, computed.numel()), zero_codes(computed.numel())
+    p, m, v = computed.clone(), *torch.zeros(2, computed.numel())
+    m_codes, m_scales, root_codes, root_scales = zero_codes(computed.numel())
 
     def store() -> None:
-        for form, state, moment in (("snorm8", m, m_codes), ("unorm8", v.sqrt_(), root_codes)):
-            nearest_codes.quantise(form, state, moment.codes, moment.scales)
-            nearest_codes.dequantise(state, moment.codes, moment.scales)
+        coded = (("snorm8", m, m_codes, m_scales), ("unorm8", v.sqrt_(), root_codes, root_scales))
+        for form, state, codes, scales in coded:
+            nearest_codes.quantise(form, state, codes, scales)
+            nearest_codes.dequantise(state, codes, scales)
         v.square_()
 
     return lambda step, grad: [lambda: [task() for task in adamw_tasks(step, p, grad, m, v, computed)] and store()]

@@ -28,7 +28,6 @@ from hetmem.cpu import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
-    Codes8Bit,
     adamw_compact_tasks,
     adamw_tasks,
     kernel_name,
@@ -135,13 +134,11 @@ def small_states(elements: int, pool: WorkerPool) -> Runs:
     runs: Runs = {"fp32 states": lambda: pool.run(adamw_tasks(STEP, *whole))}
     for name, weight in (("fp32 weights", torch.float32), ("bf16 weights", torch.bfloat16)):
         p, grad, m, v, copy = make_tensors(elements)
-        small = (p.to(weight), grad, m.bfloat16(), v.bfloat16(), copy if weight is torch.float32 else None)
+        small = (p.to(weight), grad, [m.bfloat16(), v.bfloat16()], copy if weight is torch.float32 else None)
         runs[f"{name}, bf16 moments"] = lambda small=small: pool.run(adamw_compact_tasks(STEP, *small, key=1))
-        m8, v8 = (
-            Codes8Bit(torch.zeros(elements, dtype=dtype), torch.zeros(-(-elements // GROUP_ELEMENTS)))
-            for dtype in (torch.int8, torch.uint8)
-        )
-        coded = (p.to(weight), grad, m8, v8, small[4])
+        scales = [torch.zeros(-(-elements // GROUP_ELEMENTS)) for _ in range(2)]
+        codes = [torch.zeros(elements, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
+        coded = (p.to(weight), grad, [codes[0], scales[0], codes[1], scales[1]], small[3])
         runs[f"{name}, 8-bit moments"] = lambda coded=coded: pool.run(adamw_compact_tasks(STEP, *coded, key=1))
     return runs
 

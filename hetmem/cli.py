@@ -318,6 +318,23 @@ def _probe(options: argparse.Namespace) -> int:
     return 0
 
 
+# ---- bench -------------------------------------------------------------------------------------------------------
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("transfers",), help="transfers: the rate of each way in which bytes move")
+    parser.add_argument("--nvme-dir", help="a directory on the drive to measure; default: the temporary directory")
+    parser.add_argument("--quick", action="store_true", help="fewer bytes: less exact")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from hetmem.tools.probe import transfers
+
+    for way, rate in transfers(options.nvme_dir, quick=options.quick).items():
+        print(f"{way:15} {rate / 1e9:8.2f} GB/s")
+    return 0
+
+
 # ---- doctor ------------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +400,7 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         _probe_arguments,
         _probe,
     ),
+    Subcommand("bench", "Measure what moves bytes.", _bench_arguments, _bench),
     Subcommand("report", "Show a saved report, turn it into a page, or compare two.", _report_arguments, _report),
     Subcommand("top", "Watch the training processes of this user that call hetmem.progress.", _top_arguments, _top),
     Subcommand(

@@ -166,6 +166,14 @@ def test_bad_input_is_one_line_and_status_two(
     assert captured.err.count("\n") == 1
 
 
+def test_bench_measures_each_way_in_which_bytes_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "transfers", "--quick", "--nvme-dir", str(tmp_path)]) == 0
+    rates = {line[:15].strip(): float(line[15:].split()[0]) for line in capsys.readouterr().out.splitlines()}
+    assert {"host to device", "device to host", "NVMe read", "NVMe write"} < set(rates)
+    assert min(rates.values()) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetmem.tools.probe.measure", lambda rounds, device: ThreadCosts())
     target = tmp_path / "here.json"

@@ -13,10 +13,10 @@ def last():
     print("ran", len(ran), "alive", [each.name for each in threading.enumerate() if "hetmem" in each.name])
 
 import torch
+from hetmem.base.threads import Threads
 from hetmem.cpu.workers import WorkerPool
 from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping
-from hetmem.memory.nvme_io import Threads
 
 class Cudart:
     def cudaHostRegister(self, address, nbytes, flags):

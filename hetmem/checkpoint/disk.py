@@ -15,7 +15,7 @@ import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from hetmem.checkpoint import layout
 from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored, parse_tensors
 from hetmem.errors import CheckpointError, StoreError
 from hetmem.memory import mapping
+from hetmem.memory.interrupts import HELD_BACK
 
 _INDEX = ".safetensors.index.json"
 _SHOWN = 5
@@ -291,53 +292,27 @@ class _BlockBuffer(threading.local):
         return torch.frombuffer(self.memory.buffer(0, nbytes), dtype=dtype).view(shape)
 
 
-class _RunningJobs:
-    """Which jobs run. `end` waits for them however often that is interrupted: what is still moved would go to a
-    descriptor, or memory, that belongs to others then. (A thread whose `join` is interrupted seems over.)"""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._running, self._over = 0, False
-
-    def run(self, job: BlockJob, buffer: _BlockBuffer) -> Any:
-        """What `job` returns; after the end nothing begins."""
-        with self._changed:
-            if self._over:
-                return None
-            self._running += 1
-        try:
-            return job(buffer)
-        finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-    def end(self) -> None:
-        """None runs any more. Raises an interrupt that came meanwhile."""
-        again: KeyboardInterrupt | None = None
+def run(jobs: Iterable[BlockJob]) -> list[Any]:
+    """Return what `jobs` return, in their order. After an error no further one begins; none runs any more at the end,
+    however often that is interrupted: what is still moved would go to a descriptor, or memory, that belongs to others
+    then. (A thread whose `join` is interrupted seems over.)"""
+    buffer, futures, again = _BlockBuffer(), list[Future[Any]](), None
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint")
+    try:
+        with HELD_BACK:  # one that was submitted is one of them
+            for job in jobs:
+                futures.append(pool.submit(job, buffer))
+        return [future.result() for future in futures]
+    finally:
         while True:
             try:
-                with self._changed:
-                    self._over = True
-                    self._changed.wait_for(lambda: not self._running)
+                wait([future for future in futures if not future.cancel()])
                 break
             except KeyboardInterrupt as error:
                 again = error
+        pool.shutdown()
         if again is not None:
             raise again
-
-
-def run(jobs: Iterable[BlockJob]) -> list[Any]:
-    """What `jobs` return, in their order. After an error no further one begins; none runs any more at the end."""
-    buffer, under_way = _BlockBuffer(), _RunningJobs()
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint")
-    try:
-        return list(pool.map(lambda job: under_way.run(job, buffer), jobs))
-    finally:
-        try:
-            pool.shutdown(cancel_futures=True)
-        finally:
-            under_way.end()
 
 
 def _settle(tensors: Iterable[torch.Tensor]) -> None:

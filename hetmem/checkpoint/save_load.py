@@ -13,7 +13,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -127,19 +126,18 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     """
     with all_of(model, "loading a checkpoint"), opened(os.fspath(path)) as source:
         with named(source.path):
-            file = _File(source, parse(source.header, source.data_nbytes))
+            file = _Reader(source, parse(source.header, source.data_nbytes))
         state = of_model(model)
         refuse_half_stepped(model, "load it with that optimizer too, or call its forget_step() first", optimizer)
         targets = _match_model(state, file.header)
-        resumed = None if optimizer is None else _Resumed(optimizer, model, file)
+        numbers = {} if optimizer is None else _match_optimizer(optimizer, model, file)
         file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))
-        new = _NewTensors(file)
-        extra = decode(file.header.values["extra"], new.tensor)
+        extra = decode(file.header.values["extra"], file.tensor)
         sources = {name: file.header.values["tied"].get(name, name) for name in state.made}
-        made = {name: new.tensor(source) for name, source in sources.items() if source in file.header.stored}
-        made |= {name: decode(value, new.tensor) for name, value in file.header.values["objects"].items()}
-        new.read()
-        begin = None if resumed is None else resumed.prepare()
+        made = {name: file.tensor(source) for name, source in sources.items() if source in file.header.stored}
+        made |= {name: decode(value, file.tensor) for name, value in file.header.values["objects"].items()}
+        begin = None if optimizer is None else _prepare(optimizer, numbers, file)
+        file.fill()
         with partly_loaded("model and optimizer are"):
             file.read(targets if begin is None else targets + begin())
             if made:
@@ -147,10 +145,15 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         return extra
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    source: OpenFile
-    header: Header
+class _Reader:
+    """The tensors of one checkpoint: read into those that there are, or into new ones."""
+
+    def __init__(self, source: OpenFile, header: Header) -> None:
+        self.source, self.header = source, header
+        self._new: Targets = []
+        self.later: dict[int, tuple[Stored, torch.Tensor]] = {}
+        """What is to be read into homes, by the `id` of its placeholder, which is kept so that no other tensor has
+        that."""
 
     def check(self, wanted: Callable[[str], bool]) -> None:
         """Read the tensors whose names are wanted, and compare their checksums."""
@@ -162,27 +165,31 @@ class _File:
         targets = sorted(targets, key=lambda target: target[0].start)
         read_tensors(self.source, targets, self.header.checks)
 
-
-class _NewTensors:
-    """Tensors that are made for what a file has, and hold it after `read`."""
-
-    def __init__(self, file: _File) -> None:
-        self._file = file
-        self._targets: Targets = []
-
     def tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """The one called `name`: in host memory, or in the strides and on the device of a tensor like it."""
-        stored = self._file.header.stored[name]
+        """Make one for what is called `name`, which `fill` reads: in host memory, or in the strides and on the device
+        of a tensor like it."""
+        stored = self.header.stored[name]
         if like is not None and stored.shape == tuple(like.shape):
             made = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
         else:
             device = torch.device("cpu") if like is None or not stored.shape else like.device
             made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
-        self._targets.append((stored, made))
+        self._new.append((stored, made))
         return made
 
-    def read(self) -> None:
-        self._file.read(self._targets)
+    def placeholder(self, name: str) -> torch.Tensor:
+        """Return what stands for a state that has a home; numbers are made at once."""
+        stored = self.header.stored[name]
+        if not stored.shape:
+            return self.tensor(name)
+        placeholder = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        self.later[id(placeholder)] = (stored, placeholder)
+        return placeholder
+
+    def fill(self) -> None:
+        """Read all that were made."""
+        self.read(self._new)
+        self._new = []
 
 
 @contextmanager
@@ -236,124 +243,82 @@ def _differences(name: str, stored: Stored, tensor: torch.Tensor) -> Iterator[st
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Resumed:
-    """What a file has for an optimizer, matched with it by names. Making one changes nothing and raises
-    `CheckpointError` for what does not match."""
-
-    optimizer: torch.optim.Optimizer
-    model: torch.nn.Module
-    file: _File
-    _saved: dict[str, Any] = field(init=False)
-    _numbers: dict[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if "optimizer" not in self.file.header.values:
-            raise CheckpointError(f"{self.file.source.path!r} was saved without an optimizer")
-        self._saved = self.file.header.values["optimizer"]
-        name_numbers(self.optimizer, self.model)
-        names = parameter_names(self.model)
-        self._numbers = {
-            name: number
-            for number, parameter in enumerate(parameters_of(self.optimizer))
-            for name in names[id(parameter)]
-        }
-        mine, theirs = {str(name) for name in self.optimizer.defaults}, set(self._saved["defaults"])
-        if mine - theirs and theirs - mine:
+def _match_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, file: _Reader) -> dict[str, int]:
+    """Return the numbers of the parameters of `optimizer` by all their names. Raises `CheckpointError` for what does
+    not match."""
+    if "optimizer" not in file.header.values:
+        raise CheckpointError(f"{file.source.path!r} was saved without an optimizer")
+    saved = file.header.values["optimizer"]
+    name_numbers(optimizer, model)
+    parameters, names = list(parameters_of(optimizer)), parameter_names(model)
+    numbers = {name: number for number, parameter in enumerate(parameters) for name in names[id(parameter)]}
+    mine, theirs = {str(name) for name in optimizer.defaults}, set(saved["defaults"])
+    if mine - theirs and theirs - mine:
+        raise CheckpointError(
+            f"the checkpoint is of another kind of optimizer: its options are {', '.join(sorted(theirs))}, those "
+            f"of this {type(optimizer).__name__} {', '.join(sorted(mine))}"
+        )
+    _match_groups(optimizer.param_groups, saved["groups"], numbers)
+    for name, strides in saved["strides"].items():
+        own = strides_of(parameters[numbers[name]])
+        if own != strides:
             raise CheckpointError(
-                f"the checkpoint is of another kind of optimizer: its options are {', '.join(sorted(theirs))}, those "
-                f"of this {type(self.optimizer).__name__} {', '.join(sorted(mine))}"
+                f"{name} has the strides {strides} in the checkpoint and {own} in the model, and its states are in the "
+                f"order of its memory: build the model with the memory format that was saved"
             )
-        self._match_groups()
-        self._match_strides()
+    return numbers
 
-    def _match_groups(self) -> None:
-        mine, theirs = self.optimizer.param_groups, self._saved["groups"]
-        if len(mine) != len(theirs):
-            raise CheckpointError(f"the checkpoint has {len(theirs)} parameter groups, the optimizer {len(mine)}")
-        first = 0
-        for place, (own, saved) in enumerate(zip(mine, theirs, strict=True)):
-            numbers = set(range(first, first := first + len(own["params"])))
-            foreign = [name for name in saved["params"] if self._numbers.get(name) not in numbers]
-            missing = numbers - {self._numbers.get(name) for name in saved["params"]}
-            if foreign:
-                raise CheckpointError(
-                    f"{foreign[0]} is in parameter group {place} of the checkpoint, and not in that of the optimizer"
-                )
-            if missing:
-                names = [name for name, number in self._numbers.items() if number in missing]
-                raise CheckpointError(
-                    f"{names[0]} is in parameter group {place} of the optimizer, and not in that of the checkpoint"
-                )
 
-    def _match_strides(self) -> None:
-        parameters = list(parameters_of(self.optimizer))
-        for name, strides in self._saved["strides"].items():
-            mine = strides_of(parameters[self._numbers[name]])
-            if mine != strides:
-                raise CheckpointError(
-                    f"{name} has the strides {strides} in the checkpoint and {mine} in the model, and its states are "
-                    f"in the order of its memory: build the model with the memory format that was saved"
-                )
+def _match_groups(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], numbers: dict[str, int]) -> None:
+    if len(mine) != len(theirs):
+        raise CheckpointError(f"the checkpoint has {len(theirs)} parameter groups, the optimizer {len(mine)}")
+    first = 0
+    for place, (own, saved) in enumerate(zip(mine, theirs, strict=True)):
+        expected = set(range(first, first := first + len(own["params"])))
+        lacks = expected - {numbers.get(name) for name in saved["params"]}
+        found = [(name, "checkpoint", "optimizer") for name in saved["params"] if numbers.get(name) not in expected]
+        found += [(name, "optimizer", "checkpoint") for name, number in numbers.items() if number in lacks]
+        for name, one, other in found:
+            raise CheckpointError(f"{name} is in parameter group {place} of the {one}, and not in that of the {other}")
 
-    def prepare(self) -> Callable[[], Targets]:
-        """Read all but states that have homes. What is returned lets the optimizer have that, and returns those states,
-        which are still to be read. If this raises, nothing has changed."""
-        optimizer = self.optimizer
-        parameters, new, homes = list(parameters_of(optimizer)), _NewTensors(self.file), _Homes(self.file.header)
-        state: dict[Any, Any] = {}
-        for name, values in self._saved["state"].items():
-            like = parameters[self._numbers[name]]
-            tensor = (
-                partial(homes.tensor, new)
-                if isinstance(optimizer, OffloadedOptimizer)
-                else partial(new.tensor, like=like)
-            )
-            state[self._numbers[name]] = decode(values, tensor)
-        others = decode(self._saved["others"], new.tensor)
-        first, groups = 0, []
-        for own, saved in zip(optimizer.param_groups, self._saved["groups"], strict=True):
-            numbers = range(first, first := first + len(own["params"]))
-            groups.append({**own, **decode(saved["options"], new.tensor), "params": list(numbers)})
-        beside = decode(self._saved["beside"], new.tensor)
-        new.read()
-        loaded = {"state": {**state, **others}, "param_groups": groups}
-        if isinstance(optimizer, OffloadedOptimizer):
-            optimizer.check_state_dict(loaded)
 
-        def begin() -> Targets:
-            if isinstance(optimizer, OffloadedOptimizer):
-                try:
-                    optimizer.forget_step()
-                except Exception:  # it could not finish what will be overwritten, and has forgotten that
-                    optimizer.forget_step()
+def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _Reader) -> Callable[[], Targets]:
+    """Read all but states that have homes. What is returned lets the optimizer have that, and returns those states,
+    which are still to be read. If this raises, nothing has changed."""
+    parameters, saved = list(parameters_of(optimizer)), file.header.values["optimizer"]
+    offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
+    state: dict[Any, Any] = {}
+    for name, values in saved["state"].items():
+        tensor = file.placeholder if offloaded else partial(file.tensor, like=parameters[numbers[name]])
+        state[numbers[name]] = decode(values, tensor)
+    others = decode(saved["others"], file.tensor)
+    first, groups = 0, []
+    for own, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
+        members = range(first, first := first + len(own["params"]))
+        groups.append({**own, **decode(theirs["options"], file.tensor), "params": list(members)})
+    beside = decode(saved["beside"], file.tensor)
+    file.fill()
+    loaded = {"state": {**state, **others}, "param_groups": groups}
+    if offloaded is not None:
+        offloaded.check_state_dict(loaded)
+
+    def begin() -> Targets:
+        if offloaded is None:
             optimizer.load_state_dict(loaded)
-            if isinstance(optimizer, OffloadedOptimizer) and beside is not None:
-                optimizer.load_beside_states(beside)
-            shown = optimizer.state if homes.later else {}  # once: asking hetmem's waits for all its updates
-            return [
-                (homes.later[id(value)][0], shown[parameters[number]][key])
-                for number, values in state.items()
-                for key, value in (values.items() if shown else ())
-                if id(value) in homes.later
-            ]
+            return []
+        try:
+            offloaded.forget_step()
+        except Exception:  # it could not finish what will be overwritten, and has forgotten that
+            offloaded.forget_step()
+        offloaded.load_state_dict(loaded)
+        if beside is not None:
+            offloaded.load_beside_states(beside)
+        shown = offloaded.state  # once: asking waits for all its updates
+        return [
+            (file.later[id(value)][0], shown[parameters[number]][key])
+            for number, values in state.items()
+            for key, value in values.items()
+            if id(value) in file.later
+        ]
 
-        return begin
-
-
-class _Homes:
-    """Placeholders for states that have homes, and what is to be read there."""
-
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self.later: dict[int, tuple[Stored, torch.Tensor]] = {}
-        """By the `id` of the placeholder, which is kept so that no other tensor has that."""
-
-    def tensor(self, new: _NewTensors, name: str) -> torch.Tensor:
-        """A placeholder; numbers are made at once."""
-        stored = self._header.stored[name]
-        if not stored.shape:
-            return new.tensor(name)
-        placeholder = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        self.later[id(placeholder)] = (stored, placeholder)
-        return placeholder
+    return begin

@@ -78,12 +78,12 @@ def load_weights(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """What the files have for a tensor of the model: a tensor as it is, or, of a `merge`, the one of that `name`."""
+    """What the files have for a tensor of the model: a tensor as it is, or what a `conversion` makes of several."""
 
     name: str
     shape: tuple[int, ...]
     sources: list[Source]
-    merge: Merge | None
+    conversion: Conversion | None
 
 
 def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
@@ -91,30 +91,29 @@ def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
     plain, conversions = declared.sort(sources)
     made = {name: _Made(name, sources[key].stored.shape, [sources[key]], None) for name, key in plain.items()}
     for conversion in conversions:
-        merged = merge(conversion, [sources[key] for key in conversion.names])
-        for name, tensor in merged.made.items():
+        for name, tensor in conversion.planned().items():
             if name in made:
                 there = made[name].sources[0].stored.name
                 raise CheckpointError(
                     f"{there} and {shown(conversion.names)} in the files are both {name} of the model"
                 )
-            made[name] = _Made(name, tuple(tensor.shape), merged.sources, merged)
+            made[name] = _Made(name, tuple(tensor.shape), conversion.sources, conversion)
     return made
 
 
 def _read(targets: list[tuple[_Made, torch.Tensor]]) -> None:
     """Fill the tensors, in the order of the files."""
     files: dict[OpenFile, list[tuple[Stored, torch.Tensor]]] = {}
-    merges: dict[Merge, dict[str, torch.Tensor]] = {}
+    converted: dict[Conversion, dict[str, torch.Tensor]] = {}
     for made, tensor in targets:
-        if made.merge is not None:
-            merges.setdefault(made.merge, {})[made.name] = tensor
+        if made.conversion is not None:
+            converted.setdefault(made.conversion, {})[made.name] = tensor
         else:
             files.setdefault(made.sources[0].file, []).append((made.sources[0].stored, tensor))
     for file, mine in files.items():
         read_tensors(file, sorted(mine, key=lambda target: target[0].start))
-    for merged, tensors in merges.items():
-        merged.fill(tensors)
+    for conversion, tensors in converted.items():
+        conversion.fill(tensors)
 
 
 def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> LoadedWeights:
@@ -154,7 +153,7 @@ def _differences(made: _Made, tensor: torch.Tensor, rounding: bool) -> Iterator[
     name = made.name
     yield from cannot_fill(name, tensor)
     if made.shape != tuple(tensor.shape):
-        of = "" if made.merge is None else f", made of {shown(made.merge.conversion.names)}"
+        of = "" if made.conversion is None else f", made of {shown(made.conversion.names)}"
         yield f"{name} has the shape {made.shape} in the files{of}, and {tuple(tensor.shape)} in the model"
     for dtype in dict.fromkeys(source.stored.dtype for source in made.sources):
         if dtype == tensor.dtype:
@@ -186,18 +185,33 @@ class Conversion:
     name: str
     converter: Any
     model: Any
-    collected: list[tuple[str, str]] = field(default_factory=list)
-    """Pattern of the converter and name of a tensor, in the order in which they are merged."""
+    patterns: list[str] = field(default_factory=list)
+    """Of the converter, one for each of `names`."""
+    names: list[str] = field(default_factory=list)
+    """Of the saved tensors, in the order in which they are merged."""
+    sources: list[Source] = field(default_factory=list)
 
-    @property
-    def names(self) -> list[str]:
-        """Of the saved tensors."""
-        return [name for _, name in self.collected]
+    def planned(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model by name, without memory. Raises `CheckpointError` if nothing can be made."""
+        try:
+            with torch.device("meta"):
+                return self._convert([torch.empty(one.stored.shape, dtype=one.stored.dtype) for one in self.sources])
+        except Exception as error:
+            raise CheckpointError(f"{self.name} cannot be made of {shown(self.names)}: {error}") from error
 
-    def convert(self, tensors: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of the model by name, out of `tensors`, one for each of `names`."""
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Make `targets`, by name, in host memory: as much of it as `sources` and what is made of them."""
+        tensors = [torch.empty(one.stored.shape, dtype=one.stored.dtype, device="cpu") for one in self.sources]
+        for source, tensor in zip(self.sources, tensors, strict=True):
+            read_tensors(source.file, [(source.stored, tensor)])
+        with torch.no_grad():
+            made = self._convert(tensors)
+            for name, tensor in targets.items():
+                tensor.copy_(made[name])
+
+    def _convert(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)
-        for (pattern, name), tensor in zip(self.collected, tensors, strict=True):
+        for pattern, name, tensor in zip(self.patterns, self.names, tensors, strict=True):
             converter.add_tensor(self.name, name, pattern, tensor)
         made = converter.convert(self.name, model=self.model, config=self.model.config)
         made = made[0] if isinstance(made, tuple) else made  # with the errors, which it raised, in 5.0
@@ -228,18 +242,20 @@ class Declared:
             else:
                 self._renamings.append(partial(_renamed_by, transform))
 
-    def sort(self, keys: Iterable[str]) -> tuple[dict[str, str], list[Conversion]]:
-        """Which of the `keys` of files are which names of the model, and which have to be converted.
+    def sort(self, sources: Mapping[str, Source]) -> tuple[dict[str, str], list[Conversion]]:
+        """Return which of `sources` are which names of the model, and what has to be converted.
 
         A name that the model does not have is one of the result too. Raises `CheckpointError` for two of one name.
         """
         plain: dict[str, str] = {}
         conversions: dict[str, Conversion] = {}
-        for key in sorted(keys, key=self._order):  # experts.2 before experts.10; some renamings depend on it, too
+        for key in sorted(sources, key=self._order):  # experts.2 before experts.10; some renamings depend on it, too
             name, converter, pattern = self._renamed(key)
             if converter is not None:
                 conversion = conversions.setdefault(name, Conversion(name, converter, self._model))
-                conversion.collected.append((pattern, key))
+                conversion.patterns.append(pattern)
+                conversion.names.append(key)
+                conversion.sources.append(sources[key])
             elif name in plain:
                 raise CheckpointError(f"{plain[name]} and {key} in the files are both {name} of the model")
             else:
@@ -323,38 +339,6 @@ def _renamings_of_4(model: Any) -> list[Callable[[str], str]]:
         return key
 
     return [fixed, mapped]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Merge:
-    """`made`: by the names of the model, what `conversion` makes of `sources`, without memory."""
-
-    conversion: Conversion
-    sources: list[Source]
-    made: dict[str, torch.Tensor]
-
-    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Make `targets`, by name, in host memory: as much of it as `sources` and what is made of them."""
-        tensors = [torch.empty(source.stored.shape, dtype=source.stored.dtype, device="cpu") for source in self.sources]
-        for source, tensor in zip(self.sources, tensors, strict=True):
-            read_tensors(source.file, [(source.stored, tensor)])
-        with torch.no_grad():
-            made = self.conversion.convert(tensors)
-            for name, tensor in targets.items():
-                tensor.copy_(made[name])
-
-
-def merge(conversion: Conversion, sources: Sequence[Source]) -> Merge:
-    """Return what `conversion` would make of `sources`, one for each of its names; nothing is read.
-
-    Raises `CheckpointError` if it cannot make anything of them.
-    """
-    try:
-        with torch.device("meta"):
-            made = conversion.convert([torch.empty(each.stored.shape, dtype=each.stored.dtype) for each in sources])
-    except Exception as error:
-        raise CheckpointError(f"{conversion.name} cannot be made of {shown(conversion.names)}: {error}") from error
-    return Merge(conversion, list(sources), made)
 
 
 def shown(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """The optimizer's passes over host memory, each as tasks over tiles: AdamW, AdamW on smaller states, and the norm."""
 
 from hetmem.cpu.adamw import AdamWStep, adamw_on_device, adamw_tasks, kernel_name
-from hetmem.cpu.compact import GROUP_ELEMENTS, Codes8Bit, adamw_compact_tasks
+from hetmem.cpu.compact import GROUP_ELEMENTS, adamw_compact_tasks
 from hetmem.cpu.norm import compare_tasks, square_sum_tasks, square_sums_on_device, sums_of_tiles, total
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
@@ -9,7 +9,6 @@ __all__ = [
     "GROUP_ELEMENTS",
     "TILE_ELEMENTS",
     "AdamWStep",
-    "Codes8Bit",
     "Task",
     "adamw_compact_tasks",
     "adamw_on_device",

@@ -253,33 +253,9 @@ def kernels_of(device: torch.device) -> Backend:
 
 
 def adamw_as_on_host(updates: Iterable[tuple[AdamWStep, Flats]]) -> None:
-    """Update whole parameters on a device that `equals_host`, on its current stream; neighbours in one launch."""
-    for step, flats in _joined(updates):
-        kernels.adamw(kernels_of(flats[0].device), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
-
-
-def _joined(updates: Iterable[tuple[AdamWStep, Flats]]) -> list[tuple[AdamWStep, Flats]]:
-    """With one update in place of two that are alike and next to each other, if none of the first is a tail."""
-    joined: list[tuple[AdamWStep, Flats]] = []
+    """Update whole parameters on a device that `equals_host`, on its current stream."""
     for step, flats in updates:
-        if joined and joined[-1][0] == step and _go_on(joined[-1][1], flats):
-            before = joined.pop()[1]
-            pairs = zip(before, flats, strict=True)
-            flats = tuple(one.as_strided((one.numel() + other.numel(),), (1,)) for one, other in pairs)
-        joined.append((step, flats))
-    return joined
-
-
-def _go_on(before: Flats, flats: Flats) -> bool:
-    """Whether `flats` lie directly behind `before`, in the same memory."""
-    if len(before) != len(flats) or before[0].numel() % _width_of(before):
-        return False
-    return all(
-        one.dtype is other.dtype
-        and one.data_ptr() + one.nbytes == other.data_ptr()
-        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        for one, other in zip(before, flats, strict=True)
-    )
+        kernels.adamw(kernels_of(flats[0].device), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
 
 
 def equals_host(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:

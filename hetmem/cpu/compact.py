@@ -16,8 +16,8 @@ first moment, 0 to 255 for the root of the second.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 import numpy as np
@@ -34,46 +34,46 @@ GROUP_ELEMENTS = loops.GROUP
 _STATES = (torch.float32, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class Codes8Bit:
-    """A moment in 8 bits: code * scale is the first moment (int8), or the root of the second (uint8), with a float32
-    scale for each GROUP_ELEMENTS. All zeros is the state before the first step."""
-
-    codes: torch.Tensor
-    scales: torch.Tensor
+def check_numba() -> None:
+    """Raise `ManageError` where Numba is not installed."""
+    if importlib.util.find_spec("numba") is None:
+        raise _needs_numba("it is not installed")
 
 
-Moment = torch.Tensor | Codes8Bit
+def _needs_numba(why: str) -> ManageError:
+    return ManageError(
+        f"moments= and stochastic_rounding= need Numba, which cannot compile here ({why}): pip install 'numba>=0.61', "
+        f"or leave them out"
+    )
 
 
 def adamw_compact_tasks(
     step: AdamWStep,
     param: torch.Tensor,
     grad: torch.Tensor,
-    exp_avg: Moment,
-    exp_avg_sq: Moment,
+    moments: Sequence[torch.Tensor],
     compute_copy: torch.Tensor | None = None,
     *,
     key: int,
 ) -> list[Task]:
-    """`adamw_tasks` for states of which each may be float32 or bfloat16, or for both moments in 8 bits; what is not
-    float32 is rounded by chance.
+    """`adamw_tasks` for states of which each may be float32 or bfloat16, or for moments in 8 bits; what is not float32
+    is rounded by chance.
+
+    `moments`: the first and the second; in 8 bits codes and scales of the one, then of the other. code * scale is the
+    first moment (int8), or the root of the second (uint8), with a float32 scale for each GROUP_ELEMENTS. All zeros is
+    the state before the first step.
 
     `key` is the parameter's own (of a seed and its name, say). `compute_copy` gets the stored `param`. Equal bits on
     every CPU. A group of 8-bit codes with an element that is not finite decodes to NaN from then on.
     """
-    memories: list[tuple[torch.Tensor | None, int]] = [(param, 1), (grad, 1)]  # and elements for each one of theirs
-    for moment in (exp_avg, exp_avg_sq):
-        if isinstance(moment, Codes8Bit):
-            memories += [(moment.codes, 1), (moment.scales, GROUP_ELEMENTS)]
-        else:
-            memories.append((moment, 1))
-    memories.append((compute_copy, 1))
-    check_flat(param, *(memory for memory, per in memories if per == 1))
-    run = _kernel(tuple(None if memory is None else memory.dtype for memory, _ in memories))
+    flats = [param, grad, *moments, compute_copy]
+    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # elements for one
+    check_flat(param, *(flat for flat, per in zip(flats, pers, strict=True) if per == 1))
+    run = _kernel(tuple(None if flat is None else flat.dtype for flat in flats))
     tasks: list[Task] = []
     for tile in tiles_of(param.numel()):
-        parts = (None if flat is None else flat[tile.start // per : -(-tile.stop // per)] for flat, per in memories)
+        ends = [slice(tile.start // per, -(-tile.stop // per)) for per in pers]
+        parts = (None if flat is None else flat[end] for flat, end in zip(flats, ends, strict=True))
         tasks.append(partial(run, step, key, tile.start, *parts))
     return tasks
 
@@ -100,11 +100,7 @@ def _kernel(dtypes: tuple[torch.dtype | None, ...]) -> Callable[..., None]:
             compiled(step, 0, 0, *nothing)
             return compiled
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ManageError(
-            f"moments= and stochastic_rounding= need Numba, which cannot compile here ({why}): pip install "
-            f"'numba>=0.61', or leave them out"
-        ) from error
+        raise _needs_numba(f"{type(error).__name__}: {error}") from error
 
 
 def _run(loop: loops.Loop, step: AdamWStep, key: int, first: int, *tensors: torch.Tensor | None) -> None:

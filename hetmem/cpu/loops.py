@@ -135,7 +135,8 @@ def compare(values: Any, copy: Any) -> Any:
 
 
 def square_sum(values: Any) -> Any:
-    """The sum of squares of up to RUNS * RUN float32 in float64, in an order that a GPU can follow.
+    """The sum of squares of up to RUNS * RUN elements, widened to float32, in float64, in an order that a GPU can
+    follow.
 
     Element i of each RUN goes to lane i % LANES; the lanes are added by halves (the second to the first, and so on),
     and so are the sums of RUNS runs, those that are not there being 0. So it is the same sum whatever the CPU's vectors
@@ -152,22 +153,6 @@ def square_sum(values: Any) -> Any:
     return _add_runs(runs, lanes, values[whole:], whole // RUN)
 
 
-def square_sum_16_bits(values: Any) -> Any:
-    """`square_sum` of bfloat16 or float16. LLVM widens a block at a time faster than element by element."""
-    runs, lanes, wide = np.zeros(RUNS), np.zeros(LANES), np.empty((ROWS, LANES), np.float32)
-    whole = values.size // BLOCK * BLOCK
-    blocks = values[:whole].reshape(-1, ROWS, LANES)
-    for index in range(blocks.shape[0]):
-        _fetch_ahead(values, index * BLOCK)
-        for row in range(ROWS):
-            for lane in range(LANES):
-                wide[row, lane] = _widen(blocks[index, row, lane])
-        _add_squares(lanes, wide)
-        if (index + 1) % (RUN // BLOCK) == 0:
-            _end_run(runs, lanes, index * BLOCK // RUN)
-    return _add_runs(runs, lanes, values[whole:], whole // RUN)
-
-
 def _fetch_ahead(values: Any, start: Any) -> None:
     """Have a later block brought to the cache: what the CPU fetches by itself ends with the page."""
     line = LINE_BYTES // values.itemsize
@@ -179,7 +164,7 @@ def _add_squares(lanes: Any, block: Any) -> None:
     for lane in range(LANES):
         total = lanes[lane]
         for row in range(ROWS):
-            x = np.float64(block[row, lane])
+            x = np.float64(_widen(block[row, lane]))
             total = _fma(x, x, total)
         lanes[lane] = total
 

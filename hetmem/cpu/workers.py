@@ -10,17 +10,15 @@ import ctypes
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetmem.base.threads import start_thread
+from hetmem.base.threads import Threads
 from hetmem.base.units import round_down
 
 TILE_ELEMENTS = 512 * 1024
@@ -187,38 +185,19 @@ class Batch:
                 self._first_error = self._first_error or error
 
 
-_Queue = SimpleQueue[tuple[Batch, int] | None]
-"""Batches, and how many more workers each is for. One that gets it wakes the next: the thread that begins a batch, and
-launches kernels, pays for one wake alone."""
-
-
-def _serve(batches: _Queue, cores: Collection[int]) -> None:
-    """Life of a worker thread. It holds the queue, not the pool, so a forgotten pool can be collected."""
-    if cores:
-        _bind_this_thread(cores)
-    while (got := batches.get()) is not None:
-        batch, more = got
-        if more and not batch.all_begun:
-            batches.put((batch, more - 1))
-        batch.drain()
-        del got, batch  # an idle worker must not keep a chunk's memory alive
+def _drain(batch: Batch, more: int, submit: Callable[[Task], None]) -> None:
+    """Run tasks of `batch`, once the next of as many `more` workers is woken: the thread that begins a batch, and
+    launches kernels, pays for one wake alone."""
+    if more and not batch.all_begun:
+        submit(partial(_drain, batch, more - 1, submit))
+    batch.drain()
 
 
 def _bind_this_thread(cores: Collection[int]) -> None:
     """Keep this thread on `cores`, as far as the process may use them. Unbound it works as well, only slower."""
     with suppress(OSError, ValueError):
-        os.sched_setaffinity(0, _allowed(cores))
-
-
-def _stop(batches: _Queue, threads: list[threading.Thread]) -> None:
-    for _ in threads:
-        batches.put(None)
-
-
-def _stop_one(batches: _Queue, workers: list[threading.Thread]) -> None:
-    """Stop one of `workers` as the interpreter ends; none may be counted on from now on."""
-    workers.clear()
-    batches.put(None)
+        if cores:
+            os.sched_setaffinity(0, _allowed(cores))
 
 
 class WorkerPool:
@@ -235,10 +214,11 @@ class WorkerPool:
             raise ValueError(f"a worker pool needs at least 1 thread, got {threads}")
         self._cores = frozenset(cores or ())
         self.threads = usable_cores(self._cores) if threads is None else threads
-        self._batches: _Queue = SimpleQueue()
-        self._workers: list[threading.Thread] = []
         self._lock = threading.Lock()
-        weakref.finalize(self, _stop, self._batches, self._workers).atexit = False
+        self._workers = self._new_workers()
+
+    def _new_workers(self) -> Threads:
+        return Threads(max(1, self.threads - 1), "hetmem-worker", begin=partial(_bind_this_thread, self._cores))
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run every task once and return when all have ended; tasks start in order, on any thread.
@@ -266,27 +246,13 @@ class WorkerPool:
         """Finish what was begun and join the workers. Call it when no `run` is under way; a later one starts anew, also
         where an interrupt has ended the wait: then the workers end by themselves."""
         with self._lock:
-            workers = self._workers.copy()
-            self._workers.clear()  # before all that an interrupt may end: no one may count on them any more
-            _stop(self._batches, workers)
-            for worker in workers:
-                worker.join()
+            workers, self._workers = self._workers, self._new_workers()  # before all that an interrupt may end
+            workers.stop()
+            workers.join()
 
     def _share(self, batch: Batch, helpers: int) -> None:
-        if helpers > 0 and not self._workers:
-            self._start()
         if helpers > 0:
-            self._batches.put((batch, helpers - 1))
-
-    def _start(self) -> None:
-        with self._lock:
+            with self._lock, suppress(RuntimeError):  # a limit of threads: `join` does the work
+                self._workers.start()
             if self._workers:
-                return
-            for index in range(1, max(2, self.threads)):
-                name = f"hetmem-worker-{index}"
-                stop = partial(_stop_one, self._batches, self._workers)
-                try:
-                    worker = start_thread(_serve, (self._batches, self._cores), name, stop, patience=None)
-                except RuntimeError:  # a limit of threads: `join` does the work
-                    return
-                self._workers.append(worker)
+                self._workers.submit(partial(_drain, batch, helpers - 1, self._workers.submit))

@@ -125,10 +125,10 @@ class DeviceRoom:
             return False
         return (expected.non_model_bytes if self._memory.device.watched else self._room_wanted) <= self._harmless
 
-    def has_room_for_all(self, expected: Moment) -> bool:
-        """Whether chunks may have all the slots that there are for them beside what is `expected`."""
+    def has_room_for(self, expected: Moment, slots: int | None = None) -> bool:
+        """Whether chunks may have `slots` slots, or one for each copy, beside what is `expected`."""
         needed = expected.non_model_bytes if self._memory.device.watched else self._least_room()
-        return self._memory.device_slots(needed) >= self._all_slots
+        return self._memory.device_slots(needed) >= (self._all_slots if slots is None else slots)
 
     def before_moment(self, expected: Moment) -> None:
         """Anything but chunks is expected to need what it says in the moment that begins."""
@@ -164,8 +164,8 @@ class DeviceRoom:
         if not self._memory.device.watched or self._tracer.measured:
             return
         room = self._room_beside_chunks()
-        while 0 < self.leaving_bytes > room:
-            if not self._give_way():
+        while 0 < self.leaving_bytes > room:  # what has come ahead would have to come once more
+            if self._traffic.gradients.under_way or self.leaving or not self._give_way():
                 self._traffic.wait_for_one()
 
     def _room_beside_chunks(self) -> int:

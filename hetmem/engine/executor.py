@@ -27,7 +27,7 @@ from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
 from hetmem.memory.transfer import Finished, TransferEngine
-from hetmem.schedule.blocks import Command, CopyState, Drop, Fetch, Link, Write
+from hetmem.schedule.blocks import SMALL_BYTES, Command, CopyState, Drop, Fetch, Link, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
 
@@ -406,11 +406,12 @@ class Executor:
             self._memory.device.copy_in(target, source)
             self.mark_making(command.slot)
             self.execute(self._residency.done(command))
-        elif now and self._engine.unlimited(Link.HOST_TO_DEVICE):
+        elif (now or nbytes < SMALL_BYTES) and self._engine.unlimited(Link.HOST_TO_DEVICE):
             before = self._events.here()
             work = partial(self._memory.device.copy_in, target, source)
             self._engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
-            self._events.waited(before)
+            if now:
+                self._events.waited(before)
             self.execute(self._residency.done(command))
         else:
             self._fetching[command.block] = command

@@ -237,6 +237,8 @@ class GradientSink:
             self._look_at_parameters()
         if runtime.tracer.measured:
             runtime.uses.release_working()
+        if not (self.told or runtime.traffic.updating):
+            runtime.uses.begin_backward()
 
     def _look_at_parameters(self) -> None:
         """Order hooks, and give gradients that the program exchanged between parameters memory of their own."""
@@ -255,6 +257,7 @@ class GradientSink:
 
     def finish(self) -> None:
         """End a backward: wait until all gradients are at home, and give back each `p.grad` to which none was added."""
+        self.runtime.uses.end_backward()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self.taken else ():
                 if managed in self.taken:

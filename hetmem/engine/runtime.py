@@ -164,6 +164,7 @@ class Runtime:
         """Drop every copy on every tier, those of which a write to NVMe failed once it is done; none may be in use."""
         self.traffic.wait_until_written(home for chunk in self.chunks for home in chunk.homes.values())
         self.uses.release_working()
+        self.uses.end_backward()
         self.uses.let_go()
         self.traffic.forget_copies()
 

@@ -6,7 +6,7 @@ lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -20,7 +20,7 @@ from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
+from hetmem.schedule.blocks import PLACED, Command, CopyState, in_flight_bytes
 from hetmem.schedule.gradients import wait_until
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
@@ -162,8 +162,21 @@ class Traffic:
         if commands:
             self.execute(commands)
 
+    def bring_all(self, blocks: Sequence[int]) -> list[int]:
+        """Ask for all of `blocks` that are missing on the device together, without a lease; return those whose copies
+        are VALID then."""
+        residency = self.residency
+        if residency.all_on_device(blocks):
+            return [*blocks]
+        commands: list[Command] = []
+        for block in blocks:
+            commands += residency.prefetch(block, DEVICE)
+        if commands:
+            self.execute(commands)
+        return [block for block in blocks if residency.state(block, DEVICE) is CopyState.VALID]
+
     def release_all(self, uses: Mapping[int, int]) -> None:
-        """End so many leases of each block on the device, of a model of which nothing moves."""
+        """End so many leases of each block on the device, behind what compute was asked to do with the copies."""
         if self.engine.ordered:
             for block in uses:
                 self._mark_use(block)

@@ -7,6 +7,8 @@ are `traffic`'s, how many there may be `device_limit`'s, writes that were not he
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
+_BLOCKS = attrgetter("blocks")
 _functions_around: Any = torch_private.function_modes_around
 _tuple: Any = tuple.__new__
 """Makes a named tuple of a tuple, without Python."""
@@ -48,6 +51,8 @@ class Uses:
         """Called where copies that are used at once have no room: whether some are used no more."""
         self._held: dict[ManagedParameter, None] = {}
         """Those whose copies tensors hold, in the order in which they were first seen to be held."""
+        self._for_backward: dict[ManagedParameter, None] = {}
+        """Those whose copies are leased for all of the backward that runs."""
         self.release_working: Callable[[], None] = lambda: None
         """Called where all that is idle gives way: ends leases that nothing needs now."""
         self._untracked: set[int] = set()
@@ -89,55 +94,39 @@ class Uses:
             with self._unwatched():
                 self.let_go()
                 self._traffic.executor.poll()
-        unsure, as_seen = self._writes.unsure, not _functions_around()
-        for managed in used if as_seen else ():
-            if unsure and managed.chunk in unsure:
-                with self._unwatched():
-                    self._writes.make_sure(managed.chunk)
+        unseen = not _functions_around()
+        unsure, as_seen = self._writes.unsure, unseen
+        for managed in used if unseen else ():
             parameter = managed.parameter
             kind, parameter.__class__ = type(parameter), managed.kind
             version, parameter.__class__ = parameter._version, kind  # as `version_now`
-            as_seen = as_seen and version == managed.version
+            if version != managed.version or (unsure and managed.chunk in unsure):
+                as_seen = False
         try:
-            acquired = as_seen and self._acquire_again(operator, used)
+            if not as_seen:  # writes are to be honoured first
+                with self._unwatched():
+                    self._honour_writes(used)
+            if not (unseen and self._acquire_again(operator, used)):  # bytes are to be counted
+                with self._unwatched():
+                    blocks = [managed.chunk.operand_block for managed in used]
+                    self._moment(operator, tuple(dict.fromkeys(blocks)))
+                    self._acquire_all(operator, used, blocks)
         except BaseException:
             if self._bindings.away:
                 with self._unwatched():
                     self._bindings.rest(used)
             raise
-        if not acquired:  # writes are to be honoured first, or bytes counted
-            with self._unwatched():
-                self._use(operator, used)
+        if unseen:
+            self._bindings.bind(used)
             return
-        for managed in used:
-            assert managed.device is not None
-            parameter = managed.parameter
-            parameter.__class__ = managed.kind
-            parameter.data = managed.device
-            parameter.__class__ = managed.bound_kind
+        with self._unwatched():
+            self._bindings.bind(used)
 
-    def _use(self, operator: str, used: list[ManagedParameter]) -> None:
-        """`use` where no mode sees what is asked of parameters."""
-        blocks: list[int] = []
-        try:
-            for managed in used:
-                parameter = managed.parameter
-                before, parameter.__class__ = type(parameter), managed.kind
-                if parameter._version != managed.version:
-                    parameter.__class__ = before
-                    self._notice_write(managed)
-                    parameter.__class__ = managed.kind
-                if self._writes.unsure and managed.chunk in self._writes.unsure:
-                    with self._unwatched():
-                        self._writes.make_sure(managed.chunk)
-                blocks.append(managed.chunk.operand_block)
-            self._moment(operator, (*blocks,) if not blocks[1:] else tuple(dict.fromkeys(blocks)))
-            self._acquire_all(operator, used, blocks)
-        except BaseException:
-            if self._bindings.away:
-                self._bindings.rest(used)
-            raise
-        self._bindings.bind(used)
+    def _honour_writes(self, used: list[ManagedParameter]) -> None:
+        for managed in used:
+            self._notice_write(managed)
+            if managed.chunk in self._writes.unsure:
+                self._writes.make_sure(managed.chunk)
 
     def _acquire_again(self, operator: str, used: Sequence[ManagedParameter]) -> bool:
         """A moment that uses `used`, with one more use of each. False, and nothing is done, where the segment is
@@ -166,6 +155,54 @@ class Uses:
         else:
             self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
         return True
+
+    def begin_all(self, operator: str) -> tuple[list[ManagedParameter], list[ManagedParameter]] | None:
+        """Begin the segment that has just begun, and that `operator` names, as one moment: ask for all copies that it
+        is known to use, together, and lease those that are there.
+
+        Return what it is known to use, and of that the parameters whose copies are leased. None, and nothing is leased,
+        where not all is known of it, or not all copies have room at once beside the most that it needs.
+        """
+        tracer, traffic, room, known = self._tracer, self._traffic, self._room, self._tracer.known
+        moving = room.shortage.activations is not None or traffic.gradients.leaving
+        if known is None or tracer.measured or tracer.unseen_growth > 1 or moving:
+            return None
+        blocks = (*dict.fromkeys(chain.from_iterable(map(_BLOCKS, known.moments))),)
+        chunks = [traffic.executor.chunk_of_block[block][0] for block in blocks]
+        uses = {chunk.operand_block: len(chunk.parameters) for chunk in chunks}
+        used = [managed for chunk in chunks for managed in chunk.parameters]
+        moment = tracer.all_ahead(blocks)
+        if moment is None or (*uses,) != blocks or not room.has_room_for(moment, traffic.residency.span_of(blocks)):
+            return None
+        with self._unwatched():
+            self.let_go()
+            traffic.executor.poll()
+            if not room.is_as_left(moment):
+                room.before_moment(moment)
+            unsure = {chunk.operand_block for chunk in self._writes.unsure}
+            there = {block: uses[block] for block in traffic.bring_all(blocks) if block not in unsure}
+            if not traffic.use(there):
+                there = {}
+            leased = used
+            if len(there) < len(uses):
+                leased = [managed for managed in used if managed.chunk.operand_block in there]
+            self._open(leased)
+        tracer.all_at_once(moment)
+        self.saw(moment, operator, blocks)
+        return used, leased
+
+    def begin_backward(self) -> None:
+        """Lease what the backward that has just begun is known to use, and is there, until `end_backward`."""
+        if self._memory.uses_copies and not self._memory.resident and (begun := self.begin_all("backward")) is not None:
+            self._for_backward = dict.fromkeys(begun[1])
+
+    def end_backward(self) -> bool:
+        """End `begin_backward`; return whether that has leased anything."""
+        leased, self._for_backward = self._for_backward, {}
+        if leased:
+            with self._unwatched():
+                self.release([*leased])
+        return bool(leased)
 
     def _open(self, used: Iterable[ManagedParameter]) -> None:
         """Have views of the copies of `used`, which are VALID."""
@@ -206,17 +243,13 @@ class Uses:
                         self._writes.compare(managed)
                 except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
                     first = first or error
-            self._unbind(used, untracked=untracked)
+            self._bindings.unbind(used)
+            self.release(used, untracked=untracked)
         try:
             if first is not None:
                 raise first
         finally:
             del first  # as in `Executor.execute`
-
-    def _unbind(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """Let `used` rest, and release their copies."""
-        self._bindings.unbind(used)
-        self.release(used, untracked=untracked)
 
     def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """Release one lease of each of `used`; those whose memory a tensor holds are released by `let_go`."""
@@ -231,15 +264,7 @@ class Uses:
             managed.data_taken = False
             block = managed.chunk.operand_block
             over[block] = over[block] + 1 if block in over else 1
-        if self._memory.resident:
-            self._traffic.release_all(over)
-            return
-        traffic = self._traffic
-        for block in over:
-            if traffic.engine.ordered:
-                traffic.release(block, DEVICE, uses=over[block])
-            elif commands := traffic.residency.release(block, DEVICE, uses=over[block]):
-                traffic.execute(commands)
+        self._traffic.release_all(over)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """`end_use` of code whose functions are not seen. Of a region `.data` is not seen either: writes through that
@@ -291,25 +316,24 @@ class Uses:
             self.let_go()
         if not self._traffic.engine.nothing_over():
             self._traffic.executor.poll()
+        if managed in self._for_backward:
+            assert managed.device is not None
+            return managed.device
         operator = f"backward of {managed.name}"
+        block = managed.chunk.operand_block
         if managed in self._held:
-            self._moment(operator, (managed.chunk.operand_block,))
-        else:
-            if not self._acquire_again(operator, (managed,)):
-                block = managed.chunk.operand_block
-                self._moment(operator, (block,))
-                self._acquire_all(operator, (managed,), (block,))
-            self._held[managed] = None
+            self._moment(operator, (block,))
+        elif not self._acquire_again(operator, (managed,)):
+            self._moment(operator, (block,))
+            self._acquire_device(managed, block, operator)
+        self._held[managed] = None
         assert managed.device is not None
         return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
         """Begin a lease of the copy of `managed`, and have its view; none is begun if this raises."""
-        there = self._traffic.use({block: 1})
-        if there and managed.device is not None:
-            return
         with self._unwatched():
-            if not there:
+            if not self._traffic.use({block: 1}):
                 try:
                     self._acquire_with_more_room(block)
                 except CapacityError as error:
@@ -325,13 +349,14 @@ class Uses:
             self.out_of_memory()
             return self._traffic.acquire(block, DEVICE)
         except CapacityError:
-            if not (self._room.widen() or self.give_leases_up()):
+            if not (self._room.widen() or self.end_backward() or self.give_leases_up()):
                 raise
             return self._acquire_with_more_room(block)
 
     def out_of_memory(self) -> None:
         """Give the device's allocator, which has no room for an operator, all that no chunk in use needs."""
         self.release_working()
+        self.end_backward()
         with self._unwatched():
             self.let_go()
             self._room.out_of_memory()
@@ -344,7 +369,7 @@ class Uses:
 
     def notice_writes_by_hooks(self) -> None:
         """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""
-        for managed in list(self._held):
+        for managed in (*self._held, *self._for_backward):
             self._notice_write(managed)
 
     def _notice_write(self, managed: ManagedParameter) -> None:
@@ -354,7 +379,8 @@ class Uses:
         try:
             if managed.parameter._version != managed.version:
                 at_device = rests or managed.bound
-                held = at_device and managed in self._held and managed.device is not None
+                leased = managed in self._held or managed in self._for_backward
+                held = at_device and leased and managed.device is not None
                 with self._unwatched():
                     self._writes.by_operator(managed) if held else self._writes.by_user(managed)
         finally:
@@ -377,6 +403,7 @@ class Uses:
                 written = parameter._version != managed.version or self._bindings.is_elsewhere(managed)
                 parameter.__class__ = kind
                 if written:
+                    self.end_backward()
                     self._writes.by_user(managed)
             if self._bindings.away:
                 self._bindings.rest(used)
@@ -385,6 +412,7 @@ class Uses:
         """Honour `parameter.data = value` within compute."""
         with self._unwatched():
             self._untracked.discard(id(managed))
+            self.end_backward()
             self._writes.of_data(managed, value)
 
     def holds_copies(self) -> bool:

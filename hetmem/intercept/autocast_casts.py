@@ -64,7 +64,7 @@ class Casts:
 
     def note(self, managed: ManagedParameter, cast: torch.Tensor) -> None:
         """Track `cast`, all of `managed` in 16 bits, which autograd saves (or a view of it)."""
-        found = self.alive.get(id(managed))
+        found, self._seen = self.alive.get(id(managed)), True
         if (found is None or found[1]() is not cast) and managed.bound and torch.is_autocast_cache_enabled():
             self.alive[id(managed)] = managed, weakref.ref(cast), self._written(managed)
 

@@ -157,6 +157,8 @@ def _begin_of(interception: Interception) -> None:
     if not runtime.memory.uses_copies:
         return
     if not interception.backwards:
+        if interception.stretches.here:
+            interception.current(sys._getframe())  # which an interrupt may have ended
         runtime.trailing.pause()
         runtime.renew_touched()
     interception.backwards += 1

@@ -81,10 +81,6 @@ def can_compile() -> bool:
     return not torch_private.dispatch_mode_stack()
 
 
-def _nothing() -> None:
-    return None
-
-
 class Tracing:
     """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no
     more than this."""
@@ -94,10 +90,14 @@ class Tracing:
     def __init__(self) -> None:
         self.region = False
         """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
+        self.listen()
+
+    def listen(self) -> None:
+        """Have hooks of modules tell of each call."""
         self.quiet = 0
         """The thread on which a forward runs whose weights all are where operators find them; 0 for none."""
-        self.where: Callable[[], torch.nn.Module | None] = _nothing
-        """The module that it is of, held weakly."""
+        self.where: Callable[[], torch.nn.Module | None] | None = None
+        """The module, held weakly, whose call is the only one that has to be seen to end; None: each has to."""
 
 
 def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> Iterator[RemovableHandle]:

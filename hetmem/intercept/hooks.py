@@ -49,8 +49,10 @@ class BeforeForward(_OfThisModule):
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]] | None:
-        if self._tracing.quiet and self._tracing.quiet == HERE.ident:
-            return None
+        tracing = self._tracing
+        where = tracing.where
+        if tracing.quiet and tracing.quiet == HERE.ident and where is not None and where() is not module:
+            return None  # else an interrupt has ended the forward that was quiet
         if kwargs is None:  # moved into another module, as torch's quantization does
             return None
         if self._tracing.region and torch.compiler.is_compiling():
@@ -70,7 +72,8 @@ class AfterForward(_OfThisModule):
 
     @skipped
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._tracing.quiet and self._tracing.where() is not module:
+        where = self._tracing.where
+        if where is not None and where() is not module:
             return
         if not (self._tracing.region and torch.compiler.is_compiling()):
             hooked = self._hooked()

@@ -30,7 +30,7 @@ from hetmem.intercept.diagnostics import (
     refuse_a_fork,
     refuse_a_surrounding,
 )
-from hetmem.intercept.dynamo import hook_forwards, opaque, set_compiler
+from hetmem.intercept.dynamo import Tracing, hook_forwards, opaque, set_compiler
 from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
 from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
@@ -78,14 +78,14 @@ class Interception:
         self.last_forward: Compute | None = None
         self._saved = SavedTensors(runtime, self.segments, self.activations)
         self._faults = Faults(runtime, self.gradients, self._saved, self)
-        self.leases = Leases(runtime, self.gradients, self._saved)
+        self._tracing = Tracing()
+        self.leases = Leases(runtime, self.gradients, self._saved, self._tracing)
         self.backwards = 0
         """How many backwards run, one within the other."""
         self._handles: list[Any] = []
         self._parts = PartHooks(())
         self.removed = False
-        self._regions = Regions(runtime, self.leases)
-        self._tracing = self._regions.tracing
+        self._regions = Regions(runtime, self.leases, self._tracing)
         self._buffers = weakref.WeakMethod(module.buffers)
         self._model = weakref.ref(module)
         try:
@@ -98,7 +98,7 @@ class Interception:
         tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
         self._parts = PartHooks(self._handles[2:])
-        self.segments.step_began = weakly(self._parts.put_back)
+        self.segments.step_began = weakly(self._step_begins)
         reading = BeforeStateDict(self)
         for part in module.modules():
             self._handles.append(part.register_state_dict_pre_hook(reading))
@@ -107,6 +107,11 @@ class Interception:
         if self.runtime.memory.uses_copies:
             for managed in self.runtime.parameters:
                 self.gradients.install(managed)
+
+    def _step_begins(self) -> None:
+        self._parts.put_back()
+        if self.stretches.here:
+            self._forget_interrupted()
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -136,6 +141,9 @@ class Interception:
             if compiler is None and here and frame is not None and frame.f_code is CALLS:
                 plain = not (self._regions.may_begin or "forward" in module.__dict__)
                 if plain and here[-1].is_computing(frame.f_back):  # a part of that, and nothing else, as most are
+                    if self._tracing.where is not None:
+                        self.leases.begin(here[-1].calls[0], module, recomputed=False)
+                        return None
                     calls, call = here[-1].calls, Call(module, frame)
                     calls += (call,)
                     self.leases.begin(call, module, recomputed=here[-1].task >= 0)
@@ -147,6 +155,7 @@ class Interception:
                     return None
                 compute, call = self.current(None if frame is None else frame.f_back), Call(module, frame)
                 if compute is not None:
+                    self.leases.end_all()
                     compute.calls.append(call)
                 else:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
@@ -185,7 +194,10 @@ class Interception:
             return False
         if alone and self.activations is None and self._saved.is_alone() and torch_private.transform_level() is None:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
-            return self.working.begin(type(module).__name__, backward, anew=self.segments.several)
+            if self.working.begin(type(module).__name__, backward, anew=self.segments.several):
+                return True
+            self.leases.begin_all(compute.calls[0], module)
+            return False
         self.working.release()
         return False
 
@@ -199,6 +211,7 @@ class Interception:
             refuse_a_capture("a forward", memory.device)
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.uses_copies)
         compute = self._begin(call)
+        self.leases.end_all()  # of a forward around what is computed once more: its calls are seen again
         compute.compiler = compiler
         if compute.task < 0:
             self.last_forward = compute
@@ -248,6 +261,8 @@ class Interception:
             if compute.task < 0 and (leaves or self.activations is not None):
                 self._saved.enter(compute)
             return
+        if compute.task < 0:
+            self.gradients.within_step = self.gradients.half_stepped
         compute.works = self._begins_to_work(compute, module)
         if compute.task >= 0:
             self.runtime.uses.notice_writes_by_hooks()
@@ -255,7 +270,6 @@ class Interception:
         else:
             with self.runtime.unwatched():
                 self.runtime.bindings.leave_home()
-            self.gradients.within_step = self.gradients.half_stepped
         if not compute.works:
             self._saved.enter(compute)
 
@@ -339,6 +353,7 @@ class Interception:
     def meets_unbound(self, *, hands_out: bool) -> bool:
         """Note that a function meets a weight that no module gave it, and `hands_out` its memory. Returns whether
         modules around have working weights, which they will not have again."""
+        self.leases.departs()
         works = any(compute.works for compute in self.stretches.here if compute.task < 0)
         if works or hands_out:
             self.working.serve = False
@@ -380,7 +395,7 @@ class Interception:
     def _end(self, compute: Compute) -> None:
         """`compute` is over, and what it has within it."""
         here, over = self.stretches.here, list[Compute]()
-        self._tracing.quiet = 0
+        self._tracing.listen()
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
             ended = here.pop()

@@ -4,6 +4,10 @@ So a weight's raw pointer is right for as long as the call that owns the weight.
 what is in use they are left to `faults`, one function at a time; so are those of modules around, where something else
 needs their room.
 
+Where all copies that a forward is known to use fit at once, they are asked for together as it begins, and are bound
+until it ends: those that are there at once, the others by their modules. Once all are, hooks of modules have nothing to
+do.
+
 Note "regions": code that `torch.compile` makes takes weights as inputs and calls no torch function that a mode would
 see, so a region is to the runtime what an operator is otherwise: all weights of a module, and of those in it, are on
 the device for as long as it runs. It is the outermost module that is compiled and whose weights take no more than a
@@ -14,8 +18,10 @@ never compiled, as code with a graph's end at each use of a weight is slower tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+import weakref
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -39,8 +45,14 @@ _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 class Leases:
     """The weights of one model that are bound for calls of modules: `begin` and `end` are called around each."""
 
-    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors) -> None:
-        self._runtime, self._gradients, self._saved = runtime, gradients, saved
+    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, tracing: Tracing) -> None:
+        self._runtime, self._gradients, self._saved, self._tracing = runtime, gradients, saved, tracing
+        self._forward: Call | None = None
+        """The outermost call of a forward for whose length all of its weights are bound."""
+        self._to_come: set[ManagedParameter] = set()
+        """Those that are not bound yet."""
+        self._departed: set[Hashable] = set()
+        """The keys of forwards that used other weights than they are known to."""
         self._by_id = runtime.bindings.by_id
         self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
         """By the `id`s of a module's parameters, `_learn` of these."""
@@ -55,14 +67,49 @@ class Leases:
         `recomputed`: within a backward."""
         keys = (*map(id, module._parameters.values()),)
         used = self._known[keys] if keys in self._known else self._learn(keys)
+        if self._forward is not None:
+            used = [managed for managed in used if not managed.bound]
+            call = self._forward
         if used and self._runtime.memory.uses_copies:
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
-                if torch.is_autocast_enabled(self._device_type):  # asked here, as it is at each call
+                if call is not self._forward and torch.is_autocast_enabled(self._device_type):  # asked at each call
                     call.left = self.casts.leave_cache()
+                if self._to_come:
+                    self._to_come.difference_update(used)
+                    self._look_at_hooks()
             except DeviceOutOfMemoryError as error:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
+
+    def begin_all(self, call: Call, module: torch.nn.Module) -> None:
+        """Bind all that the forward of `module` is known to use until `call` is over, if all fits at once."""
+        runtime, others = self._runtime, self._saved.others or self._gradients.within_step
+        if others or runtime.memory.resident or runtime.tracer.key in self._departed:
+            return
+        begun = runtime.uses.begin_all(type(module).__name__)
+        if begun is not None:
+            used, there = begun
+            if there:
+                runtime.bindings.bind(there)
+                self.keep(call, there)
+            self._forward, self._to_come = call, set(used).difference(there)
+            self._tracing.where = weakref.ref(module)
+            self._look_at_hooks()
+
+    def _look_at_hooks(self) -> None:
+        if not self._to_come:
+            self._tracing.quiet = get_ident()
+
+    def end_all(self) -> None:
+        """Have modules within bind their own weights from here on; what is bound is so until the forward is over."""
+        self._forward, self._to_come = None, set()
+        self._tracing.listen()
+
+    def departs(self) -> None:
+        """Note that a function uses a weight that the forward which runs was not known to use."""
+        if self._forward is not None and not self._to_come:
+            self._departed.add(self._runtime.tracer.key)
 
     def _learn(self, keys: tuple[int, ...]) -> list[ManagedParameter]:
         """Find those of the parameters with the `id`s `keys` that are managed: none where chunks can never have room
@@ -88,7 +135,7 @@ class Leases:
         if fresh:
             self._runtime.uses.use(name, fresh)
         top = _top_hooks(True)
-        if top is not None and type(top[0]) is not Pack:
+        if top is not None and type(top[0]) is not Pack and call is not self._forward:
             call.displaced = self._saved.displace_others(used)
         if not call.used:
             self._bound += (call,)
@@ -113,6 +160,8 @@ class Leases:
         if call.left is not None:
             self.casts.enter_cache_again(call.left)
             call.left = None
+        if call is self._forward:
+            self.end_all()
         used = call.used
         if not used:
             return
@@ -161,9 +210,8 @@ class _Region:
 class Regions:
     """The region of one model that runs, if one does, and who would compile one."""
 
-    def __init__(self, runtime: Runtime, leases: Leases) -> None:
-        self._runtime, self._leases = runtime, leases
-        self.tracing = Tracing()
+    def __init__(self, runtime: Runtime, leases: Leases, tracing: Tracing) -> None:
+        self._runtime, self._leases, self._tracing = runtime, leases, tracing
         self.compiler: Any = None
         """What compiles the last forward as a whole."""
         self.runs = self.may_begin = self.may_end = False
@@ -217,7 +265,7 @@ class Regions:
             compute.enter_functions_again()
             raise
         self.runs = self.may_begin = self.may_end = True
-        self._running, self.tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
+        self._running, self._tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
         if not can_compile():
             call.left = self._leases.casts.leave_cache(compiled=True)
             return None
@@ -268,7 +316,7 @@ class Regions:
         region, self._running = self._running, None
         self.runs, self.may_end = False, self._held_back is not None
         self.may_begin = self.compiler is not None
-        self.tracing.region = False
+        self._tracing.region = False
         if region is not None:
             self._leases.end(region.call)
             with torch_private.NoFunctionsOfSubclasses():

@@ -53,9 +53,10 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         return
     _give_turns()  # of a step that raised
     runs = running(calling_frame(optimizer, sys._getframe()))
-    runtimes = {interception.runtime for interception in _managed_by(optimizer)}
-    for runtime in sorted(runtimes, key=lambda runtime: runtime.turn.number):
+    for interception in sorted({*_managed_by(optimizer)}, key=lambda found: found.runtime.turn.number):
+        runtime = interception.runtime
         section = runtime.turn.take(f"a step of {type(optimizer).__name__}", runs)
+        interception.is_computing()  # not what an interrupt has ended, which may have left weights bound
         _taken.setdefault(get_ident(), []).append((runtime.turn, section))
         if not in_backward():  # an optimizer within a backward steps a part of the model
             runtime.events.begin_segment("step")

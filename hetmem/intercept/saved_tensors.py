@@ -75,6 +75,8 @@ class SavedTensors:
         self.runtime, self.segments = runtime, segments
         self.activations = activations
         """What moves everything but weights; None = it stays on the device."""
+        self.others = False
+        """Whether hooks of the program were ever to be given weights."""
         self.casts = Casts(runtime)
         self._device_type = runtime.memory.device.torch_device.type
         self._by_id = runtime.bindings.by_id
@@ -120,6 +122,7 @@ class SavedTensors:
             return None
         if _keep_no_parameter(top[0], used) and not torch.is_autocast_enabled(self._device_type):
             return None
+        self.others = True
         _AUTOGRAD._pop_saved_tensors_default_hooks()
         over = _Over(self, *top)
         _AUTOGRAD._push_saved_tensors_default_hooks(over, over.unpack)

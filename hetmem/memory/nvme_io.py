@@ -11,7 +11,6 @@ import contextlib
 import errno
 import mmap
 import os
-import queue
 import tempfile
 import threading
 import time
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from hetmem.base.threads import start_thread
+from hetmem.base.threads import Threads
 from hetmem.base.units import MIB, format_size, round_up
 from hetmem.errors import BudgetError, StoreError
 from hetmem.memory.host_pool import Spans
@@ -201,7 +200,7 @@ class DiskLink:
         self.move = move
         self.moved_bytes = 0
         self._shares, self._request_bytes = threads, request_bytes
-        self._threads = [Threads(threads, f"hetmem-nvme-{verb}") for _ in range(files)]
+        self._threads = [Threads(threads, f"hetmem-nvme-{verb}", _EXIT_SECONDS) for _ in range(files)]
         self._lock = threading.Lock()
         self._in_flight = 0
         self._busy_since = 0.0
@@ -237,49 +236,6 @@ class DiskLink:
             threads.stop()
         for threads in self._threads:
             threads.join()
-
-
-class Threads:
-    """A few threads that run what they are given, first come first served.
-
-    Not a `ThreadPoolExecutor`: the interpreter joins its threads when it ends, for as long as a disk hangs. These end
-    when this object is gone and nothing is queued.
-    """
-
-    def __init__(self, count: int, name: str) -> None:
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._count = count
-        self._name = name
-        self._threads: list[threading.Thread] = []
-        self.stop = weakref.finalize(self, _put_ends, self._queue, count)
-        self.stop.atexit = False
-
-    def start(self) -> None:
-        """Once, before the first work: a store that is never read needs none. Callers exclude each other."""
-        while len(self._threads) < self._count:
-            name = f"{self._name}_{len(self._threads)}"
-            stop = partial(self._queue.put, None)
-            self._threads.append(start_thread(_serve, (self._queue,), name, stop, _EXIT_SECONDS))
-
-    def submit(self, work: Callable[[], None]) -> None:
-        """Run `work`, which must not raise, on one of the threads."""
-        self._queue.put(work)
-
-    def join(self) -> None:
-        """Wait, after `stop`, until all have ended."""
-        for thread in self._threads:
-            thread.join()
-
-
-def _serve(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (run := work.get()) is not None:
-        run()
-        del run  # it holds memory and a file, and the next one may be long in coming
-
-
-def _put_ends(work: queue.SimpleQueue[Callable[[], None] | None], count: int) -> None:
-    for _ in range(count):
-        work.put(None)
 
 
 class _Transfer:

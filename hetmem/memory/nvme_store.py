@@ -19,17 +19,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from hetmem.base.units import MIB, round_down, round_up
+from hetmem.base.units import MIB, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory.host_pool import Loan, Spans
-from hetmem.memory.mapping import Mapping, address_of
+from hetmem.memory.mapping import address_of
 from hetmem.memory.nvme_io import BLOCK_BYTES, DiskLink, StoreFile, sized
 
-__all__ = ["BLOCK_BYTES", "Extent", "Look", "NvmeStore"]
+__all__ = ["BLOCK_BYTES", "Extent", "NvmeStore"]
 
 THREADS, REQUEST_BYTES = 4, 16 * MIB
 """Within a twentieth of the best of 12 and of 7 ways to ask the drives of two machines, for reads as for writes."""
-_LOOKS_AT_ONCE = 8  # per directory: nothing but their latency matters
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +49,6 @@ class LentExtent(Loan):
     def __init__(self, spans: Spans, at: int, memory: memoryview, extent: Extent) -> None:
         super().__init__(spans, at, memory)
         self.extent = extent
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A few bytes that are being read."""
-
-    moved: Future[int]
-    memory: memoryview
-
-    def first(self, nbytes: int) -> bytes:
-        """The first `nbytes`, at most as many as the block has left. Raises `StoreError` as a read does."""
-        self.moved.result()
-        return bytes(self.memory[:nbytes])
 
 
 class NvmeStore:
@@ -113,7 +99,6 @@ class NvmeStore:
         self._files = [StoreFile(os.fspath(path), round_up(capacity_bytes, BLOCK_BYTES)) for path in directories]
         self._reads = DiskLink("read", io.preadv, len(self._files), threads, request_bytes)
         self._writes = DiskLink("write", io.pwritev, len(self._files), threads, request_bytes)
-        self._looks = DiskLink("read", io.preadv, len(self._files), _LOOKS_AT_ONCE, BLOCK_BYTES)
         _warn_of_buffered(self._files)
 
     @property
@@ -138,7 +123,7 @@ class NvmeStore:
     @property
     def bytes_read(self) -> int:
         """Bytes moved from disk by completed requests."""
-        return self._reads.moved_bytes + self._looks.moved_bytes
+        return self._reads.moved_bytes
 
     @property
     def bytes_written(self) -> int:
@@ -237,12 +222,6 @@ class NvmeStore:
             file = self._file_of(extent)
             return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
 
-    def look(self, extent: Extent, offset: int) -> Look:
-        """Begin to read the block with byte `offset` of `extent`: as `read`, but queued behind other looks only."""
-        into = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
-        start = round_down(offset, BLOCK_BYTES)
-        return Look(self._start(self._looks, extent, into, start), into[offset - start :])
-
     def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
         """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.
 
@@ -266,7 +245,7 @@ class NvmeStore:
         """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent."""
         with self._lock:
             self._closed = True
-        for link in (self._reads, self._writes, self._looks):
+        for link in (self._reads, self._writes):
             link.join()
         with self._lock:
             for file in self._files:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -13,13 +13,13 @@ from hetmem.base.config import GradientsName, OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
-    Codes8Bit,
     Task,
     adamw_compact_tasks,
     adamw_on_device,
     adamw_tasks,
 )
 from hetmem.cpu.adamw import WIDEST_VECTOR, adamw_as_on_host, equals_host
+from hetmem.cpu.compact import check_numba
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -29,7 +29,6 @@ Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
-_FIRST = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
 
 
 class AdamW(OffloadedOptimizer):
@@ -66,7 +65,7 @@ class AdamW(OffloadedOptimizer):
         seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        _refuse_malformed(defaults)
+        _check(defaults)
         for name, value, fine in (
             ("learning rate", lr, float(lr) >= 0),
             ("epsilon value", eps, eps >= 0),
@@ -96,31 +95,12 @@ class AdamW(OffloadedOptimizer):
             gradients=gradients,
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not, and for
-        hyper-parameters that are no numbers."""
-        _refuse_amsgrad([param_group])
-        _refuse_malformed(param_group)
-        super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
-        _refuse_amsgrad(state_dict["param_groups"])
-        super().load_state_dict(state_dict)
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `OffloadedOptimizer`. Raises ValueError for what torch's AdamW knows and this one does not."""
-        _refuse_amsgrad(state_dict["param_groups"])
-        super().check_state_dict(state_dict)
-
-
-def _refuse_amsgrad(groups: list[dict[str, Any]]) -> None:
-    if any(group.get("amsgrad") for group in groups):
+def _check(group: dict[str, Any]) -> None:
+    """Raise ValueError for what torch's AdamW knows and this one does not, and for hyper-parameters that no step could
+    compute with."""
+    if group.get("amsgrad"):
         raise ValueError("hetmem.AdamW has no amsgrad: use hetmem.optim.offload(torch.optim.AdamW, …, amsgrad=True)")
-
-
-def _refuse_malformed(group: dict[str, Any]) -> None:
-    """Raise ValueError for hyper-parameters that no step could compute with."""
     for name in ("lr", "eps", "weight_decay"):
         if name in group and not is_number(group[name]):
             raise ValueError(f"{name} must be a number, got {group[name]!r}")
@@ -133,24 +113,20 @@ class AdamWRule(Rule):
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""
 
     has_kernel = True
-    merges = WIDEST_VECTOR
+    merges = 2 * WIDEST_VECTOR  # of 16-bit elements torch's vectors hold twice as many as of float32
 
     def __init__(self, moments: Moments = None) -> None:
         self._moments = moments
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments, in the parameter's dtype. Raises `ManageError` if that is not the one that was asked for."""
+        """Two moments, in the parameter's dtype. Raises `ManageError` if that is not the one that was asked for, and
+        ValueError for options that make no sense."""
+        _check(group)
         if self._moments not in (None, dtype):
             raise ManageError(
                 f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out"
             )
         return _ROLES
-
-    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        """See `Rule`."""
-        param, exp_avg, exp_avg_sq = (_one(dtype) for _ in range(3))
-        grad, copy = _one(gradient_dtype), None if copy_dtype is None else _one(copy_dtype)
-        adamw_tasks(_FIRST, param, grad, exp_avg, exp_avg_sq, copy)
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
@@ -159,9 +135,7 @@ class AdamWRule(Rule):
             _count(update), update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy
         )
 
-    def equals_host(
-        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> bool:
+    def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
         """The kernel on `device` against torch's on the host."""
         return equals_host(device, dtype, copy_dtype)
 
@@ -211,7 +185,7 @@ class AdamWRule(Rule):
 
     def _equals_host(self, update: ParameterUpdate) -> bool:
         copy_dtype = None if update.copy is None else update.copy.dtype
-        return self.equals_host(update.param.device, update.group, update.param.dtype, copy_dtype)
+        return equals_host(update.param.device, update.param.dtype, copy_dtype)
 
 
 class CompactAdamWRule(Rule):
@@ -220,11 +194,14 @@ class CompactAdamWRule(Rule):
     runs_on_device = False
 
     def __init__(self, moments: Moments, seed: int, *, stochastic_rounding: bool) -> None:
+        check_numba()
         self._moments, self._stochastic_rounding = moments, stochastic_rounding
         self.seed = seed
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments. Raises `ManageError` for parameters that cannot be updated so."""
+        """Two moments. Raises `ManageError` for parameters that cannot be updated so, and ValueError for options that
+        make no sense."""
+        _check(group)
         if dtype not in (torch.float32, torch.bfloat16):
             raise ManageError(f"small states are for parameters in float32 or bfloat16, not in {dtype}")
         if dtype is torch.bfloat16 and not self._stochastic_rounding:
@@ -238,18 +215,13 @@ class CompactAdamWRule(Rule):
             return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
         return AdamWRule(self._moments).roles(group, dtype)
 
-    def prepare(self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> None:
-        """See `Rule`."""
-        param, grad, copy = _one(dtype), _one(gradient_dtype), None if copy_dtype is None else _one(copy_dtype)
-        made = {role.name: _one(role.dtype or dtype) for role in self.roles({}, dtype)}
-        made |= {f"{name}_scale": _one(torch.float32) for name in made if self._moments == "8bit"}
-        adamw_compact_tasks(_FIRST, param, grad, *_moments(made), copy, key=0)
-
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
         assert self.seed is not None
         step, key = _count(update), (self.seed << 32) + update.number
-        return adamw_compact_tasks(step, update.param, update.grad, *_moments(update.states), update.copy, key=key)
+        names = (each for role in _ROLES for each in (role.name, f"{role.name}_scale"))
+        moments = [update.states[name] for name in names if name in update.states]
+        return adamw_compact_tasks(step, update.param, update.grad, moments, update.copy, key=key)
 
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """Not there: states this small are for models that are larger than the device."""
@@ -259,21 +231,9 @@ class CompactAdamWRule(Rule):
         )
 
 
-def _moments(states: Mapping[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Both moments of `states`, those in 8 bits with their scales."""
-    if "exp_avg_scale" not in states:
-        return states["exp_avg"], states["exp_avg_sq"]
-    first, second = (Codes8Bit(states[name], states[f"{name}_scale"]) for name in ("exp_avg", "exp_avg_sq"))
-    return first, second
-
-
 def _flats(update: ParameterUpdate) -> tuple[torch.Tensor, ...]:
     copies = () if update.copy is None else (update.copy,)
     return update.param, update.grad, update.states["exp_avg"], update.states["exp_avg_sq"], *copies
-
-
-def _one(dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(1, dtype=dtype, device="cpu")
 
 
 def _count(update: ParameterUpdate) -> AdamWStep:

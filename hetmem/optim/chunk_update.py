@@ -18,7 +18,6 @@ from hetmem.engine.gradient_views import take_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
-from hetmem.memory.nvme_store import Look
 from hetmem.optim.options import Rule
 from hetmem.schedule.update_split import Way
 
@@ -38,8 +37,6 @@ class Part:
     at_home: bool
     version: int
     sample: Sample | None = None
-    look: Look | bool | None = None
-    """The element of `sample` as the step began: being read from NVMe, or whether it is unchanged on the device."""
 
     def same(self, other: Part) -> bool:
         """Whether both ask for the same update."""
@@ -51,10 +48,7 @@ class Part:
 
     def says(self, group: dict[str, Any]) -> bool:
         """Whether `group`, but for its parameters, has the options that this was made with."""
-        return len(self.group) == len(group) - ("params" in group) and all(
-            key in group and (value is group[key] or _number(value) == _number(group[key]))
-            for key, value in self.group.items()
-        )
+        return self.group == {name: value for name, value in group.items() if name != "params"}
 
     def flat_gradient(self, opened: Opened) -> torch.Tensor:
         """Return the gradient in the order in which the parameter's elements lie in memory."""
@@ -154,15 +148,6 @@ class ChunkUpdate:
         self.before, self.numbers = [], []
 
 
-def frozen(value: Any) -> Any:
-    """What no write in place changes, as a learning rate in a tensor or a list may be; `value` itself if it is so."""
-    if isinstance(value, (tuple, list)):
-        parts = [frozen(part) for part in value]
-        kept = isinstance(value, tuple) and all(map(is_, parts, value))
-        return value if kept else type(value)(parts)
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 def refuse_sparse(managed: ManagedParameter, optimizer: str) -> None:
     """Raise RuntimeError if the gradient of `managed` is not dense."""
     gradient = managed.parameter.grad
@@ -176,12 +161,6 @@ def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
     here = [one for one in sums if not isinstance(one, torch.Tensor)]
     arrived = torch.cat(there).cpu().split([one.numel() for one in there]) if there else ()
     return [*here, *map(sums_of_tiles, arrived)]
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return [_number(part) for part in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 # ---- Parameters that are whole on the device, states and all: one call of torch's kernel for each group. Nothing
@@ -232,8 +211,6 @@ class WholeGroup:
 
     def __init__(self, runtime: Runtime, managed: list[ManagedParameter], roles: tuple[Role, ...]) -> None:
         self.runtime, self._managed = runtime, managed
-        self.owned_after = -1
-        """The `Owners.changes` at which all parameters were the optimizer's."""
         self.parameters = [each.parameter for each in managed]
         self._names = [role.name for role in roles]
         self._dtypes = [each.chunk.dtype for each in managed]
@@ -254,7 +231,9 @@ class WholeGroup:
         pick: Callable[[Iterable[Any]], list[Any]] = list if all(live) else lambda each: list(compress(each, live))
         params, grads, managed = pick(self.parameters), pick(given), pick(self._managed)
         entries: list[Any] = list(map(shown.get, params))
-        if not params or not all(entries) or set(map(_LAYOUT, grads)) != {torch.strided}:
+        if not params:
+            return WholeUpdate(self, group, [], [], [], [], [])
+        if not all(entries) or set(map(_LAYOUT, grads)) != {torch.strided}:
             return None
         try:
             states = [[entry[name] for entry in entries] for name in self._names]

@@ -23,8 +23,7 @@ from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.optim.options import LossScale, ParameterUpdate, Rule
 
 _TRIAL = (4, 32)
-_SAMPLE = (4, 1024)
-_TRIAL_STEPS = 3
+_STEPS = 3
 
 
 def offload(
@@ -73,12 +72,11 @@ class TorchRule(Rule):
         self._optimizer = optimizer
         self._keywords = frozenset(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
         self._known: dict[Any, tuple[Role, ...]] = {}
-        self._equal: dict[Any, bool] = {}
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """What `optimizer` keeps of an element with the options of `group`: found by running it."""
         options = self._options(group)
-        key = _key(options, dtype)
+        key = dtype, tuple(sorted((name, repr(value)) for name, value in options.items() if name != "lr"))
         if key not in self._known:
             self._known[key] = tuple(Role(name) for name in self._try(options, dtype))
         return self._known[key]
@@ -88,19 +86,6 @@ class TorchRule(Rule):
         numbers = {name: value for name, value in update.state.items() if name not in update.states}
         tiles = tiles_of(update.param.numel()) or [slice(0)]
         return [self._tile(update, numbers, tile, tile.start in (0, None)) for tile in tiles]
-
-    def equals_host(
-        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> bool:
-        """torch's operators there against those on the host; where they cannot run they do not."""
-        options = self._options(group)
-        key = (device, *_key(options, dtype))
-        if key not in self._equal:
-            try:
-                self._equal[key] = self._computes_the_same(options, dtype, device)
-            except Exception:  # whatever torch or the driver raises: the host updates
-                self._equal[key] = False
-        return self._equal[key]
 
     def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
         """As on the host, in one tile."""
@@ -159,7 +144,8 @@ class TorchRule(Rule):
 
     def _try(self, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
         """The names of the elementwise states; `ManageError` if something is not elementwise."""
-        start, grads = _given(_TRIAL, dtype)
+        generator = torch.Generator().manual_seed(0)
+        start, *grads = (torch.randn(_TRIAL, generator=generator, device="cpu").to(dtype) for _ in range(1 + _STEPS))
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             whole, states = self._trial(options, start, grads)
@@ -174,28 +160,17 @@ class TorchRule(Rule):
             )
         return states
 
-    def _computes_the_same(self, options: dict[str, Any], dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether `device` and the host agree in every bit on some thousand elements."""
-        start, grads = _given(_SAMPLE, dtype)
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            here, _ = self._trial(options, start, grads)
-            there, _ = self._trial(options, start.to(device), [grad.to(device) for grad in grads])
-        return torch.equal(here, there.cpu())
-
     def _trial(
         self, options: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
     ) -> tuple[torch.Tensor, list[str]]:
-        optimizer = self.optimizer_of([start.clone()], options)
-        parameter = optimizer.param_groups[0]["params"][0]
-        for grad in grads:
-            parameter.grad = grad.clone()
-            try:
-                optimizer.step()
-            except (TypeError, RuntimeError) as error:  # it wants a closure, sparse gradients, …
-                raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
+        parameter, state = start.clone(), dict[str, Any]()
+        try:
+            for grad in grads:
+                state = self._step(options, parameter, grad.clone(), state)
+        except (TypeError, RuntimeError) as error:  # it wants a closure, sparse gradients, …
+            raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
         names = []
-        for name, value in optimizer.state[parameter].items():
+        for name, value in state.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 continue
             if value.shape != start.shape or value.dtype != start.dtype:
@@ -204,21 +179,10 @@ class TorchRule(Rule):
                     f"{tuple(start.shape)} and {start.dtype} has shape {tuple(value.shape)} and {value.dtype}"
                 )
             names.append(name)
-        return parameter.detach(), names
+        return parameter, names
 
     def _name(self) -> str:
         return f"{self._optimizer.__module__.split('.')[0]}.{self._optimizer.__name__}"
-
-
-def _given(shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A parameter and its gradients, to try with."""
-    generator = torch.Generator().manual_seed(0)
-    start, *grads = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for _ in range(1 + _TRIAL_STEPS))
-    return start, grads
-
-
-def _key(options: dict[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
-    return dtype, tuple(sorted((name, repr(value)) for name, value in options.items() if name != "lr"))
 
 
 def _scaled(update: ParameterUpdate, tile: slice) -> torch.Tensor:

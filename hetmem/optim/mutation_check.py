@@ -82,19 +82,8 @@ class MutationCheck:
 
     def __init__(self, passes: Passes, writes: WriteCheck) -> None:
         self._passes, self._writes = passes, writes
-        self._waiting: dict[int, tuple[int, Part]] = {}
-        """Gradients that wait, beside streamed ones that are used up: as the backward left them, after how many
-        arrivals."""
         self._checked = False
         self._marks, self._shows = Marks(), False
-
-    def see(self, waiting: Iterable[tuple[ManagedParameter, dict[str, Any], int]]) -> None:
-        """The backward is over: `waiting` are parameters whose gradient no update has used, their groups, and how
-        many of their gradients have arrived."""
-        for managed, group, count in waiting:
-            if self._waiting.get(id(managed), (-1,))[0] != count:
-                (part,) = self._passes.parts(managed.chunk, [(managed, group)])
-                self._waiting[id(managed)] = count, self._passes.seen(part)
 
     def show(self, begun: Iterable[ChunkUpdate]) -> None:
         """The backward is over: those streamed gradients of `begun` that are used up are shown as that until the step
@@ -125,20 +114,20 @@ class MutationCheck:
         step has seen once, it changes itself: one that is repeated looks no more."""
         if self._checked:
             return
-        for _, part in self._waiting.values():
-            if part.managed.parameter.grad is not part.gradient or not self._passes.as_seen(part):
-                raise changed([part], optimizer, begun)
-        self._passes.look_at(part for update in begun for part in update.parts if part.look is None)
         groups = optimizer.groups_by_parameter() if begun else {}
         streamed = optimizer.gradients is Gradients.STREAMED
+        seen: list[tuple[ChunkUpdate, Part]] = []
         for update in begun:
-            as_used, seen = not update.disturbed, []
+            as_used = not update.disturbed
             for part in update.parts:
                 if part.managed.parameter.grad is part.gradient:
-                    seen.append(part)
+                    seen.append((update, part))
                 else:
                     as_used = as_used and streamed  # it is used up
-            if not (as_used and self._passes.unscaled(seen)) or self._have_changed(update, groups):
+            if not as_used or self._have_changed(update, groups):
+                raise changed(update.parts, optimizer, begun)
+        for (update, _), same in zip(seen, self._passes.as_sampled(part for _, part in seen), strict=True):
+            if not same:
                 raise changed(update.parts, optimizer, begun)
         self._checked = True
 
@@ -157,7 +146,6 @@ class MutationCheck:
 
     def forget(self) -> None:
         """The step is over."""
-        self._waiting.clear()
         self._checked = self._shows = False
         self._marks.drop()
 
@@ -201,14 +189,6 @@ def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: It
     )
 
 
-def other_factor(update: ChunkUpdate) -> RuntimeError:
-    """Return the error of a step whose gradients have another factor than the update of `update` was made with."""
-    return RuntimeError(
-        f"chunk {update.chunk.spec.index} was updated with a factor of {update.scale} for its gradients, and "
-        f"step() wants another one: max_grad_norm or loss_scale was changed in between"
-    )
-
-
 def half_updated(update: ChunkUpdate) -> RuntimeError:
     """Why a step does not begin where the update of `update` failed."""
     names = ", ".join(part.managed.name for part in update.parts[:3])
@@ -222,8 +202,7 @@ class Marks:
 
     def __init__(self) -> None:
         self._marked: list[torch.Tensor] = []
-        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-        self._made: dict[ManagedParameter, tuple[tuple[torch.dtype, torch.device], torch.Size, UsedUp]] = {}
+        self._made: dict[ManagedParameter, UsedUp] = {}
 
     def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
         """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
@@ -240,14 +219,11 @@ class Marks:
 
     def _mark(self, managed: ManagedParameter) -> UsedUp:
         """Return the one that stands for a gradient of `managed`."""
-        parameter = managed.parameter
-        kind, shape = (parameter.dtype, parameter.device), parameter.shape
-        made = self._made.get(managed)
-        if made is None or made[:2] != (kind, shape):
-            if kind not in self._elements:
-                self._elements[kind] = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-            made = self._made[managed] = kind, shape, UsedUp(parameter, self._elements[kind], managed.name)
-        return made[2]
+        parameter, made = managed.parameter, self._made.get(managed)
+        if made is None or made.device != parameter.device:
+            element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+            made = self._made[managed] = UsedUp(parameter, element, managed.name)
+        return made
 
     def drop(self) -> None:
         """Let every marked gradient be None."""

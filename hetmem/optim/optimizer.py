@@ -5,7 +5,7 @@ Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from typing import Any
@@ -169,10 +169,7 @@ class OffloadedOptimizer(Optimizer):
         for interception in self._steppers:
             interception.share.grow()
         whole = self._whole_work()
-        work = self._work({id(update.group) for _, update in whole})
-        if any(work[stepper] for stepper, _ in whole):  # groups of both kinds, which may share a chunk
-            whole = [(stepper, update) for stepper, update in whole if not work[stepper]]
-            work = self._work({id(update.group) for _, update in whole})
+        work = self._work([] if whole else self.param_groups)
         grad_scale = self._grad_scale(work, [update for _, update in whole])
         try:
             for stepper, chunks in work.items():
@@ -180,8 +177,9 @@ class OffloadedOptimizer(Optimizer):
                     stepper.skip()
                 else:
                     stepper.update(chunks, grad_scale)
-            if grad_scale is not None:
-                self._update_whole(whole, grad_scale)  # last: such an update is not repeated
+            for _, update in whole:
+                if grad_scale is not None:
+                    update.carry_out(self.rule, grad_scale)
         except BaseException:
             for stepper in work:  # those that are done must know too that this step may be tried again
                 stepper.failed = True
@@ -247,9 +245,6 @@ class OffloadedOptimizer(Optimizer):
         if "state" in state:
             self.states.shown = state.pop("state")
         super().__setstate__(state)
-        for group in self.param_groups:  # what older versions of torch did not save yet
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
         for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
             self._managed(managed.parameter)[0].owners.take([managed], self)
             self.states.load(managed, places, saved)
@@ -355,7 +350,8 @@ class OffloadedOptimizer(Optimizer):
         return managed, roles
 
     def _whole_work(self) -> list[tuple[Stepper, WholeUpdate]]:
-        """Groups whose parameters are whole on the device."""
+        """Return what is updated at once: all groups, where all that has a gradient is whole on the device; else none,
+        as groups may share a chunk."""
         if not self.rule.has_kernel or not any(each.updates_whole for each in self._steppers.values()):
             return []
         found = []
@@ -364,11 +360,12 @@ class OffloadedOptimizer(Optimizer):
             if known is None or not (known[0].updates_whole and known[1].is_of(group["params"])):
                 known = self._whole[id(group)] = self._whole_group(group)
             update = known and known[1].update(group, self.states.shown)
-            if known and update:
-                known[0].own_whole(update)
-                found.append((known[0], update))
-            else:
+            if known is None or update is None:
                 self._whole[id(group)] = None  # perhaps all has its states, and a place, in the next step
+                return []
+            if update.params:
+                known[0].owners.check(self, update.managed)
+                found.append((known[0], update))
         return found
 
     def _whole_group(self, group: dict[str, Any]) -> tuple[Stepper, WholeGroup] | None:
@@ -382,22 +379,10 @@ class OffloadedOptimizer(Optimizer):
         roles = {self.rule.roles(group, each.chunk.dtype) for _, each in managed}
         return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
 
-    def _update_whole(self, whole: list[tuple[Stepper, WholeUpdate]], grad_scale: float) -> None:
-        for stepper, update in whole:
-            if stepper.updates_whole:
-                update.carry_out(self.rule, grad_scale)
-                continue
-            chunks: Work = {}
-            for managed in update.managed:  # other updates of this step had no room on the device
-                chunks.setdefault(managed.chunk, []).append((managed, update.group))
-            stepper.update(chunks, grad_scale)
-
-    def _work(self, but: Container[int]) -> dict[Stepper, Work]:
-        """What is to be updated of groups whose `id`s are not in `but`, by chunks."""
+    def _work(self, groups: list[dict[str, Any]]) -> dict[Stepper, Work]:
+        """What is to be updated of `groups`, by chunks."""
         work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}
-        for group in self.param_groups:
-            if id(group) in but:
-                continue
+        for group in groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
@@ -405,7 +390,7 @@ class OffloadedOptimizer(Optimizer):
                 refuse_sparse(managed, type(self).__name__)
                 work.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, group))
         for stepper, chunks in work.items():
-            stepper.own([managed for members in chunks.values() for managed, _ in members])
+            stepper.owners.check(self, (managed for members in chunks.values() for managed, _ in members))
         return work
 
     def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:

@@ -59,21 +59,13 @@ class Rule(ABC):
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """The states, beside numbers, of a parameter of `dtype` in `group`."""
 
-    def prepare(  # noqa: B027 - there may be nothing to compile
-        self, dtype: torch.dtype, gradient_dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> None:
-        """Compile what `tasks` run for parameters of `dtype`, gradients of `gradient_dtype` and copies of `copy_dtype`
-        (None: no)."""
-
     @abstractmethod
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
 
-    def equals_host(
-        self, device: torch.device, group: dict[str, Any], dtype: torch.dtype, copy_dtype: torch.dtype | None
-    ) -> bool:
-        """Whether updates on `device` of parameters of `dtype` in `group`, with copies of `copy_dtype` (None: without),
-        have the bits of `tasks`. Tried once."""
+    def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
+        """Whether updates on `device` of parameters of `dtype`, with copies of `copy_dtype` (None: without), have the
+        bits of `tasks`. Tried once."""
         return False
 
     @abstractmethod
@@ -145,8 +137,7 @@ def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
         return kind(wanted)
     except ValueError:
         *others, last = (repr(known.value) for known in kind)
-        instead = "; use 'backward', which gives the same bits" if wanted == "speculative" else ""
-        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}{instead}") from None
+        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}") from None
 
 
 def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:

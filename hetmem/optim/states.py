@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from hetmem.base.units import format_enough, format_size
-from hetmem.cpu import compare_tasks, square_sum_tasks
 from hetmem.engine.gradients import GradientListener, GradientSink
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import is_shared
@@ -195,12 +194,10 @@ class Owners:
 
     def __init__(self) -> None:
         self._tokens: dict[int, object] = {}
-        self.changes = 0
 
     def take(self, parameters: Iterable[ManagedParameter], owner: SteppingOptimizer) -> None:
         """Let `owner` be the one that steps `parameters`."""
         self._tokens |= {id(managed): owner.token for managed in parameters}
-        self.changes += 1
 
     def owns(self, owner: SteppingOptimizer, managed: ManagedParameter) -> bool:
         """Whether `owner` steps `managed`."""
@@ -278,7 +275,7 @@ def managed_again(managed: ManagedParameter, optimizer: str) -> ManageError:
 def reserve_homes(
     optimizer: SteppingOptimizer, interception: Interception, kept: Mapping[Chunk, tuple[Role, ...]], name: str
 ) -> None:
-    """Have homes for gradients of the chunks in `kept`, and for the states there, and compile what updates them.
+    """Have homes for gradients of the chunks in `kept`, and for the states there.
 
     Raises `BudgetError` where they have no room, and `ManageError` where the model's plan is for another optimizer.
     """
@@ -311,7 +308,6 @@ def reserve_homes(
         if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
             raise stays_on_device(memory, name)
         traffic.ensure_homes(memory.staying, (Role.GRAD,))
-    compile_ahead(optimizer.rule, memory, kept, norm=optimizer.needs_all_gradients, lends=lends)
 
 
 def check_planned(planned: Mapping[str, str], gradients: Gradients, overlap: Overlap) -> None:
@@ -380,23 +376,3 @@ def check_staging(memory: Memory, chunk: Chunk, states: int) -> None:
             f"{states} states needs {needed} at once: raise Budget(host=…) to "
             f"{format_size(slots_for_staging(needed) * memory.host_pool.slot_bytes)}, or set a smaller chunk_bytes"
         )
-
-
-def compile_ahead(rule: Rule, memory: Memory, chunks: Collection[Chunk], *, norm: bool, lends: bool = False) -> None:
-    """Compile what updates of `chunks`, whose homes are there, run on the host, and with `norm` what sums squares up.
-    `lends`: gradients keep the dtype in which they arrive.
-
-    Kernels kept on disk are read. An update that needs another kernel after all compiles it then.
-    """
-    if not memory.uses_copies and memory.device.torch_device.type != "cpu":
-        return  # the device has kernels of its own
-    for dtype in {chunk.dtype for chunk in chunks}:
-        alike = [chunk for chunk in chunks if chunk.dtype is dtype]
-        copies = [(chunk, chunk.compute_dtype if Role.COMPUTE in chunk.homes else None) for chunk in alike]
-        kinds = {(chunk.compute_dtype if lends else dtype, copy) for chunk, copy in copies}
-        for gradient_dtype, copy_dtype in kinds:
-            rule.prepare(dtype, gradient_dtype, copy_dtype)
-            if copy_dtype is not None:  # copies at home are compared with weights that may be written to
-                compare_tasks(*(torch.zeros(1, dtype=each, device="cpu") for each in (dtype, copy_dtype)))
-        if norm:
-            square_sum_tasks(torch.zeros(1, dtype=dtype, device="cpu"))

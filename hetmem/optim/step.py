@@ -22,7 +22,7 @@ from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Sums, WholeUpdate, on_host
+from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
     Arrivals,
@@ -31,7 +31,6 @@ from hetmem.optim.mutation_check import (
     changed,
     edits_gradients,
     half_updated,
-    other_factor,
     updated_already,
 )
 from hetmem.optim.options import Gradients, Overlap, advice
@@ -120,27 +119,17 @@ class Stepper:
         self._progress.pop(chunk, None)
 
     def backward_over(self) -> None:
-        """End a backward. Used-up streamed gradients raise when they are read; a clip of the other gradients alone is
-        refused in the step, by its wrong norm."""
+        """End a backward. Used-up streamed gradients raise when they are read from here on."""
         begun = [update for update in self._progress.values() if update.begun]
-        chunks = {update.chunk for update in begun}
         for update in begun:
             self._passes.see_what_is_left(update)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
-            self._mutations.see(self._waiting(chunks))
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.show(begun)
 
     def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
         if chunk in self._progress:
             self._mutations.show_more(parameters)
-
-    def _waiting(self, begun: Collection[Chunk]) -> Iterator[tuple[ManagedParameter, dict[str, Any], int]]:
-        """See `MutationCheck.see`: those in chunks that are not in `begun`."""
-        for managed in self.runtime.parameters:
-            group = self._groups.get(id(managed.parameter))
-            if group is not None and managed.chunk not in begun and managed.parameter.grad is not None:
-                yield managed, group, self._arrivals.of(managed)
 
     def used_again(self, managed: ManagedParameter) -> None:
         """An operator before the end of the step uses `managed`, which may be updated already."""
@@ -160,13 +149,12 @@ class Stepper:
         rule, groups = self._optimizer.rule, self._optimizer.groups_by_parameter()
         device = self.runtime.memory.device.torch_device
 
-        def equals_host(managed: ManagedParameter) -> bool:
-            chunk, group = managed.chunk, groups[id(managed.parameter)]
+        def equals_host(chunk: Chunk) -> bool:
             copy_dtype = chunk.compute_dtype if Role.COMPUTE in chunk.homes else None
-            return device.type == "cpu" or rule.equals_host(device, group, chunk.dtype, copy_dtype)
+            return device.type == "cpu" or rule.equals_host(device, chunk.dtype, copy_dtype)
 
-        owned = [managed for managed in self.runtime.parameters if id(managed.parameter) in groups]
-        return {id(managed.parameter) for managed in owned if rule.runs_on_device and equals_host(managed)}
+        chunks = [chunk for chunk in self.runtime.chunks if rule.runs_on_device and equals_host(chunk)]
+        return {id(each.parameter) for chunk in chunks for each in chunk.parameters} & groups.keys()
 
     def settle(self) -> None:
         self.synchronize()
@@ -226,7 +214,6 @@ class Stepper:
         begun = {update.chunk for update in self._progress.values() if update.begun}
         waiting = [chunk for chunk in self.runtime.chunks if chunk not in begun]
         self.runtime.traffic.forget_read_ahead(waiting)
-        self._passes.look_at(part for update in self._progress.values() for part in update.parts)
         with self._remembering_a_failure():
             self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
             for update in self._progress.values():
@@ -251,17 +238,6 @@ class Stepper:
         for managed in parameters if begun else ():
             if managed in begun:
                 raise RuntimeError(updated_by_another(managed.name))
-
-    def own(self, stepped: Iterable[ManagedParameter]) -> None:
-        """Raise RuntimeError if any of `stepped` is another optimizer's."""
-        self.owners.check(self._optimizer, stepped)
-
-    def own_whole(self, update: WholeUpdate) -> None:
-        """The same of `update`, once after each change."""
-        if update.of.owned_after != self.owners.changes:
-            self.own(update.managed)
-            if len(update.managed) == len(update.of.parameters):
-                update.of.owned_after = self.owners.changes
 
     @property
     def updates_whole(self) -> bool:
@@ -290,7 +266,7 @@ class Stepper:
             wanted = self._wanted(chunks)
             for update in wanted:
                 if update.begun and update.scale != grad_scale:
-                    raise other_factor(update)
+                    raise changed(update.parts, self._optimizer, wanted)
             for update in wanted:
                 if not update.begun:
                     self._add_update(update, grad_scale)
@@ -307,7 +283,7 @@ class Stepper:
         """Make no update. Raises RuntimeError where one has begun."""
         for update in self._progress.values():
             if update.begun:
-                raise other_factor(update)
+                raise changed(update.parts, self._optimizer, self._progress.values())
 
     def end(self, *, updated: bool) -> None:
         """End the step for all models of the optimizer; it is not tried again."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -17,13 +18,11 @@ from hetmem.engine.gradient_views import is_home_gradient
 from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.memory.nvme_store import Look
 from hetmem.optim.chunk_update import (
     ChunkUpdate,
     Opened,
     Part,
     Sums,
-    frozen,
     refuse_sparse,
 )
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
@@ -62,7 +61,7 @@ class Passes:
             assert gradient is not None
             refuse_sparse(managed, type(self._optimizer).__name__)
             if id(group) not in said:
-                options = {name: frozen(value) for name, value in group.items() if name != "params"}
+                options = {name: deepcopy(value) for name, value in group.items() if name != "params"}
                 said[id(group)] = options, rule.roles(options, chunk.dtype)
             found.append(Part(managed, *said[id(group)], gradient, is_home_gradient(managed), gradient._version))
         return found
@@ -90,16 +89,7 @@ class Passes:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
                 if self._optimizer.gradients is Gradients.STREAMED:
-                    self.seen(part)
-
-    def seen(self, part: Part) -> Part:
-        """`part`, with a sample of its gradient as it is now."""
-        part.sample = sample_of(part.flat_gradient({}))
-        return part
-
-    def as_seen(self, part: Part) -> bool:
-        """Whether the gradient of `part` was not written to since."""
-        return part.version == part.gradient._version and self.unscaled([part])
+                    part.sample = sample_of(part.flat_gradient({}))
 
     def _notice_disturbance(self, update: ChunkUpdate, opened: Opened) -> None:
         """Whether streamed gradients of `update` that were seen are as they were."""
@@ -112,45 +102,17 @@ class Passes:
                 update.disturbed |= part.version != part.gradient._version
         update.disturbed |= not all(as_sampled(seen))
 
-    def look_at(self, parts: Iterable[Part]) -> None:
-        """Begin to read what `unscaled` looks at, where it lies on NVMe, and look there, where it is on the device: one
-        by one, each would cost a whole access, or a wait."""
-        there: list[tuple[Part, tuple[Sample, torch.Tensor]]] = []
-        for part in parts:
-            part.look = None  # one that failed, or from before the home moved, says nothing now
-            if part.sample is None:
-                continue
-            at = part.sample[0]
-            if isinstance(at, torch.Tensor):
-                there.append((part, (part.sample, part.flat_gradient({}))))
-            else:
-                part.look = self._look_on_disk(part, at)
-        for (part, _), same in zip(there, as_sampled([sample for _, sample in there]), strict=True):
-            part.look = same
-
-    def _look_on_disk(self, part: Part, at: int) -> Look | None:
-        store = self._runtime.memory.store
-        home = part.managed.chunk.homes.get(Role.GRAD) if part.at_home else None  # none: streamed, and used up
-        extent = home.extent if home is not None else None
-        if store is None or extent is None:
-            return None
-        return store.look(extent, (part.managed.offset + at) * part.managed.chunk.dtype.itemsize)
+    def as_sampled(self, parts: Iterable[Part]) -> list[bool]:
+        """Return for each of `parts` whether its gradient is what was seen, as far as its sample says. One wait for all
+        that are on the device."""
+        parts = list(parts)
+        asked = [(part.sample, part.flat_gradient({})) for part in parts if part.sample is not None]
+        found = iter(as_sampled(asked))
+        return [part.sample is None or next(found) for part in parts]
 
     def unscaled(self, parts: Iterable[Part]) -> bool:
-        """Whether the gradients of `parts` are what was seen, as far as their samples say."""
-        asked: list[tuple[Sample, torch.Tensor]] = []
-        for part in parts:
-            if part.sample is None or isinstance(part.look, bool):
-                if part.look is False:
-                    return False
-            elif part.look is None:
-                asked.append((part.sample, part.flat_gradient({})))
-            else:
-                bits = part.sample[1]
-                assert isinstance(bits, bytes)
-                if bits != part.look.first(len(bits)):
-                    return False
-        return all(as_sampled(asked))
+        """Return whether all gradients of `parts` are what was seen."""
+        return all(self.as_sampled(parts))
 
     # ---- what the user wrote -----------------------------------------------------------------------------------
 
@@ -222,11 +184,12 @@ class Passes:
         update.tasks, update.done = self._update_tasks, self._updated
         update.begun, update.scale, update.writes = True, grad_scale, True
 
-    def _begin(self, update: ChunkUpdate, *, merges: int = 0) -> list[ParameterUpdate]:
-        """Remember everything that can be undone. `merges`: see `Rule`."""
+    def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
+        """Remember everything that can be undone."""
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._optimizer.states.of(part.managed) for part in update.parts]
         update.remember_numbers(states, homes)
+        merges = self._optimizer.rule.merges if Role.GRAD in update.opened else 0
         runs = self._runs(update, states, merges)
         return [self._update_of(update.parts[run], states[run], update) for run in runs]
 
@@ -253,8 +216,7 @@ class Passes:
         if update.opened[Role.PARAM].device.type != "cpu":
             rule.on_device(self._begin(update), as_host=not self._runtime.memory.resident)
             return []
-        merges = rule.merges if Role.GRAD in update.opened else 0
-        return [task for each in self._begin(update, merges=merges) for task in rule.tasks(each)]
+        return [task for each in self._begin(update) for task in rule.tasks(each)]
 
     def _update_of(self, parts: list[Part], entries: list[dict[str, Any]], update: ChunkUpdate) -> ParameterUpdate:
         """The update of `parts`, which lie side by side if they are several, and whose states have `entries`."""
@@ -270,16 +232,17 @@ class Passes:
             end = parts[-1].managed.offset + parts[-1].managed.numel
             gradient = opened[Role.GRAD][managed.offset : end]
             states = {role.name: opened[role][managed.offset : end] for role in first.roles}
+        place = slice(managed.offset, end)
         return ParameterUpdate(
             first.group,
             entries[0],
-            opened[Role.PARAM][managed.offset : end],
+            opened[Role.PARAM][place],
             gradient,
             states,
             update.scale,
             fresh,
             self._optimizer.number_of(managed),
-            None if copy is None else copy[managed.offset : end],
+            None if copy is None else copy[place],
             entries[1:],
         )
 

@@ -134,7 +134,7 @@ class WorkingWeights:
         if moment is None or (later is None) is not (backward is None) or runtime.writes.unsure:
             return False
         most = moment if later is None else Moment("backward", found, *later.worst()).times(tracer.growth)
-        if not (room.has_room_for_all(moment) and room.has_room_for_all(most)):
+        if not (room.has_room_for(moment) and room.has_room_for(most)):
             return False
         if not (self._blocks and room.is_as_left(moment)):
             with runtime.unwatched():

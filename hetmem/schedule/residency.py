@@ -84,6 +84,11 @@ class Residency:
         states = [copies[block].state if block in copies else None for block in blocks]
         return states.count(VALID) == len(states)
 
+    def span_of(self, blocks: Iterable[int]) -> int:
+        """How many slots copies of `blocks` take."""
+        known = self.blocks
+        return sum([known[block].span for block in blocks])
+
     def slot(self, block: int, tier: Tier) -> int:
         """The first slot of the VALID copy of `block` on `tier`."""
         copy = self._caches[tier].copies.get(block)
@@ -241,7 +246,7 @@ class Residency:
         return commands
 
     def release_all(self, uses: Mapping[int, int]) -> list[Command]:
-        """`release` of each block on the device, where nothing waits for room: what follows is asked for once."""
+        """`release` of each block on the device; what follows is asked for once."""
         cache, commands = self._device, list[Command]()
         for block, count in uses.items():
             if block not in cache.copies or (copy := cache.copies[block]).uses - count < copy.waiting:
@@ -251,7 +256,8 @@ class Residency:
                 cache.touch(block)
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)
-        self._supply.go_on(cache, commands)
+        if self._supply.waiting or cache.slots.used > cache.limit:
+            self._supply.go_on(cache, commands)
         return commands
 
     def settle(self, block: int) -> list[Command]:

@@ -75,6 +75,22 @@ def probe(
     )
 
 
+def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> dict[str, float]:
+    """Bytes a second of each way in which training moves bytes, as `probe` measures them with the same arguments."""
+    scale = 16 if quick else 1
+    host, disk = _host(scale), _disk(Path(nvme_dir or tempfile.gettempdir()), _DISK_BYTES // scale)
+    _, up, down, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
+    return {
+        "host memory": host.copy_bytes_per_second,
+        "host optimizer": host.update_bytes_per_second,
+        "host to device": up.bytes_per_second,
+        "device to host": down.bytes_per_second,
+        "both at once": both,
+        "NVMe read": disk.read,
+        "NVMe write": disk.write,
+    }
+
+
 def _busy() -> str:
     """What other processes take of the cores, where that spoils measurements; else nothing."""
     share = psutil.cpu_percent(_LOOKED_SECONDS) / 100

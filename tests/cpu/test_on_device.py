@@ -120,34 +120,6 @@ def test_a_device_where_nothing_runs_is_not_used(monkeypatch: pytest.MonkeyPatch
         adamw_as_on_host([(STEPS["first"], tuple(torch.zeros(3) for _ in range(4)))])
 
 
-def test_neighbours_are_updated_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what is behind a tail or a gap, of another age, or of which only a part lies next to it."""
-    sizes, second = (64, 96, 8, 7, 16, 32, 64), STEPS["scaled"]
-    generator = torch.Generator().manual_seed(0)
-    memory = [torch.randn(sum(sizes) + 16, generator=generator) for _ in range(4)]
-    memory[3].square_()
-    starts = [sum(sizes[:number]) + 16 * (number > 4) for number in range(len(sizes))]
-    here = [[flat[at : at + size].clone() for flat in memory] for at, size in zip(starts, sizes, strict=True)]
-    there = [[flat[at : at + size] for flat in memory] for at, size in zip(starts, sizes, strict=True)]
-    there[6][1] = here[6][1].clone()  # its gradient is elsewhere
-    steps = [STEPS["first"]] * 2 + [second] * 5
-    launched = []
-    original = kernels.adamw
-
-    def adamw(*arguments: object, tail: int = 0) -> None:
-        launched.append((arguments[2].numel(), tail))
-        original(*arguments, tail=tail)
-
-    equals_host(CPU, torch.float32, None)
-    monkeypatch.setattr(kernels, "adamw", adamw)
-    adamw_as_on_host((step, tuple(flats)) for step, flats in zip(steps, there, strict=True))
-    for step, flats in zip(steps, here, strict=True):
-        update_by_torch(step, *flats)
-    assert [numel for numel, _ in launched] == [64 + 96, 8 + 7, 16, 32, 64]
-    for one, other in zip(here, there, strict=True):
-        assert all(map(same_bits, one, other))
-
-
 def test_a_device_that_rounds_otherwise_does_not_equal_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert equals_host(CPU, torch.float32, BF16)
     update._width.cache_clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,8 +11,7 @@ from hetmem.cpu import (
     GROUP_ELEMENTS,
     TILE_ELEMENTS,
     AdamWStep,
-    Codes8Bit,
-    adamw_compact_tasks,
+    Task,
     adamw_on_device,
     adamw_tasks,
     compact,
@@ -64,6 +63,31 @@ __all__ = [
     "update_by_torch",
     "workers",
 ]
+
+
+class Codes8Bit(NamedTuple):
+    """A moment in 8 bits."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
+Moment = torch.Tensor | Codes8Bit
+
+
+def adamw_compact_tasks(
+    step: AdamWStep,
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    copy: torch.Tensor | None = None,
+    *,
+    key: int,
+) -> list[Task]:
+    both = (exp_avg, exp_avg_sq)
+    moments = [each for moment in both for each in (moment if isinstance(moment, Codes8Bit) else [moment])]
+    return compact.adamw_compact_tasks(step, param, grad, moments, copy, key=key)
 
 
 def adamw(pool: WorkerPool, *of: Any) -> None:

@@ -23,10 +23,8 @@ from tests.engine.harness import (
     loss_of,
     mlp,
     pair,
-    token_batches,
     vector_batches,
 )
-from tests.engine.test_share import build, moved, room
 from tests.faults.disk import EIO, ENOSPC, Fault, FaultyDisk, healthy, once, settle
 from tests.faults.training import REQUEST_BYTES, Training
 from tests.optim.test_graphs import Backwards
@@ -250,38 +248,6 @@ def test_a_step_over_two_models_that_is_repeated_updates_each_once(
     for plain, managed in pairs:
         assert_same_weights(plain, managed)
         hetmem.release(managed)
-
-
-def test_a_look_at_gradients_that_failed_is_forgotten_when_their_home_moves_to_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing was read anew there, so the step failed however often it was repeated."""
-    disk = FaultyDisk()
-    disk.used_by(monkeypatch, threads=2)
-    plain, managed = pair(build, room("nvme", None, tmp_path), tmp_path)
-    left, right = adamws(plain, managed, overlap="backward", max_grad_norm=1e6)
-    held = [parameter.detach() for parameter in managed.parameters()]  # what somebody holds does not move
-    for number, batch in enumerate(token_batches(3)):
-        losses = [loss_of(module, batch) for module in (plain, managed)]
-        if number == 2:
-            held.clear()  # or nothing would be updated before the step
-        for loss in losses:
-            loss.backward()
-        left.step()
-        if number == 2:
-            disk.fault = lambda verb, at, nbytes: EIO(verb, at, nbytes) if (verb, nbytes) == ("read", 4096) else nbytes
-            (stepper,) = right._steppers.values()
-            stepper.begin()
-            looks = [part.look for progress in stepper._progress.values() for part in progress.parts if part.look]
-            assert looks
-            assert all(isinstance(look.moved.exception(), StoreError) for look in looks)
-            disk.fault = healthy
-            testing.fill_idle_memory(managed)
-            assert moved(managed)
-        right.step()
-        assert_same_weights(plain, managed)
-        for optimizer in (left, right):
-            optimizer.zero_grad()
 
 
 def test_a_gradient_that_could_not_be_written_and_that_nobody_wants_stops_no_step(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from hetmem import testing
 from tests.engine.harness import (
+    CHUNK,
     WIDTH,
     Recipe,
     Tower,
     assert_same,
+    assert_same_grads,
     assert_same_weights,
     manage,
     pair,
@@ -214,3 +217,124 @@ def test_programs_have_the_bits_that_they_have_where_weights_move(
             optimizer.zero_grad()
         assert_same_weights(*models, f"step {step}")
     assert "Net" in testing.of(models[0]).operators(), "it was never whole"
+
+
+# ---- homes in host memory, where all copies that a forward uses fit at once ------------------------------------------
+
+
+def all_copies(model: nn.Module, tmp_path: Path, **options: Any) -> nn.Module:
+    """Manage `model`, whose homes are in host memory, with room for all of its copies."""
+    nbytes = sum(-(-p.numel() * p.itemsize // CHUNK) * CHUNK for p in model.parameters())
+    limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=nbytes + CHUNK, home_copies=False)
+    managed = manage(model, limits, tmp_path, sanitize=False, activations="keep", **options)
+    assert not testing.of(managed).memory().resident
+    return managed
+
+
+def test_a_forward_and_a_backward_whose_copies_fit_are_one_moment_each(tmp_path: Path) -> None:
+    managed = all_copies(Tower(), tmp_path)
+    seen = [one_more_step(managed, batch) for batch in token_batches(4)]
+    assert len(seen[0]) > 10
+    assert seen[2:] == [["Tower", "backward"]] * 2
+    assert testing.of(managed).leased() == [], "both are over"
+    hetmem.release(managed)
+
+
+@pytest.mark.parametrize("program", [late_hook, with_penalties, several, by_parameter, writes])
+def test_programs_with_all_copies_have_the_bits_of_torch(
+    program: Callable[[Net, torch.Tensor, int], list[Any]], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    managed = all_copies(copy.deepcopy(plain), tmp_path)
+    optimizers = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    for step, tokens in enumerate(torch.randint(0, 15, (8, 2, 5))):
+        results = [program(model, tokens, step) for model in (plain, managed)]
+        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+        assert_same_grads(plain, managed, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed, f"step {step}")
+    assert "Net" in testing.of(managed).operators(), "no forward was one moment"
+
+
+class Routed(nn.Module):
+    """Uses one of its layers, which `route` says, between two that it always uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.route = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in (0, self.route, 5):
+            x = torch.tanh(self.layers[at](x))
+        return x
+
+
+def test_a_forward_that_uses_other_weights_than_it_did_has_the_bits_of_torch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Routed()
+    managed = all_copies(copy.deepcopy(plain), tmp_path)
+    optimizers = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), hetmem.AdamW(managed.parameters(), lr=1e-2)
+    for step, route in enumerate((1, 1, 1, 3, 1, 2, 2, 4)):
+        x = torch.randn(3, WIDTH)
+        for model in (plain, managed):
+            model.route = route
+            model(x).square().mean().backward()
+        assert_same_grads(plain, managed, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed, f"step {step}")
+    assert testing.of(managed).operators().count("Routed") == 3, "until it left what was known"
+
+
+def test_a_raw_pointer_of_a_weight_is_right_where_all_are_bound_at_once(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw([]))
+    managed = all_copies(copy.deepcopy(plain), tmp_path)
+    x = torch.randn(3, WIDTH)
+    for _ in range(4):
+        outputs = [model(x) for model in (plain, managed)]
+        assert_same(*outputs, "output")
+        for output in outputs:
+            output.square().mean().backward()
+        assert_same_grads(plain, managed)
+    assert "Sequential" in testing.of(managed).operators()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own optimizer", "torch's"])
+def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(own: bool, tmp_path: Path) -> None:
+    class Struck(Tower):
+        struck = False
+
+        def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(*batch)
+            if self.struck:
+                raise KeyboardInterrupt
+            return loss
+
+    torch.manual_seed(0)
+    plain = Struck()
+    managed = all_copies(copy.deepcopy(plain), tmp_path)
+    torchs = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+    optimizers = torchs(plain.parameters()), (partial(hetmem.AdamW, lr=1e-2) if own else torchs)(managed.parameters())
+    for step, batch in enumerate(token_batches(6)):
+        losses = []
+        for model, optimizer in zip((plain, managed), optimizers, strict=True):
+            loss = model(*batch)
+            if step % 2:
+                loss.backward()
+            if step > 2:
+                model.struck = True
+                with pytest.raises(KeyboardInterrupt):
+                    model(*batch)
+                model.struck = False
+            if not step % 2:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        assert_same(*losses, f"step {step}")
+        assert_same_weights(plain, managed, f"step {step}")
+    assert "Struck" in testing.of(managed).operators()

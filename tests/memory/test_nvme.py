@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import stat
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,39 +287,4 @@ def test_the_store_works_where_there_is_neither_o_tmpfile_nor_o_direct(
     extent, source = store.reserve(5 * BLOCK_BYTES), random_memory(5 * BLOCK_BYTES, 8)
     assert store.write(extent, source).result() == 5 * BLOCK_BYTES
     assert bytes(store.view(extent)) == bytes(source)
-    store.close()
-
-
-def test_a_look_sees_what_lies_there_now(store: NvmeStore) -> None:
-    """Also what was written to the view, of which the disk knows nothing yet."""
-    first, extent = store.reserve_many([BLOCK_BYTES, 3 * BLOCK_BYTES])
-    source = random_memory(3 * BLOCK_BYTES, seed=3)
-    store.write(extent, source).result()
-    at = 2 * BLOCK_BYTES + 40
-    assert store.look(extent, at).first(8) == bytes(source[at : at + 8])
-    store.view(extent)[at : at + 4] = b"user"
-    assert store.look(extent, at).first(4) == b"user"
-    assert store.look(first, 0).first(4) == bytes(4)
-
-
-def test_looks_do_not_wait_for_reads_and_count_as_read(tmp_path: Path, nothing_left: None) -> None:
-    may_go_on = threading.Event()
-
-    class Held:
-        pwritev = staticmethod(os.pwritev)
-
-        @staticmethod
-        def preadv(fd: int, buffers: list[memoryview], offset: int, /) -> int:
-            if len(buffers[0]) > BLOCK_BYTES:
-                may_go_on.wait()
-            return os.preadv(fd, buffers, offset)
-
-    store = NvmeStore([tmp_path], 4 * MIB, threads=1, request_bytes=2 * BLOCK_BYTES, io=Held())
-    extent = store.reserve(2 * BLOCK_BYTES)
-    read = store.read(extent, Mapping(2 * BLOCK_BYTES).buffer(0, 2 * BLOCK_BYTES))
-    assert store.look(extent, 0).first(1) == b"\0"
-    assert not read.done()
-    may_go_on.set()
-    read.result()
-    assert store.bytes_read == 3 * BLOCK_BYTES
     store.close()

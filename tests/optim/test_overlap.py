@@ -214,7 +214,6 @@ def test_a_hook_that_changes_gradients_is_honoured(placement: str, tmp_path: Pat
         ({"overlap": "sideways"}, "sideways"),
         ({"gradients": "invisible"}, "invisible"),
         ({"gradients": "streamed"}, "overlap='backward'"),
-        ({"overlap": "speculative"}, "use 'backward', which gives the same bits"),
         ({"gradients": "streamed", "overlap": "backward", "max_grad_norm": 1.0}, "max_grad_norm"),
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Codes8Bit, adamw_compact_tasks
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, adamw_compact_tasks
 from tests.engine.harness import (
     CHUNK,
     CHUNK_ELEMENTS,
@@ -31,6 +31,7 @@ from tests.pairs import case, mostly
 
 BF16 = torch.bfloat16
 SEED = 7
+EIGHT_BITS = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 
 
 class Plain:
@@ -43,8 +44,8 @@ class Plain:
         for p in self.parameters:
             if moments == "8bit":
                 groups = -(-p.numel() // GROUP_ELEMENTS)
-                kinds = (torch.int8, torch.uint8)
-                self.moments.append([Codes8Bit(torch.zeros(p.numel(), dtype=k), torch.zeros(groups)) for k in kinds])
+                codes = [torch.zeros(p.numel(), dtype=kind) for kind in (torch.int8, torch.uint8)]
+                self.moments.append([each for one in codes for each in (one, torch.zeros(groups))])
             else:
                 self.moments.append([torch.zeros(p.numel(), dtype=moments or p.dtype) for _ in range(2)])
 
@@ -52,10 +53,11 @@ class Plain:
     def step(self) -> None:
         self.step_count += 1
         step = AdamWStep(1e-2, 0.9, 0.999, 1e-8, 1e-2, self.step_count)
-        for number, (p, (m, v)) in enumerate(zip(self.parameters, self.moments, strict=True)):
+        for number, (p, moments) in enumerate(zip(self.parameters, self.moments, strict=True)):
             if p.grad is None:
                 continue
-            for task in adamw_compact_tasks(step, p.data.view(-1), p.grad.reshape(-1), m, v, key=(SEED << 32) + number):
+            flats, key = (p.data.view(-1), p.grad.reshape(-1), moments), (SEED << 32) + number
+            for task in adamw_compact_tasks(step, *flats, key=key):
                 task()
 
 
@@ -99,11 +101,9 @@ def test_the_bits_are_those_of_the_kernels_wherever_states_live(
         assert_same_weights(plain, managed)
     for parameter, moments in zip(managed.parameters(), left.moments, strict=True):
         state = right.state[parameter]
-        for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-            codes = moment.codes if isinstance(moment, Codes8Bit) else moment
-            assert_same(codes.view(parameter.shape), state[name], name)
-            if isinstance(moment, Codes8Bit):
-                assert_same(moment.scales, state[f"{name}_scale"], f"{name}_scale")
+        names = ["exp_avg", "exp_avg_sq"] if len(moments) == 2 else list(EIGHT_BITS)
+        for name, moment in zip(names, moments, strict=True):
+            assert_same(moment if "scale" in name else moment.view(parameter.shape), state[name], name)
 
 
 @pytest.mark.parametrize(("variant", "placement"), mostly(VARIANTS, STREAMED))

@@ -149,7 +149,6 @@ def test_streamed_gradients_take_one_backward_planned_or_run() -> None:
         ({"overlap": "sometimes"}, "overlap must be 'off', 'backward' or 'forward', got 'sometimes'"),
         ({"gradients": None}, "gradients must be 'visible' or 'streamed', got None"),
         ({"gradients": "streamed"}, "set overlap='backward' or 'forward', got 'off'"),
-        ({"overlap": "speculative"}, "use 'backward', which gives the same bits"),
     ],
 )
 def test_options_that_no_run_takes_or_no_plan_knows_are_refused(options: dict[str, Any], expected: str) -> None:
