@@ -13,8 +13,7 @@ operators, NumPy) count no version:
   chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read and write as many.
 - In all other cases (forwards alone, accumulation, frozen weights) copies stay. Functions of torch that may write are
   seen as they are called, and tensors that share a weight's memory as compute ends (`touched`); what C++ writes through
-  a pointer that it kept is not. A home on the device could be read only by waiting, so its copy is made anew for each
-  forward.
+  a pointer that it kept is not.
 - Gradients that are staged from NVMe are compared with their home by one element of each parameter.
 """
 
@@ -98,7 +97,7 @@ class WriteCheck:
         on_device: list[Chunk] = []
         for chunk in chunks:
             at_home = chunk.homes[Role.PARAM].tier is Tier.DEVICE
-            if at_home:
+            if at_home and (chunk in due or chunk in counted):
                 on_device += (chunk,)
             if chunk in counted:
                 self._notice_counted_of(chunk, counted[chunk])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 
 import hetmem
 from hetmem import testing
@@ -81,6 +83,24 @@ def test_a_model_that_is_frozen_before_it_is_managed_is_whole_where_its_weights_
     assert testing.of(whole).memory().resident
     assert not testing.of(streamed).memory().resident
     assert "requires_grad_(False) before manage" in str(hetmem.report(streamed)).replace("\n", " ")
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_token_of_a_model_that_is_whole_in_16_bits_makes_no_copy_of_its_weights(frozen: bool) -> None:
+    """It reads 2 bytes of each, and a copy of the float32 ones would read and write 6 more."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).requires_grad_(not frozen)
+    limits = hetmem.Budget(device="64MiB", host=0)
+    hetmem.manage(model, limits, device=hetmem.SimDevice(), mixed_precision=torch.bfloat16)
+    x, copied = torch.ones(1, WIDTH), []
+    with torch.no_grad():
+        for token in range(6):
+            if token == 4:
+                model[1].weight.data.mul_(2)
+            with profile(record_shapes=True) as seen:
+                model(x)
+            shapes = [event.input_shapes for event in seen.function_events or () if event.name.endswith("copy_")]
+            copied.append(any(math.prod(shape) >= WIDTH * WIDTH for given in shapes for shape in given if shape))
+    assert copied[2:] == [False, False, True, False]
 
 
 class Remembering(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem import testing
 from tests.engine.harness import (
     CHUNK,
     WIDTH,
@@ -56,6 +58,9 @@ def by_address(weight: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=weight.dtype).view_as(weight)
 
 
+WAYS = ("clamp", "mask", "one_element", "by_numpy", "by_a_kept_tensor", "proximal")
+
+
 class Writer:
     """What training programs do to weights behind a step, each in one of six; two of them write single elements."""
 
@@ -65,8 +70,7 @@ class Writer:
         self.kept: list[torch.Tensor] = []
 
     def __call__(self, step: int) -> None:
-        ways = (self.clamp, self.mask, self.one_element, self.by_numpy, self.by_a_kept_tensor, self.proximal)
-        ways[step % len(ways)](step)
+        getattr(self, WAYS[step % len(WAYS)])(step)
 
     def clamp(self, step: int) -> None:
         for p in self.parameters:
@@ -276,3 +280,31 @@ def test_a_step_without_a_backward_is_no_step_with_gradients_that_are_used_up(
         optimizer.step()
     optimizer.zero_grad()
     optimizer.step()
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["evaluation", "accumulation"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_writes_between_forwards_of_a_model_whose_copies_stay_on_the_device_with_their_homes(
+    frozen: bool, gradients: bool, tmp_path: Path
+) -> None:
+    """A token of text needs the copies of the one before; each way to write to weights has them made anew."""
+    plain, managed = placed("resident", tmp_path, BF16)
+    assert testing.of(managed).memory().resident
+    for module in (plain, managed):
+        module.requires_grad_(not frozen)
+    writers = Writer(plain), Writer(managed)
+    ways: list[Callable[[Writer, int], object]] = [
+        *(lambda writer, at, way=way: getattr(writer, way)(at) for way in WAYS),
+        lambda writer, at: writer.parameters[1].detach().mul_(1.5),
+        lambda writer, at: setattr(writer.parameters[2], "data", torch.full((WIDTH, WIDTH), 1e-2 * at)),
+        lambda writer, at: torch._foreach_neg_([p.data for p in writer.parameters]),
+        lambda writer, at: torch.nn.init.constant_(writer.parameters[3], 3e-3 * at),
+    ]
+    (batch,) = vector_batches(1, 2, WIDTH, dtype=BF16)
+    with torch.set_grad_enabled(gradients):
+        for at in range(3 * len(ways)):
+            for writer in writers if at % 3 == 2 else ():
+                ways[at // 3](writer, at)
+            with torch.no_grad():
+                expected = copy.deepcopy(plain).bfloat16()(batch[0])
+            assert_same(expected, managed(batch[0]).detach(), f"forward {at}")
