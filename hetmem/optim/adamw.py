@@ -18,7 +18,7 @@ from hetmem.cpu import (
     adamw_on_device,
     adamw_tasks,
 )
-from hetmem.cpu.adamw import WIDEST_VECTOR, adamw_as_on_host, equals_host
+from hetmem.cpu.adamw import adamw_as_on_host, equals_host
 from hetmem.cpu.compact import check_numba
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
@@ -113,7 +113,6 @@ class AdamWRule(Rule):
     """The arithmetic of `torch.optim.AdamW(fused=True)`."""
 
     has_kernel = True
-    merges = 2 * WIDEST_VECTOR  # of 16-bit elements torch's vectors hold twice as many as of float32
 
     def __init__(self, moments: Moments = None) -> None:
         self._moments = moments

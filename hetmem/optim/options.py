@@ -26,8 +26,8 @@ class ParameterUpdate:
     `group` is its parameter group and `state` its entry of `optimizer.state`: what in there is no tensor of the
     parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
     they are zero. `number` is the parameter's place in the optimizer. `grad` is multiplied by `grad_scale` in float32.
-    `copy`, if given, gets the new parameter, rounded. A rule that `merges` gets neighbours in memory of one group and
-    age as one; `also` are the states of the others.
+    `copy`, if given, gets the new parameter, rounded. A rule that `has_kernel` gets neighbours in memory of one group
+    and age as one; `also` are the states of the others.
     """
 
     group: dict[str, Any]
@@ -48,12 +48,10 @@ class Rule(ABC):
     runs_on_device = True
     """Whether there is an `on_device`."""
     has_kernel = False
-    """Whether there is a `whole`."""
+    """Whether there is `whole`, and neighbours in memory are updated as one: they lie at multiples of
+    `schedule.layout.ALIGNMENT_ELEMENTS`, so that only the last of them may end within a vector."""
     seed: int | None = None
     """What chance depends on; None if nothing does."""
-    merges = 0
-    """Whether it updates several parameters as one, where all but the last have a multiple of so many elements; else
-    0."""
 
     @abstractmethod
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:

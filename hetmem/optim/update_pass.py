@@ -189,12 +189,11 @@ class Passes:
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._optimizer.states.of(part.managed) for part in update.parts]
         update.remember_numbers(states, homes)
-        merges = self._optimizer.rule.merges if Role.GRAD in update.opened else 0
-        runs = self._runs(update, states, merges)
+        runs = self._runs(update, states, merges=self._optimizer.rule.has_kernel and Role.GRAD in update.opened)
         return [self._update_of(update.parts[run], states[run], update) for run in runs]
 
     @staticmethod
-    def _runs(update: ChunkUpdate, states: list[dict[str, Any]], merges: int) -> list[slice]:
+    def _runs(update: ChunkUpdate, states: list[dict[str, Any]], *, merges: bool) -> list[slice]:
         """Cut the parts of `update`, which have `states`, into runs that are updated as one: each begins where its
         predecessor ends, of one group and age, and the gradients lie alike."""
         parts = update.parts
@@ -203,9 +202,9 @@ class Passes:
         starts = [0]
         for at in range(1, len(parts)):
             one, other = parts[at - 1], parts[at]
-            alike = one.group is other.group and ages[at - 1] == ages[at] is not None
-            whole = one.at_home and other.at_home and merges and not one.managed.numel % merges
-            if not (alike and whole and one.managed.offset + one.managed.numel == other.managed.offset):
+            alike = merges and one.group is other.group and ages[at - 1] == ages[at] is not None
+            adjoin = one.managed.offset + one.managed.numel == other.managed.offset
+            if not (alike and adjoin and one.at_home and other.at_home):
                 starts.append(at)
         starts.append(len(parts))
         return [slice(start, end) for start, end in pairwise(starts)]

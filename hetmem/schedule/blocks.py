@@ -288,20 +288,26 @@ class SlotMap:
         """The first free slot, or the last free row of `span` at a multiple of `span`; None if there is none."""
         if span == 1:
             return self._owner.index(None) if self.used < self.count else None
-        places = reversed(range(self.count // span))
-        return next((place * span for place in places if not self.inside(place, span)), None)
+        owners, free = self._owner, [None] * span  # compared by C: a simulated step asks this a million times
+        return next((start for start in self._places(span) if owners[start : start + span] == free), None)
 
     def emptied_first(self, ranks: Mapping[int, tuple[int, ...]], span: int) -> list[int]:
         """The blocks in that place for `span` slots which is free first if those with `ranks` go, the greatest first;
         of places that become free with equal ranks it is the last one. Empty if none becomes free."""
-        places = [self.inside(place, span) for place in reversed(range(self.count // span))]
-        places = [place for place in places if ranks.keys() >= set(place)]
-        return max(places, key=lambda place: min(ranks[block] for block in place), default=[])
+        found, may_go = list[int](), {None, *ranks}
+        first: tuple[int, ...] = ()
+        for start in self._places(span):
+            owners = self._owner[start : start + span]
+            if may_go.issuperset(owners):
+                blocks = list(dict.fromkeys(block for block in owners if block is not None))
+                rank = min(map(ranks.__getitem__, blocks))
+                if rank > first:
+                    found, first = blocks, rank
+        return found
 
-    def inside(self, place: int, span: int) -> list[int]:
-        """The distinct blocks in that place."""
-        owners = self._owner[place * span : (place + 1) * span]
-        return list(dict.fromkeys(block for block in owners if block is not None))
+    def _places(self, span: int) -> range:
+        """Where places for `span` slots begin, the last one first."""
+        return range((self.count // span - 1) * span, -1, -span)
 
     def take(self, slot: int, span: int, block: int) -> None:
         """`block` takes `span` free slots from `slot` on."""

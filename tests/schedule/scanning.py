@@ -121,7 +121,8 @@ def scan_victims(cache: Cache, span: int, ranks: Ranks) -> list[int]:
     victims: list[int] = []
     row = cache.slots
     if span > 1 and isinstance(row, SlotMap) and row.find(span) is None:
-        windows = [row.inside(place, span) for place in reversed(range(row.count // span))]
+        owners = [row._owner[place * span : (place + 1) * span] for place in reversed(range(row.count // span))]
+        windows = [list(dict.fromkeys(block for block in each if block is not None)) for each in owners]
         windows = [window for window in windows if all(block in ranks for block in window)]
         if not windows:
             return []

@@ -29,17 +29,17 @@ def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(count: int,
             slots.give(at, width)
             owners[at : at + width] = [None] * width
         assert slots.free() == [at for at, owner in enumerate(owners) if owner is None]
-        assert slots.inside(0, count) == list(dict.fromkeys(owner for owner in owners if owner is not None))
         assert slots.used == count - owners.count(None)
 
 
-def test_places_name_their_blocks() -> None:
+def test_of_the_places_that_may_become_free_the_last_used_goes_and_all_its_blocks() -> None:
     slots = SlotMap(7)
-    slots.take(0, 1, 10)
-    slots.take(1, 1, 11)
-    slots.take(4, 2, 12)
-    assert [slots.inside(place, 2) for place in range(3)] == [[10, 11], [], [12]]
-    assert [slots.inside(place, 3) for place in range(2)] == [[10, 11], [12]]
+    for slot, span, block in ((0, 1, 10), (1, 1, 11), (2, 2, 13), (4, 2, 12)):
+        slots.take(slot, span, block)
+    assert slots.emptied_first({10: (3,), 11: (2,), 12: (1,)}, 2) == [10, 11]
+    assert slots.emptied_first({10: (3,), 11: (1,), 12: (1,), 13: (1,)}, 2) == [12]
+    assert slots.emptied_first({10: (3,), 12: (1,)}, 3) == []
+    assert slots.emptied_first({12: (1,), 13: (9,)}, 3) == [13, 12]
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(0, 23), max_size=40))
