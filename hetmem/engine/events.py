@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
-from hetmem.schedule.update_split import Way
+from hetmem.schedule.placement import Way
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""

@@ -21,9 +21,8 @@ from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block
 from hetmem.schedule.gradients import Lending, set_aside
 from hetmem.schedule.layout import Layout
-from hetmem.schedule.placement import Room, place, place_copies
+from hetmem.schedule.placement import Room, idle_bytes, place, place_copies, room_bytes
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import idle_bytes, room_bytes
 
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
@@ -264,7 +263,7 @@ class Memory:
         return True
 
     def idle_bytes(self, non_model_bytes: int) -> int:
-        """Return the device bytes that a step leaves idle: see `schedule.update_split`."""
+        """Return the device bytes that a step leaves idle: see `schedule.placement`."""
         copies = sum(chunk.spec.span for chunk in self.chunks) * self.device_pool.slot_bytes
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)

@@ -19,7 +19,7 @@ from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
 from hetmem.optim.options import Rule
-from hetmem.schedule.update_split import Way
+from hetmem.schedule.placement import Way
 
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 Opened = dict[Role, torch.Tensor]

@@ -27,8 +27,8 @@ from hetmem.optim.chunk_update import (
 )
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
+from hetmem.schedule.placement import Way
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import Way
 
 Members = list[tuple[ManagedParameter, dict[str, Any]]]
 """Parameters that have a gradient, and their groups."""

@@ -1,6 +1,6 @@
 """The resident share: homes move to device memory that is idle, and back when something else needs it.
 
-`schedule.update_split` says how much is idle and which chunks move. A chunk moves with all its roles: then its
+`schedule.placement` says how much is idle and which chunks move. A chunk moves with all its roles: then its
 gradients stay on the device, its update is made there, and its copy is a cast there. The place that each home had stays
 reserved. A model that was put whole on the device is, once that memory is needed, one whose homes have all moved there.
 """
@@ -19,8 +19,8 @@ from hetmem.engine.param_views import is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.placement import Candidate, choose
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import Candidate, choose
 
 
 class ResidentShare:

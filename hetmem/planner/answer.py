@@ -20,9 +20,9 @@ from hetmem.planner.plan import KEPT, MARGIN_SHARE, TIERS, Plan
 from hetmem.planner.reservation import arrange
 from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.workload import Updating, Workload, resized
+from hetmem.schedule.placement import MARGIN_SHARE as IDLE_SHARE
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import MARGIN_SHARE as IDLE_SHARE
 
 _TIMES = 64.0
 """So many times as large a batch is not looked beyond, nor a part of it below."""

@@ -16,9 +16,8 @@ from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, search, tuning
 from hetmem.planner.workload import Updating, Workload
-from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
+from hetmem.schedule.placement import PAGE_BYTES, WORTH, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import WORTH
 
 
 @dataclass(frozen=True, slots=True)

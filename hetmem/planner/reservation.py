@@ -19,17 +19,18 @@ from hetmem.schedule.placement import (
     MOMENTS,
     PAGE_BYTES,
     STAGED_ROLES,
+    Candidate,
     Capacities,
     Ground,
     NoRoom,
     Room,
+    choose,
     loaned_bytes,
     place,
     place_copies,
     survey,
 )
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import Candidate, choose
 
 ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
 """In the order in which they get homes: the most traffic per byte first. Chunks may do without "compute"."""
@@ -173,7 +174,7 @@ def state_bytes(workload: Workload, *, streamed_gradients: bool = False, moments
 
 def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> list[int]:
     """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see
-    `schedule.update_split`."""
+    `schedule.placement`."""
     homes, chunks = arrangement.homes, arrangement.ground.chunks
     free = [
         chunk

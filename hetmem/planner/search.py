@@ -20,9 +20,8 @@ from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
 from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
-from hetmem.schedule.placement import Capacities, NoRoom
+from hetmem.schedule.placement import WORTH, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import WORTH
 
 MAXIMUM_SLOTS = 8192
 """Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more

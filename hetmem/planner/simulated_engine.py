@@ -18,11 +18,10 @@ from hetmem.planner.reservation import Arrangement, with_own_gradients
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.gradients import Lending
-from hetmem.schedule.placement import Capacities, Ground, NoRoom
+from hetmem.schedule.placement import Capacities, Ground, NoRoom, idle_bytes, room_bytes
 from hetmem.schedule.saved import MANY_CHUNKS
 from hetmem.schedule.trace import DEVICE, STEP, Tier
 from hetmem.schedule.tracer import StepTracer
-from hetmem.schedule.update_split import idle_bytes, room_bytes
 from hetmem.schedule.updates import HostUpdates
 
 FORWARD, BACKWARD = ("forward",), ("backward",)
@@ -133,7 +132,7 @@ class Notes:
         return self._traffic.residency.taken[DEVICE].used * self._slot_bytes + self.home_bytes
 
     def idle_bytes(self) -> int:
-        """See `schedule.update_split`."""
+        """See `schedule.placement`."""
         capacities = self.capacities
         return idle_bytes(
             capacities.usable_bytes, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes

@@ -26,9 +26,8 @@ from hetmem.planner.simulated_engine import (
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Block, in_flight_bytes
-from hetmem.schedule.placement import COPY_BYTES, Capacities, NoRoom
+from hetmem.schedule.placement import COPY_BYTES, UPDATE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import STEP, Tier
-from hetmem.schedule.update_split import UPDATE_BYTES
 
 
 class Rehearsal:

@@ -29,8 +29,8 @@ from hetmem.report.step import activations_section, step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
 from hetmem.report.window import Window, history, last_window, only_infers
+from hetmem.schedule.placement import Way
 from hetmem.schedule.trace import Tier
-from hetmem.schedule.update_split import Way
 
 _NAMES_SHOWN = 6
 _KINDS_SHOWN = 8

@@ -33,9 +33,13 @@ from hetmem.schedule.layout import (
     search_chunk_elements,
 )
 from hetmem.schedule.placement import (
+    MARGIN_SHARE,
     STAGED_ROLES,
+    Candidate,
     Room,
+    choose,
     fits_device,
+    idle_bytes,
     largest_chunk_elements,
     place,
     place_copies,
@@ -45,12 +49,6 @@ from hetmem.schedule.residency import Residency
 from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
-from hetmem.schedule.update_split import (
-    MARGIN_SHARE,
-    Candidate,
-    choose,
-    idle_bytes,
-)
 from hetmem.schedule.updates import Turns
 
 __all__ = [
