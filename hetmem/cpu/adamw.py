@@ -109,7 +109,7 @@ def adamw_on_device(
     `torch.optim.AdamW(fused=True)` where they lie.
 
     `counts`, in place of `step.step`: float32 numbers in host memory. A `grad_scale` other than 1 takes scaled copies
-    of the gradients, of about `_SCALED_BYTES` at a time.
+    of the gradients, of about `_SCALED_BYTES` at a time, the largest first: one that has no room changes nothing.
     """
     if params[0].device.type != "cpu":
         counts = _on_device(counts, params[0].device)
@@ -119,7 +119,8 @@ def adamw_on_device(
         if step.grad_scale == 1.0:
             _fused(step, *alike)
             continue
-        for part in _batches(alike[0]):
+        parts = list(_batches(alike[0]))
+        for part in sorted(parts, key=lambda part: -sum(param.nbytes for param in alike[0][part])):  # or none has room
             some, given, *others = (tensors[part] for tensors in alike)
             scaled = [_scaled(grad, step).to(param.dtype) for grad, param in zip(given, some, strict=True)]
             _fused(step, some, scaled, *others)

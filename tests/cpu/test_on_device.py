@@ -92,6 +92,25 @@ def test_step_counts_reach_the_device_without_a_wait(monkeypatch: pytest.MonkeyP
     assert first.device == meta
 
 
+def test_scaled_gradients_without_room_are_told_before_anything_is_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copy of a large one was asked for when others were updated, which the next step updated once more."""
+    lists = [[torch.ones(numel) for numel in (8, 8, 64, 8)] for _ in range(4)]
+    scaled = update._scaled
+
+    def with_room_for_ten(grad: torch.Tensor, step: AdamWStep) -> torch.Tensor:
+        if grad.numel() > 10:
+            raise torch.OutOfMemoryError("none")
+        return scaled(grad, step)
+
+    monkeypatch.setattr(update, "_scaled", with_room_for_ten)
+    monkeypatch.setattr(update, "_SCALED_BYTES", 32)
+    with pytest.raises(torch.OutOfMemoryError):
+        adamw_on_device(STEPS["scaled"], *lists, [torch.tensor(1.0) for _ in range(4)])
+    assert all(tensor.eq(1).all() for tensors in lists for tensor in tensors)
+
+
 @pytest.mark.each
 @pytest.mark.parametrize(("dtype", "copy"), KINDS)
 @pytest.mark.parametrize("fault", ["tails", "all"])
