@@ -46,7 +46,7 @@ from hetmem.planner.model import (
     traced,
     with_adapters,
 )
-from hetmem.planner.plan import OPTIONS, Plan, PlanError
+from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.search import Setting, cheapest_mix
 from hetmem.planner.workload import Updating, Workload, with_rows
 from hetmem.schedule.placement import Capacities
@@ -174,7 +174,7 @@ class _Request:
                 f"streamed gradients are used up within their backward, of which a step has one: expected "
                 f"micro_batches=1, got {self.micro_batches}; plan that with gradients='visible'"
             )
-        if self.moments not in OPTIONS["moments"]:
+        if self.moments not in ("float32", "bfloat16", "8bit"):
             raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {self.moments!r}")
         overlapped, trails = when is not Overlap.OFF, when is Overlap.FORWARD
         return Updating(overlapped, trails, streamed, self.moments, self.stochastic_rounding)

@@ -20,14 +20,6 @@ from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
 
-OPTIONS: dict[str, tuple[str | bool, ...]] = {
-    "overlap": ("off", "backward", "forward"),
-    "gradients": ("visible", "streamed"),
-    "moments": ("float32", "bfloat16", "8bit"),
-    "stochastic_rounding": (False, True),
-}
-"""What a plan knows of `hetmem.AdamW`; the first of each is the default."""
-
 PLAN_VERSION = 9
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""

@@ -289,7 +289,8 @@ class SlotMap:
         if span == 1:
             return self._owner.index(None) if self.used < self.count else None
         owners, free = self._owner, [None] * span  # compared by C: a simulated step asks this a million times
-        return next((start for start in self._places(span) if owners[start : start + span] == free), None)
+        starts = self._places(span)
+        return next((at for at in starts if owners[at] is None and owners[at : at + span] == free), None)
 
     def emptied_first(self, ranks: Mapping[int, tuple[int, ...]], span: int) -> list[int]:
         """The blocks in that place for `span` slots which is free first if those with `ranks` go, the greatest first;
@@ -297,9 +298,8 @@ class SlotMap:
         found, may_go = list[int](), {None, *ranks}
         first: tuple[int, ...] = ()
         for start in self._places(span):
-            owners = self._owner[start : start + span]
-            if may_go.issuperset(owners):
-                blocks = list(dict.fromkeys(block for block in owners if block is not None))
+            if self._owner[start] in may_go and may_go.issuperset(self._owner[start : start + span]):
+                blocks = [block for block in dict.fromkeys(self._owner[start : start + span]) if block is not None]
                 rank = min(map(ranks.__getitem__, blocks))
                 if rank > first:
                     found, first = blocks, rank

@@ -16,13 +16,12 @@ import hetmem
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.intercept import registry
-from hetmem.memory.chunk import Chunk, Role, address_of
+from hetmem.memory.chunk import Chunk, Role
 from hetmem.schedule.blocks import CopyState, Drop
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
 from tests.engine.harness import (
     BATCHES,
-    CHUNK,
     WIDTH,
     adamws,
     assert_same_weights,
@@ -251,16 +250,3 @@ def test_it_is_the_user_s_turn_after_a_backward_that_raised_at_its_end(tmp_path:
     assert block is not None and chunk.homes[Role.GRAD].tier is Tier.NVME
     torn_reads.begin_read(block, chunk, Role.GRAD)
     assert torn_reads.torn(block), "he may be writing to a gradient that is read from now on"
-
-
-def test_memory_of_the_device_that_is_given_back_is_no_chunk_s_any_more(tmp_path: Path) -> None:
-    """Its next owner may be an activation, which counts."""
-    memory = runtime_of(manage(nn.Linear(WIDTH, WIDTH), "host", tmp_path)).memory
-    idle = memory.idle_bytes(0)
-    taken = memory.take_device(CHUNK)
-    address = address_of(taken)
-    assert memory.is_device_address(address)
-    assert memory.idle_bytes(0) == idle - CHUNK
-    memory.give_device(taken, CHUNK)
-    assert not memory.is_device_address(address)
-    assert memory.idle_bytes(0) == idle

@@ -19,7 +19,6 @@ pytestmark = [
 MANAGED = "tests/gpu/test_managed.py::"
 ALSO = (
     "tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on",
-    MANAGED + "test_gradients_that_stay_on_the_gpu_for_their_update_have_the_bits_of_the_host[bf16]",
     MANAGED + "test_homes_that_move_to_the_gpu_leave_every_bit_as_it_was[AdamW-(None, torch.bfloat16)]",
     "tests/test_overheads.py::test_on_a_gpu_they_are_measured_there",
 )
