@@ -36,7 +36,8 @@ from tests.engine.harness import (
 
 
 def trained_and_dropped(placement: str, directory: Path) -> None:
-    plain, managed = pair(Tower, placement, directory)
+    links = hetmem.SimDevice(host_to_device="10GB", device_to_host="10GB")  # with a thread each
+    plain, managed = pair(Tower, placement, directory, device=links)
     train_both(plain, managed, token_batches(2), Recipe(steps=2))
 
 
