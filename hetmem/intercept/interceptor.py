@@ -101,7 +101,7 @@ class Interception:
         tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
         self._parts = PartHooks(self._handles[2:])
-        self.segments.step_began = weakly(self._step_begins)
+        self.segments.step_began = weakly(self._parts.put_back)
         reading = BeforeStateDict(self)
         for part in module.modules():
             self._handles.append(part.register_state_dict_pre_hook(reading))
@@ -110,11 +110,6 @@ class Interception:
         if self.runtime.memory.uses_copies:
             for managed in self.runtime.parameters:
                 self.gradients.install(managed)
-
-    def _step_begins(self) -> None:
-        self._parts.put_back()
-        if self.stretches.here:
-            self._forget_interrupted()
 
     def remove(self) -> None:
         """Take all hooks off."""

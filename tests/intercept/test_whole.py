@@ -336,5 +336,7 @@ def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(own
             optimizer.zero_grad()
             losses.append(loss)
         assert_same(*losses, f"step {step}")
+        for one, other in zip(plain.parameters(), managed.parameters(), strict=True):
+            assert_same(one, other, f"what is read right after step {step}")
         assert_same_weights(plain, managed, f"step {step}")
     assert "Struck" in testing.of(managed).operators()
