@@ -36,6 +36,7 @@ from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import forget_what_is_over
 from hetmem.intercept.interceptor import Interception
+from hetmem.intercept.phases import forget_nodes_that_did_not_run
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import nodes_behind
 
@@ -83,6 +84,7 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
                 RUNNING.end()
                 with contextlib.suppress(Exception):  # the error that is raised counts
                     _settle_what_raised()
+                    forget_nodes_that_did_not_run()
         raise
     finally:
         if outermost:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +17,6 @@ from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import STEP
 from hetmem.torch_private import tree_leaves, tree_map
 
-_PASSED_THROUGH = "hetmem.intercept.backward"
 _FORWARDS = 32
 """Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
 calls no backward, has any number."""
@@ -90,40 +86,23 @@ def cast_inputs(
 
 
 class _Ended:
-    """Settles the backward with `number` once: when autograd calls it at the end, or drops it because that has raised.
-
-    What raised may be kept, or lie in a cycle that the garbage collector finds in the middle of anything, on any
-    thread: in a later backward, or while hetmem itself is at work, where it would wait for what it has not asked for
-    yet. Then nothing is done: who has called it settles, or the next forward, backward or step.
-    """
+    """Settles the backward with `number`, when autograd calls it at the end. One that has raised is settled by
+    `settle_if_raised`."""
 
     def __init__(self, segments: StepSegments, number: int) -> None:
         self._segments, self._number = weakref.ref(segments), number
-        self._called = False
 
     @uncompiled
-    def __call__(self) -> None:
-        self._called = True
-        self._settle()
-
     @HELD_BACK
-    def _settle(self) -> None:
+    def __call__(self) -> None:
         segments = self._segments()
         if segments is not None and segments.backwards == self._number and segments.in_backward:
             segments.settle()
             segments.rest()
 
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the backward has raised already; what did not arrive is tried again
-            segments = self._segments()
-            if segments is not None and segments.thread == threading.get_ident() and not _hetmem_is_at_work():
-                self._settle()
-                if not self._called and not in_backward():
-                    _forget_nodes_that_did_not_run()
-
 
 @uncompiled
-def _forget_nodes_that_did_not_run() -> None:
+def forget_nodes_that_did_not_run() -> None:
     """Let go of the graph of a backward that has raised.
 
     Autograd keeps the nodes that were ready to run in a queue of the thread, and with them all that is behind them in
@@ -132,18 +111,6 @@ def _forget_nodes_that_did_not_run() -> None:
     """
     with torch_private.NoFunctions(), torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
-
-
-def _hetmem_is_at_work() -> bool:
-    """Whether anything of hetmem's called what calls the caller of this, on this thread; every backward goes through
-    `backward`, which is not at work then."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name: str = frame.f_globals.get("__name__", "")
-        if name.startswith("hetmem.") and name != _PASSED_THROUGH:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class StepSegments:
