@@ -245,6 +245,9 @@ class OffloadedOptimizer(Optimizer):
         if "state" in state:
             self.states.shown = state.pop("state")
         super().__setstate__(state)
+        for group in self.param_groups:  # what older versions of torch did not save yet
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
             self._managed(managed.parameter)[0].owners.take([managed], self)
             self.states.load(managed, places, saved)
