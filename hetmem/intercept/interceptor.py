@@ -170,6 +170,7 @@ class Interception:
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
             compiles = compiler
+            self.leases.end_forward()
             raise
         finally:
             if HELD_BACK.came:

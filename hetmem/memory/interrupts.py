@@ -66,6 +66,8 @@ class HeldBack(ContextDecorator):
         self._covered: set[CodeType] = set()
         self._theirs: Any = None
         self.came = False
+        self.before_raised: set[Callable[[], object]] = set()
+        """What is called before an interrupt of the main thread is raised, where hetmem's work is done."""
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
@@ -141,6 +143,7 @@ class HeldBack(ContextDecorator):
         while not held and frame is not None:
             held, frame = frame.f_code in self._covered, frame.f_back
         if not held:
+            self._tell()
             self._deliver()
             return
         if self.came:  # the second one
@@ -159,7 +162,12 @@ class HeldBack(ContextDecorator):
             _SIGNALS.signal(_INTERRUPT, self._theirs)
         if came or self.came:
             self.came = False
+            self._tell()
             self._deliver()
+
+    def _tell(self) -> None:
+        for call in (*self.before_raised,):
+            call()
 
     def _deliver(self) -> None:
         """What an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -340,3 +341,40 @@ def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(own
             assert_same(one, other, f"what is read right after step {step}")
         assert_same_weights(plain, managed, f"step {step}")
     assert "Struck" in testing.of(managed).operators()
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_weights_read_after_ctrl_c_in_a_forward_that_had_bound_all_are_those_at_home(
+    goes_on: bool, tmp_path: Path
+) -> None:
+    """`goes_on`: the program has a handler that raises nothing."""
+    first = Tower()
+    models = [all_copies(copy.deepcopy(first), tmp_path, mixed_precision=torch.bfloat16) for _ in range(2)]
+    optimizers = [hetmem.AdamW(model.parameters(), lr=1e-2) for model in models]
+    *batches, last = token_batches(5)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        for batch in batches:
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    struck, other = models
+    at_home = [parameter.detach().clone() for parameter in struck.parameters()]
+    theirs = signal.signal(signal.SIGINT, (lambda *_: None) if goes_on else signal.default_int_handler)
+    hook = struck.get_submodule("norm").register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        if goes_on:
+            struck(*last).backward()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                struck(*last)
+    finally:
+        hook.remove()
+        signal.signal(signal.SIGINT, theirs)
+    for parameter, expected in zip(struck.parameters(), at_home, strict=True):
+        assert_same(expected, parameter.detach(), "read right after it")
+    if not goes_on:
+        struck(*last).backward()
+    other(*last).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_weights(other, struck, "after a step")
