@@ -251,14 +251,14 @@ def _function(name: str) -> Callable[..., Any]:
         )
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise PlanError(f"cannot find {name}: {error}") from error
     finally:
         sys.path.pop(0)
     if not callable(found):
         raise PlanError(f"{name} is no function: expected one, got {found!r}")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _input(text: str) -> Any:
