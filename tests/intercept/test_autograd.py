@@ -225,7 +225,8 @@ def test_live_tensors_do_not_grow_over_twenty_steps(placement: str, backwards: b
             inside.wait_idle()
             counts.append(count())
     inside.wait_idle()
-    assert comes_to_be(lambda: count()[0] <= counts[0][0]), f"{count()} tensors and bytes, {counts[0]} before"
+    # a slot that is used for the first time since makes its views, once; a leak would be one a step or more
+    assert comes_to_be(lambda: count()[0] < counts[0][0] + 15), f"{count()} tensors and bytes, {counts[0]} before"
     assert inside.live_bytes() == counts[0][1]
 
 
