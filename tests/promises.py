@@ -143,7 +143,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`ctx.w = w`": Mutation(
         "engine/param_views.py",
-        "            parameter.__class__ = managed.unbound_kind\n\n    def end_rest",
+        "            parameter.__class__ = managed.watched_kind\n\n    def end_rest",
         "            pass\n\n    def end_rest",
         "tests/intercept/test_saved_by_others.py::test_a_function_that_keeps_weights_on_its_context_finds_them[fp32-host]",
     ),

@@ -146,7 +146,7 @@ class GradientSink:
         parameter = managed.parameter
         if self.runtime.bindings.resting:
             self.runtime.bindings.end_rest()
-        if type(parameter) is managed.unbound_kind:
+        if type(parameter) is managed.watched_kind:
             self.send_home(managed)
         if self.told or self.runtime.traffic.updating:
             for listener in self.listeners:

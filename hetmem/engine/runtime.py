@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Protocol
 
 from hetmem import torch_private
 from hetmem.base.config import turn_timeout_seconds
@@ -66,7 +66,6 @@ class Segments(Protocol):
 class ParameterMarks(Protocol):
     """Marks the parameters of one model between its calls, so that uses of them are seen."""
 
-    refuse_updated: Any
     step_runs: Callable[[], bool]
 
     def begin(self) -> None:
@@ -114,7 +113,7 @@ class Runtime:
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.trailing: ParameterMarks
+        self.marks: ParameterMarks
         """The parameters that are marked between calls of the model; set by what intercepts these."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
