@@ -391,7 +391,9 @@ class Hooking(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.act == "register":
-            self.handles += [self.second.register_forward_pre_hook(lambda *_: self.seen.append("before"))]
+            self.handles += [
+                self.second.register_forward_pre_hook(lambda part, _: self.seen.append(f"{part.weight.dtype}"))
+            ]
             self.handles += [self.second.register_forward_hook(lambda *_: self.seen.append("after"))]
         elif self.act == "remove":
             self.handles.pop().remove()
@@ -412,3 +414,5 @@ def test_hooks_that_a_forward_registers_and_removes_are_called_as_in_torch(mixed
             for name in ("first", "second"):
                 assert_same(plain.get_submodule(name)(x), managed.get_submodule(name)(x), f"{name} alone")
         assert managed.seen == plain.seen
+    hetmem.release(managed)
+    assert list(managed.second._forward_pre_hooks) == [handle.id for handle in managed.handles[:1]]
