@@ -97,8 +97,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "between a backward and its step": Mutation(
         "optim/update_pass.py",
-        "if writes.counted(managed):",
-        "if False:",
+        "for managed in writes.all_counted(",
+        "for managed in [] and (",
         "tests/engine/test_user_writes.py::test_writes_between_backward_and_step_are_stepped_from[shared-host]",
     ),
     "with another mode, from the second step on": Mutation(
