@@ -120,8 +120,8 @@ def test_copies_stay_where_they_are_until_something_else_is_to_be_there(tmp_path
 
 
 class Net(nn.Module):
-    """A weight that two modules have, one that is saved by itself, one of the shape of what it is added to, and one that
-    is never used."""
+    """A weight that two modules have, one that is saved by itself, one as large as what it is added to, and one that is
+    never used."""
 
     def __init__(self) -> None:
         super().__init__()
