@@ -16,6 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from hetmem import torch_private
 from hetmem.base.config import GradientsName, OverlapName
+from hetmem.base.weak import weakly
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import refuse_used_up
@@ -389,10 +390,6 @@ class OffloadedOptimizer(Optimizer):
         roles = {self.rule.roles(group, each.chunk.dtype) for _, each in managed}
         return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
 
-    def members(self, interception: Interception) -> dict[Chunk, Members]:
-        """The parameters in the model of `interception`, by chunk."""
-        return self._all_members()[self._steppers[interception]]
-
     def _all_members(self) -> dict[Stepper, dict[Chunk, Members]]:
         """All parameters: what was made of them last, unless groups, what is in these, or models are others now."""
         groups = [each for group in self.param_groups for each in (group, *group["params"])]
@@ -459,7 +456,7 @@ class OffloadedOptimizer(Optimizer):
         if interception not in self._steppers:
             if self._workers is None:  # one for all, near the first one's device
                 self._workers = WorkerPool(cores=interception.runtime.memory.device.cores)
-            self._steppers[interception] = Stepper(self, interception, self._workers)
+            self._steppers[interception] = Stepper(self, interception, self._workers, weakly(self._all_members))
         return self._steppers[interception]
 
     def _name(self) -> str:

@@ -21,7 +21,7 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
-from hetmem.optim.chunk_update import ADDRESS, VERSION, Members, are_same
+from hetmem.optim.chunk_update import ADDRESS, VERSION, are_same
 from hetmem.optim.options import Gradients, Overlap, Rule
 from hetmem.schedule.placement import slots_for_staging
 
@@ -233,9 +233,6 @@ class SteppingOptimizer(Protocol):
 
     def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
         """The group of each parameter, by its `id`."""
-
-    def members(self, interception: Interception) -> dict[Chunk, Members]:
-        """The parameters in the model of `interception`, by chunk."""
 
     def number_of(self, managed: ManagedParameter) -> int:
         """The place of `managed` among all parameters of the optimizer."""

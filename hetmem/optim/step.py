@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -46,14 +46,20 @@ _INDEX = attrgetter("spec.index")
 class Stepper:
     """The steps of `optimizer` over the parameters that `interception` manages."""
 
-    def __init__(self, optimizer: SteppingOptimizer, interception: Interception, workers: WorkerPool) -> None:
+    def __init__(
+        self,
+        optimizer: SteppingOptimizer,
+        interception: Interception,
+        workers: WorkerPool,
+        members: Callable[[], dict[Stepper, dict[Chunk, Members]] | None],
+    ) -> None:
         self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
         self._interception, self.owners = interception, owners_of(interception)
         self.runtime = interception.runtime
         self._updates = Updates(self.runtime, workers, self._made_by)
         self._passes = Passes(optimizer, interception)
         self._groups: dict[int, dict[str, Any]] = {}
-        self._members: dict[Chunk, Members] = {}
+        self._all_members, self._members = members, dict[Chunk, Members]()
         """Both as the first gradient of the step arrived."""
         self._arrivals = Arrivals(sees_all=self.runtime.memory.uses_copies)
         self._progress: dict[Chunk, ChunkUpdate] = {}
@@ -108,7 +114,7 @@ class Stepper:
         if not self._arrivals:
             optimizer = self._optimizer
             self._groups = optimizer.groups_by_parameter()
-            self._members = optimizer.members(self._interception) if self.begins_early else {}
+            self._members = (self._all_members() or {}).get(self, {}) if self.begins_early else {}
             optimizer.states.look()
         if id(managed.parameter) not in self._groups:
             return
