@@ -36,6 +36,8 @@ class StepTracer:
         self._again: set[Hashable] = set()
         """Keys of which the next segment is measured, whatever is known."""
         self.key: Hashable | None = None
+        self._ended: Hashable | None = None
+        """The segment that is over, until the next one begins."""
         self.measured = False
         self.position = 0
         self.known: SegmentTrace | None = None
@@ -85,8 +87,11 @@ class StepTracer:
         return any(segment_name(trace.key) == "backward" for trace in self.book.traces())
 
     def begin(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
-        """End the segment that ran and begin one with `key`, and inputs of `size` bytes."""
+        """End the segment that ran and begin one with `key`, and inputs of `size` bytes, which follows it."""
         self.end()
+        if self._ended is not None:
+            self.book.follows(self._ended, key)
+            self._ended = None
         self.key, self.measured, self._size = key, measured, size
         if measured:
             self._again.discard(key)
@@ -107,7 +112,7 @@ class StepTracer:
         key, known = self.key, self.known
         if key is None:
             return
-        self.key = None
+        self.key, self._ended = None, key
         self._sizes[key] = max(self._size, self._sizes.get(key, 0))
         if known is not None and self._follows and self.position == self._count:
             same = True
