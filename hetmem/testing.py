@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from threading import current_thread, main_thread
-from threading import enumerate as all_threads
 from typing import Any
 
 import torch
@@ -175,10 +174,6 @@ class Inside:
         """Return the chunks whose update has been queued and is not over."""
         return sorted(chunk.spec.index for chunk in self._traffic.updating)
 
-    def updated_bytes(self) -> dict[str, int]:
-        """Return the bytes of parameters that were updated, by where: "host" and "resident"."""
-        return {way.value: nbytes for way, nbytes in self._runtime.statistics.updated_bytes.items() if nbytes}
-
     def link_bytes(self) -> dict[str, int]:
         """Return the bytes that crossed each link, as `hetmem.report` names them."""
         return {link.value: use.bytes for link, use in self._traffic.engine.links().items()}
@@ -316,11 +311,6 @@ def is_managed(parameter: torch.Tensor) -> bool:
     return registry.of_parameter(parameter) is not None
 
 
-def threads() -> list[str]:
-    """Return the names of hetmem's threads that run, of all models."""
-    return [thread.name for thread in all_threads() if thread.name.startswith("hetmem-")]
-
-
 def place_of(point: str) -> tuple[Any, str]:
     """Return what has the function at `point`, and the function's name there, for `monkeypatch.setattr`."""
     owner, _, name = POINTS[point].rpartition("." if "." in POINTS[point].partition(":")[2] else ":")
@@ -371,13 +361,6 @@ def updates_held() -> Iterator[None]:
     """Have queued updates of all models wait until the end, also those that are waited for."""
     with around("may open an update", lambda *_: False):
         yield
-
-
-def fill_idle_memory(module: torch.nn.Module) -> None:
-    """Have homes move to device memory that is idle now, though it was looked for before."""
-    share = registry.of_module(module).share
-    share._idle_seen = -1
-    share.grow()
 
 
 def updates_begun(module: torch.nn.Module) -> list[str]:

@@ -97,14 +97,14 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "between a backward and its step": Mutation(
         "optim/update_pass.py",
-        "if writes.counted(managed):",
-        "if False:",
+        "for managed in writes.all_counted(",
+        "for managed in [] and (",
         "tests/engine/test_user_writes.py::test_writes_between_backward_and_step_are_stepped_from[shared-host]",
     ),
     "with another mode, from the second step on": Mutation(
         "optim/step.py",
-        "            self.runtime.uses.rest_again(m for m, _ in members)",
-        "            (m for m, _ in members)",
+        "            self.runtime.uses.rest_again(members.managed)",
+        "            (members.managed)",
         EDITS + "test_a_hook_of_a_module_reads_the_weights_of_the_forward_or_is_refused[backward-host]",
     ),
     "also to views of a weight": "skip the write-back of what an operator wrote",

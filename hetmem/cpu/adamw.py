@@ -18,7 +18,7 @@ vector has depends on the CPU and on how torch was built, so for the device it i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -79,21 +79,31 @@ def adamw_tasks(
     `torch.optim.AdamW(fused=True)` with `(grad.float() * grad_scale).to(param.dtype)`, and
     `param.to(compute_copy.dtype)`, bit for bit (a NaN is a NaN of any payload). Compiles on first use.
     """
-    check_flat(param, grad, exp_avg, exp_avg_sq, compute_copy)
-    copy_dtype = None if compute_copy is None else compute_copy.dtype
-    loop = _verified_loop(param.dtype, grad.dtype, copy_dtype)
+    return prepare_adamw(param, grad, exp_avg, exp_avg_sq, compute_copy)(step)
+
+
+def prepare_adamw(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    compute_copy: torch.Tensor | None = None,
+) -> Callable[[AdamWStep], list[Task]]:
+    """Return what makes the `adamw_tasks` of these tensors for one step after the other. It holds the memory."""
     tensors = (param, grad, exp_avg, exp_avg_sq, compute_copy)
-    if isinstance(loop, str):
-        return [partial(update_by_torch, step, *cut(tensors, tile)) for tile in tiles_of(param.numel())]
-    body = round_down(param.numel(), WIDEST_VECTOR)
-    arrays = tuple([None if tensor is None else as_array(tensor) for tensor in tensors])
-    scalars = scalars_of(step)
-    tiles = runs_of(body)
-    if len(tiles) == 1 and body == param.numel():
-        return [partial(loop, scalars, *arrays)]
-    tasks: list[Task] = [partial(loop, scalars, *cut(arrays, tile)) for tile in tiles]
-    if body < param.numel():
-        tasks.append(partial(update_by_torch, step, *cut(tensors, slice(body, None))))
+    check_flat(*tensors)
+    loop = _verified_loop(param.dtype, grad.dtype, None if compute_copy is None else compute_copy.dtype)
+    kernel: Any = loop
+    body = 0 if isinstance(loop, str) else round_down(param.numel(), WIDEST_VECTOR)
+    arrays = tuple([None if tensor is None or not body else as_array(tensor) for tensor in tensors])
+    tiles = [cut(arrays, tile) for tile in runs_of(body)]
+    rest = [cut(tensors, slice(body + tile.start, body + tile.stop)) for tile in tiles_of(param.numel() - body)]
+
+    def tasks(step: AdamWStep) -> list[Task]:
+        scalars = scalars_of(step)
+        made: list[Task] = [partial(kernel, scalars, *tile) for tile in tiles]
+        return [*made, *[partial(update_by_torch, step, *tile) for tile in rest]] if rest else made
+
     return tasks
 
 

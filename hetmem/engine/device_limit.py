@@ -20,18 +20,20 @@ from hetmem.engine.shortage import MovingActivations, Refusals, Shortage
 from hetmem.engine.traffic import Traffic
 from hetmem.memory.device import lies_in_a_slot
 from hetmem.memory.live_bytes import DeviceMonitor
-from hetmem.schedule.saved import MANY_CHUNKS
+from hetmem.schedule.chunk_limit import ChunkLimit
 from hetmem.schedule.trace import Moment, Tier
 from hetmem.schedule.tracer import StepTracer
 
 
-class DeviceRoom:
+class DeviceRoom(ChunkLimit):
     """Of one managed module. `sanitize`: see `DeviceMonitor`."""
 
     def __init__(
         self, memory: Memory, traffic: Traffic, tracer: StepTracer, statistics: Statistics, *, sanitize: bool
     ) -> None:
-        self._memory, self._traffic, self._tracer, self.statistics = memory, traffic, tracer, statistics
+        spans, pool = [chunk.spec.span for chunk in memory.chunks], memory.device_pool
+        super().__init__(tracer, traffic.residency, memory.usable_bytes, pool.slot_bytes, spans, pool.slots)
+        self._memory, self._traffic, self.statistics = memory, traffic, statistics
         self.monitor = DeviceMonitor(
             memory.is_home_address,
             lambda address: memory.is_device_address(address) or lies_in_a_slot(address),
@@ -46,9 +48,6 @@ class DeviceRoom:
         """Device memory of activations on their way home, by number; that keeps it."""
         self.ahead: dict[int, int] = {}
         """The same of those that have come, or are coming, and that no node has asked for yet."""
-        self._all_slots = sum(chunk.spec.span for chunk in memory.chunks)
-        self._many_slots = MANY_CHUNKS * max(chunk.spec.span for chunk in memory.chunks)
-        self._limit = memory.device_pool.slots
         self._most_non_model = 0
         self._harmless = memory.usable_bytes - memory.device_chunk_bytes
         """So much of anything else takes nothing of what chunks may have."""
@@ -59,10 +58,18 @@ class DeviceRoom:
 
     # ---- what is needed ----------------------------------------------------------------------------------------
 
-    def chunk_bytes(self) -> int:
-        """Device bytes that chunks hold now."""
-        slots = self._traffic.residency.taken[Tier.DEVICE].used
-        return slots * self._memory.device_pool.slot_bytes + self._memory.device_home_bytes
+    def _homes(self) -> int:
+        return self._memory.device_home_bytes
+
+    def _live(self) -> int:
+        return self.monitor.live_bytes
+
+    def _for_activations(self) -> int:
+        moves = self._activations
+        return 0 if moves is None else moves.ahead_bytes
+
+    def _slots(self, non_model_bytes: int) -> int:
+        return self._memory.device_slots(non_model_bytes)
 
     @property
     def non_model_bytes(self) -> int:
@@ -135,7 +142,7 @@ class DeviceRoom:
         watched = self._memory.device.watched
         needed = expected.non_model_bytes if watched else self._room_wanted
         self._let_homes_go(needed)
-        self._set_limit(expected.non_model_bytes if watched else self._least_room())
+        self.set_limit(expected.non_model_bytes if watched else self._least_room())
         self._wait_for_leaving()
         if needed <= self._harmless and not self._tracer.measured:
             self._left = self._memory.device_home_bytes
@@ -163,17 +170,10 @@ class DeviceRoom:
         room for it beside what chunks may take."""
         if not self._memory.device.watched or self._tracer.measured:
             return
-        room = self._room_beside_chunks()
+        room = self.beside_chunks()
         while 0 < self.leaving_bytes > room:  # what has come ahead would have to come once more
             if self._traffic.gradients.under_way or self.leaving or not self._give_way():
                 self._traffic.wait_for_one()
-
-    def _room_beside_chunks(self) -> int:
-        """What the device has beside chunks and what the trace expects."""
-        memory = self._memory
-        copies = min(self._limit, self._all_slots) * memory.device_pool.slot_bytes
-        chunks = max(self.chunk_bytes(), copies + memory.device_home_bytes)
-        return memory.device_bytes - chunks - self._tracer.own_bytes
 
     def _give_way(self) -> bool:
         moves = self._activations
@@ -192,8 +192,8 @@ class DeviceRoom:
         if not self._memory.device.watched:
             return True
         if self._tracer.measured:
-            return self.chunk_bytes() + self.monitor.live_bytes + nbytes <= self._memory.device_bytes
-        return self.leaving_bytes + nbytes <= self._room_beside_chunks()
+            return self.missing_bytes(self.monitor.live_bytes + nbytes) <= 0
+        return super().has_room_ahead(nbytes)
 
     def count(self, what: str, tensor: torch.Tensor) -> None:
         """`what` takes the memory of `tensor` from now on, which no operator has made."""
@@ -208,17 +208,10 @@ class DeviceRoom:
         """
         with self.monitor.unwatched():
             self._let_homes_go(live_bytes)
-            self._set_limit(live_bytes)
-            while (missing := self.chunk_bytes() + live_bytes - self._memory.device_bytes) > 0:
-                if not (self._let_activations_go(missing) or self._give_way()):
-                    if not self._anything_leaves():
-                        break
-                    self._traffic.wait_for_one()
-                live_bytes = min(live_bytes, self.monitor.live_bytes)
-            self._tracer.grew(live_bytes, self.leaving_bytes)
-            if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
+            live_bytes = self.make_room(live_bytes)
+            if self.missing_bytes(live_bytes) > 0:
                 self.monitor.left |= self._leave_device(live_bytes)
-        if self.chunk_bytes() + live_bytes > self._memory.device_bytes:
+        if self.missing_bytes(live_bytes) > 0:
             raise self.shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
         self.monitor.peak.reached(live_bytes, self.statistics.steps + 1)
@@ -241,6 +234,14 @@ class DeviceRoom:
         copies = min(slots * memory.device_pool.slot_bytes, memory.device_chunk_bytes)
         return memory.usable_bytes - (memory.device_home_bytes - memory.moved_bytes) - copies
 
+    def _wait_for_room(self, missing_bytes: int) -> bool:
+        if self._let_activations_go(missing_bytes) or self._give_way():
+            return True
+        leaves = self._anything_leaves()
+        if leaves:
+            self._traffic.wait_for_one()
+        return leaves
+
     def _anything_leaves(self) -> bool:
         """Whether something is under way at whose end less of the device is taken."""
         leaving = self._traffic.gradients.under_way or bool(self.leaving or self.ahead)
@@ -259,7 +260,7 @@ class DeviceRoom:
         self._let_activations_go(self._memory.device_pool.slot_bytes)
         if self._give_way() or before != (self.leaving_bytes, self.monitor.live_bytes):
             if watched and self._tracer.measured:
-                self._set_limit(self.monitor.live_bytes)
+                self.set_limit(self.monitor.live_bytes)
             return True
         needed = self.monitor.live_bytes if watched else self._most_non_model
         if self._leave_device(needed if watched else self._room_seen):
@@ -267,8 +268,9 @@ class DeviceRoom:
         if (watched and not self._tracer.measured) or self._limit >= self._memory.device_slots(needed):
             return False
         if watched:
-            self._tracer.begins_with(needed)
-        self._set_limit(needed, needs_all=True)
+            self.begin_with(needed)
+        else:
+            self.set_limit(needed, needs_all=True)
         return True
 
     def out_of_memory(self) -> None:
@@ -281,16 +283,21 @@ class DeviceRoom:
         self._let_homes_go(self._room_seen)
         before = self._limit
         try:
-            self._limit_chunks(0, before=before)
+            self._set_slots(0, before=before)
             self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
             self._traffic.gradients.wait()  # they are on the device as long as they are on their way
             self._traffic.executor.wait_while(lambda: bool(self.leaving))
             self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), 0)
         finally:
-            self._limit_chunks(before, before=before)
+            self._set_slots(before, before=before)
             self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else
 
     def _limit_chunks(self, slots: int, *, before: int) -> None:
+        self.look_at_allocator()
+        self._set_slots(slots, before=before)
+        self._memory.device.peak_bytes()  # as above
+
+    def _set_slots(self, slots: int, *, before: int) -> None:
         """Let chunks have `slots` slots from now on; what is less than `before` is given back."""
         self._traffic.execute(self._traffic.residency.limit(Tier.DEVICE, slots))
         if slots < before:
@@ -324,23 +331,14 @@ class DeviceRoom:
                 self._tracer.forget_traces()  # operators were not seen to use it
                 with self.monitor.unwatched():
                     self._let_homes_go(non_model_bytes)
-                    self._set_limit(non_model_bytes)
+                    self.set_limit(non_model_bytes)
                 return True
         return False
 
-    def _set_limit(self, non_model_bytes: int, *, needs_all: bool = False) -> None:
-        """Leave room for `non_model_bytes` beside chunks, and for activations that come before their use unless what is
-        in use at once `needs_all`."""
+    def set_limit(self, non_model_bytes: int, *, needs_all: bool = False) -> None:
+        """Leave room for `non_model_bytes` beside chunks; see `ChunkLimit`."""
         self._left = -1
-        limit = self._memory.device_slots(non_model_bytes)
-        if not needs_all and self.shortage.activations is not None and (moves := self._activations) is not None:
-            less = self._memory.device_slots(non_model_bytes + moves.ahead_bytes)
-            limit = max(less, min(limit, self._many_slots))  # chunks that are many leave activations room to come
-        if limit != self._limit:
-            before, self._limit = self._limit, limit
-            self.look_at_allocator()
-            self._limit_chunks(limit, before=before)
-            self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else
+        super().set_limit(non_model_bytes, needs_all=needs_all)
 
 
 def _nothing_to_give(nbytes: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.chunk_limit import DevicePeaks
 from hetmem.schedule.placement import Way
 
 ENTRIES = 100_000
@@ -274,21 +275,9 @@ class EventLog:
 
 
 @dataclass(slots=True)
-class Statistics:
-    """Peaks in bytes. Only grows."""
+class Statistics(DevicePeaks):
+    """Peaks and sums of a run. Only grows."""
 
-    device_peak_bytes: int = 0
-    chunk_peak_bytes: int = 0
-    non_model_peak_bytes: int = 0
     steps: int = 0
     updated_bytes: Counter[Way] = field(default_factory=Counter)
     """Of parameters, by where they were updated."""
-
-    def device_in_use(self, chunk_bytes: int, non_model_bytes: int) -> None:
-        """Chunks and everything else held these many bytes of the device at one time."""
-        if chunk_bytes > self.chunk_peak_bytes:  # told of each use of a weight: three calls of `max` cost more
-            self.chunk_peak_bytes = chunk_bytes
-        if non_model_bytes > self.non_model_peak_bytes:
-            self.non_model_peak_bytes = non_model_bytes
-        if chunk_bytes + non_model_bytes > self.device_peak_bytes:
-            self.device_peak_bytes = chunk_bytes + non_model_bytes

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import and_, attrgetter, eq, is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,8 @@ from hetmem.schedule.blocks import SMALL_BYTES, Link
 from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
+
+_GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")
 
 
 def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
@@ -86,6 +88,14 @@ def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
     """Return whether `gradient` is, or shows, the home of that of `managed`, and where that was made."""
     kept: torch.Tensor = stored(gradient)
     return kept is managed.grad_home and kept.data_ptr() == managed.grad_address
+
+
+def are_home(gradients: Sequence[torch.Tensor], managed: Sequence[ManagedParameter]) -> list[bool]:
+    """Return `is_home` of each of `gradients`: of those of a chunk by C alone."""
+    kept = [*map(stored, gradients)] if Widened in set(map(type, gradients)) else gradients
+    same = map(is_, kept, map(_GRAD_HOME, managed))
+    there = map(eq, map(torch.Tensor.data_ptr, kept), map(_GRAD_ADDRESS, managed))
+    return [*map(and_, same, there)]
 
 
 def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> None:

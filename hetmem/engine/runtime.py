@@ -121,7 +121,6 @@ class Runtime:
         self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
-        self._ended: Hashable | None = None
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
 
     def close(self) -> None:
@@ -140,14 +139,10 @@ class Runtime:
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
         bytes of its inputs."""
-        before = self.tracer.key if self.tracer.key is not None else self._ended
-        self._ended = None
         self.room.look_at_allocator()
         self.tracer.begin(key, measured=measured, size=size)
         self.room.before_segment()
         self.events.begin_segment(segment_name(key))
-        if before is not None:
-            self.tracer.book.follows(before, key)
         with self.unwatched():
             self.traffic.executor.poll()
             self.expect(key)
@@ -190,7 +185,6 @@ class Runtime:
         self.room.look_at_allocator()
         self.tracer.end()
         self.events.end_segment()
-        self._ended = STEP
         self.hold_homes()
         with suppress(Exception), self.unwatched():
             self.uses.renew_what_is_held()

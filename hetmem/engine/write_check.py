@@ -86,7 +86,9 @@ class WriteCheck:
         trained = self.stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
         if trained:
             self._gradients_left.clear()
-        chunks, counted = self._chunks, self._all_counted()
+        chunks, counted = self._chunks, dict[Chunk, list[ManagedParameter]]()
+        for managed in self.all_counted(self._parameters):
+            counted.setdefault(managed.chunk, []).append(managed)
         first = self._gradients_wanted is None  # before which nothing was watched
         due = {each for each in chunks if first or (trained and any(map(_TRAINS, each.parameters)))}
         self.stepped, self._gradients_wanted = False, torch.is_grad_enabled()
@@ -132,18 +134,15 @@ class WriteCheck:
                 self._supersede(managed)
         return bool(touched)
 
-    def _all_counted(self) -> dict[Chunk, list[ManagedParameter]]:
-        """Return the parameters with a write that torch itself shows, by chunk: `counted` of all before each forward,
-        so without a call of Python for each fact."""
-        found: dict[Chunk, list[ManagedParameter]] = {}
-        parameters = self._parameters
+    @staticmethod
+    def all_counted(parameters: list[ManagedParameter]) -> list[ManagedParameter]:
+        """Return those of `parameters` with a write that torch itself shows: `counted` of all before each forward and
+        step, so without a call of Python for each fact."""
         tensors = [managed.parameter for managed in parameters]
         if all([*map(shown, tensors)] == [*map(seen, parameters)] for shown, seen in _SHOWN_AND_SEEN):
-            return found  # as mostly
+            return []  # as mostly
         facts = [map(ne, map(shown, tensors), map(seen, parameters)) for shown, seen in _SHOWN_AND_SEEN]
-        for managed in compress(parameters, map(any, zip(*facts, strict=True))):
-            found.setdefault(managed.chunk, []).append(managed)
-        return found
+        return list(compress(parameters, map(any, zip(*facts, strict=True))))
 
     def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:
         self._traffic.wait_for_update(chunk)  # which writes to a copy in staging

@@ -156,14 +156,14 @@ def _begin_of(interception: Interception) -> None:
     """Have parameters rest, as a part of the backward may be computed once more, whether a forward is around it or
     not."""
     runtime = interception.runtime
+    interception.backwards += 1
     if not runtime.memory.uses_copies:
         return
-    if not interception.backwards:
+    if interception.backwards == 1:
         if interception.stretches.here:
             interception.current(sys._getframe())  # which an interrupt may have ended
         runtime.trailing.pause()
         runtime.renew_touched()
-    interception.backwards += 1
     interception.working.begin_backward()
     runtime.bindings.leave_home(backward=True)
     interception.gradients.rest_again()
@@ -175,13 +175,14 @@ def _end_of(interception: Interception) -> None:
     if not interception.backwards:
         return
     interception.backwards -= 1
-    if interception.backwards:  # what is computed next may be a function of weights whose gradients have arrived
-        gradients.rest_again()
-    bindings.end_rest()
-    interception.current(sys._getframe())
-    bindings.go_home()
-    if not bindings.away:
-        gradients.sent_home.clear()
+    if bindings.away:  # not of a model that is whole on the device
+        if interception.backwards:  # what is computed next may be a function of weights whose gradients have arrived
+            gradients.rest_again()
+        bindings.end_rest()
+        interception.current(sys._getframe())
+        bindings.go_home()
+        if not bindings.away:
+            gradients.sent_home.clear()
     if not interception.backwards and working.in_backward:
         working.end_backward()
         interception.segments.forget_forwards()

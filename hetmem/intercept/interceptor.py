@@ -279,8 +279,7 @@ class Interception:
         for compute in self.stretches.here:
             if compute.task < 0:
                 bindings.leave_home()
-        if in_backward() and not self.backwards:
-            self.backwards += 1
+        for _ in range(self.backwards):
             bindings.leave_home(backward=True)
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ from hetmem import torch_private
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Memory
+from hetmem.memory.chunk import Memory, without_graph
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_pool import PageLocks
 from hetmem.memory.mapping import Mapping, cores_near
@@ -135,19 +135,16 @@ class CudaDevice(Device):
         return Moves(self.torch_device, self._kernels())
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not self._crosses(source, target):
+        if self._crosses(source, target):
+            self.moves.copy_in(target, source)
+        else:
             super().copy_in(target, source)
-            return
-        self.moves.copy_in(target, source)
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         if not self._crosses(arrived, target):
             super().gradient_out(target, arrived, add=add)
             return
-        if torch.is_grad_enabled():  # a context for each gradient would cost more than to ask
-            with torch.no_grad():
-                self.moves.gradient_out(target, arrived, add=add)
-        else:
+        with without_graph():
             self.moves.gradient_out(target, arrived, add=add)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
@@ -267,7 +264,7 @@ class ComputeStreams:
 
 
 class CudaStreams:
-    """`Streams` of a GPU: a stream for each direction; compute is whatever stream is current when it is asked.
+    """A stream of a GPU for each direction, and its `ComputeClock`; compute is whatever stream is current when asked.
 
     A program may compute on several. `mark` is behind all that were seen: weights are read by all of them, and what
     one of them has read must not be overwritten because another is done.
@@ -305,6 +302,8 @@ class CudaStreams:
         return found
 
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> torch.cuda.Event:
+        """Ask for `work` on the stream of `link`, behind the events `after`; return the event of its end. If it raises,
+        nothing that `work` asked for is still under way."""
         stream, compute, device = self._streams[link], self._compute.current(), torch.cuda.current_device()
         end: Any = torch.cuda.Event(enable_timing=True)
         end.hetmem_asked = time.perf_counter()
@@ -327,6 +326,7 @@ class CudaStreams:
         return ended
 
     def order_compute(self, event: torch.cuda.Event) -> None:
+        """Have compute asked for from now on run after `event`."""
         self._compute.current().wait_event(event)
 
     now = staticmethod(time.perf_counter)

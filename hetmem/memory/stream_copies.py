@@ -24,34 +24,15 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from hetmem.base.units import MIB
 from hetmem.cuda.backend import Backend
 from hetmem.cuda.kernels import CASTS, cast
-from hetmem.memory.transfer import ComputeClock, Copier, Finished, Job, Seen
+from hetmem.memory.transfer import Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
-
-
-class Streams(ComputeClock, Protocol):
-    """One stream for each direction, beside the caller's stream of compute. Events are opaque, and tell when they
-    passed."""
-
-    def see_compute(self) -> object:
-        """Take note of the stream that computes now."""
-
-    def mark(self) -> Any:
-        """An event behind all compute that was asked for so far, on whatever streams."""
-
-    def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> Any:
-        """Ask for `work` on the stream of `link`, behind the events `after`; the event of its end. If it raises,
-        nothing that `work` asked for is still under way."""
-
-    def order_compute(self, event: Any) -> None:
-        """Compute asked for from now on runs after `event`."""
-
 
 _KEPT = 64
 """Events behind compute that are kept for marks; older marks take one of these, which is only later."""
@@ -68,13 +49,14 @@ class _InFlight(NamedTuple):
 
 
 class StreamCopier(Copier):
-    """A `Copier` over `streams`. Jobs of one link are over in the order in which they were started."""
+    """A `Copier` over `streams` (see `CudaStreams`). Jobs of one link are over in the order in which they were
+    started."""
 
     ordered = True
 
-    def __init__(self, streams: Streams, seen: Seen, finished: Callable[[Finished], None]) -> None:
+    def __init__(self, streams: Any, seen: Seen, finished: Callable[[Finished], None]) -> None:
         self._streams, self._seen, self._finished = streams, seen, finished
-        self.clock: ComputeClock = streams
+        self.clock = streams
         self._queues: dict[Link, deque[_InFlight]] = {
             Link.HOST_TO_DEVICE: deque(),
             Link.DEVICE_TO_HOST: deque(),
@@ -191,7 +173,7 @@ class StreamCopier(Copier):
     def _is_over(self, job: _InFlight) -> bool:
         """Also if the device has failed (an assertion in a kernel of the user's, say): then every event says so."""
         try:
-            return self._streams.passed(job.end)
+            return bool(self._streams.passed(job.end))
         except Exception:
             return True
 

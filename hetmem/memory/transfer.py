@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hetmem.base.weak import weakly
 from hetmem.memory.interrupts import HELD_BACK
@@ -54,41 +54,29 @@ Seen = Callable[[Job, float, float], None]
 """Told of a job that was carried out, with its start and end in seconds of `time.perf_counter`."""
 
 
-class ComputeClock(Protocol):
+class ComputeClock:
     """Tells when compute has come where: marks in its stream whose times can be read once they are passed.
 
     Times are seconds of `now`, which is `time.perf_counter` wherever time is not simulated. A clock keeps no copier
-    alive, and nothing of a model. What is here holds where compute is over when it is asked for: marks are times.
+    alive, and nothing of a model. This one is of a device whose compute is over when it is asked for: marks are times.
     """
 
-    def now(self) -> float:
-        """The time."""
-        return time.perf_counter()
-
-    def timed_mark(self) -> Any:
-        """A mark behind all compute so far; None while a CUDA graph is captured."""
-        return time.perf_counter()
+    now = timed_mark = staticmethod(time.perf_counter)
+    """The time, and a mark behind all compute so far; None while a CUDA graph is captured."""
 
     def passed(self, mark: Any) -> bool:
-        """Whether compute, or a copy, has passed `mark`; never waits."""
+        """Say whether compute, or a copy, has passed `mark`; never waits."""
         return True
 
     def wait(self, mark: Any) -> None:
         """Wait until `mark` is passed."""
-        return
 
     def when(self, mark: Any) -> float:
-        """The time at which `mark`, which is passed, was passed."""
+        """Return the time at which `mark`, which is passed, was passed."""
         return float(mark)
 
 
-class HostClock(ComputeClock):
-    """Of a device whose compute is over when it is asked for."""
-
-    now = timed_mark = staticmethod(time.perf_counter)  # asked at each use of a weight
-
-
-HOST_CLOCK = HostClock()
+HOST_CLOCK = ComputeClock()
 
 
 class Copier:

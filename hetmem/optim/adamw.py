@@ -16,7 +16,7 @@ from hetmem.cpu import (
     Task,
     adamw_compact_tasks,
     adamw_on_device,
-    adamw_tasks,
+    prepare_adamw,
 )
 from hetmem.cpu.adamw import adamw_as_on_host, equals_host
 from hetmem.cpu.compact import check_numba
@@ -129,10 +129,11 @@ class AdamWRule(Rule):
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
-        states = update.states
-        return adamw_tasks(
-            _count(update), update.param, update.grad, states["exp_avg"], states["exp_avg_sq"], update.copy
-        )
+        states, step = update.states, _count(update)
+        if update.kernel is None:
+            moments = states["exp_avg"], states["exp_avg_sq"]
+            update.kernel = prepare_adamw(update.param, update.grad, *moments, update.copy)
+        return update.kernel(step)
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
         """The kernel on `device` against torch's on the host."""
@@ -237,10 +238,10 @@ def _flats(update: ParameterUpdate) -> tuple[torch.Tensor, ...]:
 
 def _count(update: ParameterUpdate) -> AdamWStep:
     """One more step of these parameters, which are of one age, and their hyper-parameters."""
-    group, states = update.group, (update.state, *update.also)
-    for state in states:
-        _ready(state)
-    torch_private.foreach_add([state["step"] for state in states], 1)
+    group = update.group
+    if not update.counts:
+        update.counts = [_ready(state) for state in (update.state, *update.also)]
+    torch_private.foreach_add(update.counts, 1)
     beta1, beta2 = group["betas"]
     return _step_of(
         float(group["lr"]),
@@ -248,17 +249,18 @@ def _count(update: ParameterUpdate) -> AdamWStep:
         beta2,
         group["eps"],
         group["weight_decay"],
-        int(update.state["step"].item()),
+        int(update.counts[0].item()),
         bool(group["maximize"]),
         update.grad_scale,
     )
 
 
-def _ready(state: dict[str, Any]) -> None:
-    """Let `state` have a step count, in host memory."""
+def _ready(state: dict[str, Any]) -> torch.Tensor:
+    """Return the step count in `state`, which has one in host memory from here on."""
     if "step" not in state:
         states = dict(state)
         state.clear()
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
     if state["step"].device.type != "cpu":  # users move whole states: reading it there would wait for the device
         state["step"] = state["step"].cpu()
+    return state["step"]  # type: ignore[no-any-return]

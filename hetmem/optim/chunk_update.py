@@ -4,6 +4,7 @@ under way), or at once all parameters of a group that is whole on the device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import attrgetter, is_
@@ -14,7 +15,7 @@ import torch
 
 from hetmem.cpu import square_sum_tasks, square_sums_on_device, sums_of_tiles
 from hetmem.cpu.workers import Batch, Task, WorkerPool
-from hetmem.engine.gradient_views import take_gradient
+from hetmem.engine.gradient_views import are_home, take_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Sample
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
@@ -24,6 +25,77 @@ from hetmem.schedule.placement import Way
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
+
+
+# Looked up of each parameter in each step: by C alone.
+ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
+_LAYOUT, _DTYPE, _NBYTES = attrgetter("layout"), attrgetter("dtype"), attrgetter("nbytes")
+_COUNT = attrgetter("is_cpu", "dtype", "ndim")
+_GRADIENT, VERSION = attrgetter("grad"), attrgetter("_version")
+
+
+def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether both hold the same objects, in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+class GroupOptions:
+    """A parameter group of an optimizer with `rule`, and what it said when a step last asked it."""
+
+    def __init__(self, group: dict[str, Any], rule: Rule) -> None:
+        self._group, self._rule = group, rule
+        self._said: dict[str, Any] | None = None
+        self._roles: dict[torch.dtype, tuple[Role, ...]] = {}
+
+    def now(self, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Role, ...]]:
+        """Return what the group says but for its parameters, the same object as long as it says the same, and the
+        states that those of `dtype` take. Raises what the rule does for options that make no sense."""
+        says = {name: value for name, value in self._group.items() if name != "params"}
+        if self._said != says:
+            self._said, self._roles = deepcopy(says), {}
+        if dtype not in self._roles:
+            self._roles[dtype] = self._rule.roles(self._said, dtype)
+        return self._said, self._roles[dtype]
+
+
+class Members:
+    """Parameters of one chunk that an optimizer steps, in the order of their places, and their groups: the same object
+    in each step, until parameters or groups of the optimizer change."""
+
+    def __init__(self, members: Iterable[tuple[ManagedParameter, GroupOptions]]) -> None:
+        in_order = sorted(members, key=lambda member: member[0].offset)
+        self.managed, self._groups = [managed for managed, _ in in_order], [group for _, group in in_order]
+        self.parameters = [managed.parameter for managed in self.managed]
+        self._distinct = list(dict.fromkeys(self._groups))
+        self._some: tuple[list[bool], Members] | None = None
+
+    def with_gradients(self, optimizer: str) -> Members | None:
+        """Return those that have a gradient; None if none has. Raises RuntimeError for one that is not dense, which the
+        optimizer of that name does not support."""
+        gradients: list[Any] = [*map(_GRADIENT, self.parameters)]
+        have = [gradient is not None for gradient in gradients]
+        if not any(have):
+            return None
+        layouts = [*map(_LAYOUT, compress(gradients, have))]
+        if set(layouts) != {torch.strided}:
+            names = (managed.name for managed in compress(self.managed, have))
+            name = next(name for name, layout in zip(names, layouts, strict=True) if layout is not torch.strided)
+            raise RuntimeError(f"{optimizer} does not support sparse gradients, and {name} has one")
+        if all(have):
+            return self
+        if self._some is None or self._some[0] != have:
+            self._some = have, Members(compress(zip(self.managed, self._groups, strict=True), have))
+        return self._some[1]
+
+    def parts(self) -> list[Part]:
+        """Return what an update of these, which have gradients, would be made with now."""
+        dtype, gradients = self.managed[0].chunk.dtype, [*map(_GRADIENT, self.parameters)]
+        said = {group: group.now(dtype) for group in self._distinct}
+        at_home = are_home(gradients, self.managed)
+        fields = zip(self.managed, map(said.__getitem__, self._groups), gradients, at_home, strict=True)
+        return [
+            Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +115,7 @@ class Part:
         return (
             (self.managed, self.version) == (other.managed, other.version)
             and self.gradient is other.gradient
-            and self.says(other.group)
+            and (self.group is other.group or self.says(other.group))
         )
 
     def says(self, group: dict[str, Any]) -> bool:
@@ -65,11 +137,13 @@ class Part:
 
 @dataclass(eq=False)
 class ChunkUpdate:
-    """The update of `chunk` with the gradients of `parts`. At most one pass of it is queued or under way: its sums of
-    squares, or the update itself. `tasks` makes the tiles once the roles that it `needs` are open, `done` ends it."""
+    """The update of `members` of `chunk`, with the gradients of `parts`. At most one pass of it is queued or under way:
+    its sums of squares, or the update itself. `tasks` makes the tiles once the roles that it `needs` are open, `done`
+    ends it."""
 
-    chunk: Chunk
+    members: Members
     parts: list[Part]
+    chunk: Chunk = field(init=False)
     sums: list[Sums | torch.Tensor] = field(default_factory=list)
     summing: bool = False
     """Whether the sums of squares are queued or under way."""
@@ -104,6 +178,7 @@ class ChunkUpdate:
     began: float = 0.0
 
     def __post_init__(self) -> None:
+        self.chunk = self.members.managed[0].chunk
         self.roles = tuple(dict.fromkeys(chain.from_iterable({part.roles: None for part in self.parts})))
 
     @property
@@ -148,13 +223,6 @@ class ChunkUpdate:
         self.before, self.numbers = [], []
 
 
-def refuse_sparse(managed: ManagedParameter, optimizer: str) -> None:
-    """Raise RuntimeError if the gradient of `managed` is not dense."""
-    gradient = managed.parameter.grad
-    if gradient is not None and gradient.layout is not torch.strided:
-        raise RuntimeError(f"{optimizer} does not support sparse gradients, and {managed.name} has one")
-
-
 def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
     """All of `sums`, those of gradients on the device behind the others: one wait for all."""
     there = [one for one in sums if isinstance(one, torch.Tensor)]
@@ -165,11 +233,6 @@ def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
 
 # ---- Parameters that are whole on the device, states and all: one call of torch's kernel for each group. Nothing
 # moves, chunks, jobs and workers have no part in it, and an update that begins is made.
-
-# Looked up of each parameter in each step: by C alone.
-_ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
-_LAYOUT, _DTYPE, _NBYTES = attrgetter("layout"), attrgetter("dtype"), attrgetter("nbytes")
-_COUNT = attrgetter("is_cpu", "dtype", "ndim")
 
 
 @dataclass(slots=True, eq=False)
@@ -220,8 +283,7 @@ class WholeGroup:
 
     def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether it is of `parameters`, and they still are whole on the device."""
-        same = len(parameters) == len(self.parameters) and all(map(is_, parameters, self.parameters))
-        return same and self.runtime.memory.resident
+        return are_same(parameters, self.parameters) and self.runtime.memory.resident
 
     def update(self, group: dict[str, Any], shown: Any) -> WholeUpdate | None:
         """What a step is to update, of what has a gradient; `shown` are the optimizer's states. None if something is
@@ -241,11 +303,11 @@ class WholeGroup:
         except KeyError:
             return None
         as_at_home = (
-            list(map(_ADDRESS, params)) == pick(self._at)
+            list(map(ADDRESS, params)) == pick(self._at)
             and list(map(_STRIDES, params)) == pick(self._strides) == list(map(_STRIDES, grads))
             and list(map(_DTYPE, grads)) == pick(self._dtypes)
             and set(map(_COUNT, steps)) == {(True, torch.float32, 0)}
-            and all(list(map(_ADDRESS, some)) == pick(at) for some, at in zip(states, self._states_at, strict=True))
+            and all(list(map(ADDRESS, some)) == pick(at) for some, at in zip(states, self._states_at, strict=True))
         )
         return WholeUpdate(self, group, managed, params, grads, states, steps) if as_at_home else None
 

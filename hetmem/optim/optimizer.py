@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -15,16 +16,18 @@ from torch.optim.optimizer import Optimizer
 
 from hetmem import torch_private
 from hetmem.base.config import GradientsName, OverlapName
+from hetmem.base.weak import weakly
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import refuse_used_up
+from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refuse_a_fork
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.optim.chunk_update import WholeGroup, WholeUpdate, on_host, refuse_sparse
+from hetmem.optim.chunk_update import GroupOptions, Members, WholeGroup, WholeUpdate, are_same, on_host
 from hetmem.optim.options import (
     Gradients,
     LossScale,
@@ -39,6 +42,7 @@ from hetmem.optim.options import (
 from hetmem.optim.states import Places, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
 from hetmem.optim.step import Stepper, Work
 
+_PARAMETERS = itemgetter("params")
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
 
@@ -95,6 +99,10 @@ class OffloadedOptimizer(Optimizer):
         self._steppers: dict[Interception, Stepper] = {}
         self.states = States()
         self._numbers: dict[int, int] = {}
+        self._members: dict[Stepper, dict[Chunk, Members]] = {}
+        self._members_of: list[object] = []
+        """The groups, parameters and steppers of which `_members` were made."""
+        self._strays: list[torch.Tensor] = []
         self._whole: dict[int, tuple[Stepper, WholeGroup] | None] = {}
         self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
 
@@ -147,7 +155,7 @@ class OffloadedOptimizer(Optimizer):
         for stepper in self._steppers.values():  # before gradients are looked at, which may be used up by what failed
             stepper.refuse_ruined()
         with torch_private.NoFunctionsOfSubclasses():  # gradients are asked for, and no values
-            refuse_used_up(parameter for group in self.param_groups for parameter in group["params"])
+            refuse_used_up(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
         with self._turns("a step"):
             try:
                 self._step_all()
@@ -169,7 +177,7 @@ class OffloadedOptimizer(Optimizer):
         for interception in self._steppers:
             interception.share.grow()
         whole = self._whole_work()
-        work = self._work([] if whole else self.param_groups)
+        work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()} if whole else self._work()
         grad_scale = self._grad_scale(work, [update for _, update in whole])
         try:
             for stepper, chunks in work.items():
@@ -382,18 +390,40 @@ class OffloadedOptimizer(Optimizer):
         roles = {self.rule.roles(group, each.chunk.dtype) for _, each in managed}
         return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
 
-    def _work(self, groups: list[dict[str, Any]]) -> dict[Stepper, Work]:
-        """What is to be updated of `groups`, by chunks."""
-        work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()}
-        for group in groups:
+    def _all_members(self) -> dict[Stepper, dict[Chunk, Members]]:
+        """All parameters: what was made of them last, unless groups, what is in these, or models are others now."""
+        groups = [each for group in self.param_groups for each in (group, *group["params"])]
+        if are_same([*groups, *self._steppers.values()], self._members_of):
+            return self._members
+        found: dict[Stepper, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
+        self._strays = []
+        for group in self.param_groups:
+            options = GroupOptions(group, self.rule)
             for parameter in group["params"]:
-                if parameter.grad is None:
+                try:
+                    stepper, managed = self._managed(parameter)
+                except ManageError:
+                    self._strays.append(parameter)
                     continue
-                stepper, managed = self._managed(parameter)
-                refuse_sparse(managed, type(self).__name__)
-                work.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, group))
+                found.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, options))
+        self._members = {
+            stepper: {chunk: Members(members) for chunk, members in found.get(stepper, {}).items()}
+            for stepper in self._steppers.values()
+        }
+        self._members_of = [*groups, *self._steppers.values()]
+        return self._members
+
+    def _work(self) -> dict[Stepper, Work]:
+        """What is to be updated: all that has a gradient, by chunks."""
+        work: dict[Stepper, Work] = {}
+        for stepper, chunks in self._all_members().items():
+            found = {chunk: members.with_gradients(type(self).__name__) for chunk, members in chunks.items()}
+            work[stepper] = {chunk: members for chunk, members in found.items() if members is not None}
+        for parameter in self._strays:
+            if parameter.grad is not None:
+                self._managed(parameter)  # raises
         for stepper, chunks in work.items():
-            stepper.owners.check(self, (managed for members in chunks.values() for managed, _ in members))
+            stepper.owners.check(self, chain.from_iterable(members.managed for members in chunks.values()))
         return work
 
     def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:
@@ -426,7 +456,7 @@ class OffloadedOptimizer(Optimizer):
         if interception not in self._steppers:
             if self._workers is None:  # one for all, near the first one's device
                 self._workers = WorkerPool(cores=interception.runtime.memory.device.cores)
-            self._steppers[interception] = Stepper(self, interception, self._workers)
+            self._steppers[interception] = Stepper(self, interception, self._workers, weakly(self._all_members))
         return self._steppers[interception]
 
     def _name(self) -> str:

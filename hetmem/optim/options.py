@@ -27,7 +27,8 @@ class ParameterUpdate:
     parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
     they are zero. `number` is the parameter's place in the optimizer. `grad` is multiplied by `grad_scale` in float32.
     `copy`, if given, gets the new parameter, rounded. A rule that `has_kernel` gets neighbours in memory of one group
-    and age as one; `also` are the states of the others.
+    and age as one; `also` are the states of the others. The same object is given to it again for the next step as long
+    as tensors and states are the same; `counts` and `kernel` are its own then, to keep what it has made of them.
     """
 
     group: dict[str, Any]
@@ -40,6 +41,8 @@ class ParameterUpdate:
     number: int = 0
     copy: torch.Tensor | None = None
     also: Sequence[dict[str, Any]] = ()
+    counts: list[torch.Tensor] = field(default_factory=list)
+    kernel: Callable[[Any], list[Task]] | None = None
 
 
 class Rule(ABC):

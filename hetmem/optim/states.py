@@ -21,6 +21,7 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
+from hetmem.optim.chunk_update import ADDRESS, VERSION, are_same
 from hetmem.optim.options import Gradients, Overlap, Rule
 from hetmem.schedule.placement import slots_for_staging
 
@@ -34,6 +35,9 @@ class States:
     def __init__(self) -> None:
         self.shown: Any = {}
         self._versions: dict[tuple[int, str], int] = {}
+        self.entries: list[object] = []
+        """The keys and values of `shown` as `look` saw them: another list if they were others."""
+        self._seen: dict[Chunk, _Seen] = {}
 
     def of(self, managed: ManagedParameter) -> dict[str, Any]:
         """The entry of `managed` in `shown`, empty if it was never updated."""
@@ -65,15 +69,28 @@ class States:
             if name not in places and isinstance(value, torch.Tensor):
                 state[name] = value.cpu()
 
+    def look(self) -> None:
+        """Look whether the program has put other entries into `shown`, before a step reads them."""
+        entries = [*self.shown, *self.shown.values()]
+        if not are_same(entries, self.entries):
+            self.entries = entries
+            self._seen.clear()
+
     def written(self, chunk: Chunk) -> Iterable[Role]:
-        """The states of `chunk` that the user has written to since this was asked last."""
+        """The states of `chunk` that the user has written to since this was asked last, in the entries that `look` has
+        seen."""
+        if chunk in self._seen and self._seen[chunk].is_as_it_was():
+            return ()
         written: dict[Role, None] = {}
+        seen = self._seen[chunk] = _Seen()
         homes = [(role, address_of(home.memory)) for role, home in chunk.homes.items() if role.is_state]
         versions = self._versions
         for managed in chunk.parameters if homes else ():
             state = self.shown.get(managed.parameter)
-            if not managed.numel or not state:
+            if not managed.numel or state is None:
                 continue
+            seen.entries.append(state)
+            seen.sizes.append(len(state))
             for role, address in homes:
                 if state.get(role.name) is None:
                     continue
@@ -88,6 +105,7 @@ class States:
                     if versions.get(key) != version:
                         versions[key] = version
                         written[role] = None
+                    seen.add(state, name, shown, address + place)
         return written
 
     def held(self, chunk: Chunk) -> bool:
@@ -107,6 +125,38 @@ class States:
                 if managed.numel and state.get(role.name) is not None:
                     for name, home in managed.views(role).items():
                         yield state[name], home
+
+
+class _Seen:
+    """What was shown of the states of one chunk: entries and how much was in each; tensors, where they are and lie, and
+    their versions."""
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.sizes: list[int] = []
+        self._of: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._versions: list[int] = []
+
+    def add(self, entry: dict[str, Any], name: str, shown: torch.Tensor, address: int) -> None:
+        """Note that `shown`, at `address`, is in `entry` under `name`."""
+        self._of.append(entry)
+        self._names.append(name)
+        self._tensors.append(shown)
+        self._addresses.append(address)
+        self._versions.append(shown._version)
+
+    def is_as_it_was(self) -> bool:
+        """Return whether nothing was put in or taken out, or counts another version. Asked of each chunk in each step:
+        by C alone."""
+        return (
+            [*map(len, self.entries)] == self.sizes
+            and are_same([*map(dict.get, self._of, self._names)], self._tensors)
+            and [*map(ADDRESS, self._tensors)] == self._addresses
+            and [*map(VERSION, self._tensors)] == self._versions
+        )
 
 
 def saved_homes(

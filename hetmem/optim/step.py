@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -22,7 +22,7 @@ from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Sums, on_host
+from hetmem.optim.chunk_update import ChunkUpdate, Members, Sums, on_host
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
     Arrivals,
@@ -35,24 +35,32 @@ from hetmem.optim.mutation_check import (
 )
 from hetmem.optim.options import Gradients, Overlap, advice
 from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer, owners_of
-from hetmem.optim.update_pass import Members, Passes
+from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
 
 Work = dict[Chunk, Members]
-"""Parameters that have a gradient, and their groups, by chunk."""
+"""What has a gradient, by chunk."""
 _INDEX = attrgetter("spec.index")
 
 
 class Stepper:
     """The steps of `optimizer` over the parameters that `interception` manages."""
 
-    def __init__(self, optimizer: SteppingOptimizer, interception: Interception, workers: WorkerPool) -> None:
+    def __init__(
+        self,
+        optimizer: SteppingOptimizer,
+        interception: Interception,
+        workers: WorkerPool,
+        members: Callable[[], dict[Stepper, dict[Chunk, Members]] | None],
+    ) -> None:
         self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
         self._interception, self.owners = interception, owners_of(interception)
         self.runtime = interception.runtime
         self._updates = Updates(self.runtime, workers, self._made_by)
         self._passes = Passes(optimizer, interception)
         self._groups: dict[int, dict[str, Any]] = {}
+        self._all_members, self._members = members, dict[Chunk, Members]()
+        """Both as the first gradient of the step arrived."""
         self._arrivals = Arrivals(sees_all=self.runtime.memory.uses_copies)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._mutations = MutationCheck(self._passes, self.runtime.writes)
@@ -104,7 +112,10 @@ class Stepper:
     def arrived(self, managed: ManagedParameter) -> None:
         """A gradient of `managed` is on its way home: perhaps the last one that its chunk waited for."""
         if not self._arrivals:
-            self._groups = self._optimizer.groups_by_parameter()
+            optimizer = self._optimizer
+            self._groups = optimizer.groups_by_parameter()
+            self._members = (self._all_members() or {}).get(self, {}) if self.begins_early else {}
+            optimizer.states.look()
         if id(managed.parameter) not in self._groups:
             return
         self._arrivals.count(managed)
@@ -161,10 +172,12 @@ class Stepper:
 
     def may_move(self, chunk: Chunk) -> bool:
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
+        self._optimizer.states.look()
         self._passes.notice_states(chunk)
         return not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
+        self._passes.prepared.pop(chunk, None)  # it holds the memory of the homes before
         self._optimizer.states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
@@ -187,17 +200,14 @@ class Stepper:
 
     def _begin_early(self, chunk: Chunk) -> None:
         self.runtime.writes.notice_counted(chunk)  # what comes after this is refused
-        members = [
-            (m, self._groups[id(m.parameter)])
-            for m in chunk.parameters
-            if id(m.parameter) in self._groups and m.parameter.grad is not None
-        ]
-        update = self._progress[chunk] = ChunkUpdate(chunk, self._passes.parts(chunk, members))
+        members = self._members[chunk].with_gradients(type(self._optimizer).__name__)
+        assert members is not None, "one has just arrived"
+        update = self._progress[chunk] = ChunkUpdate(members, members.parts())
         self._passes.notice_states(chunk)
         if self._optimizer.needs_all_gradients:
             self._add_sums(update)
         else:
-            self.runtime.uses.rest_again(m for m, _ in members)  # a hook that reads one meanwhile is refused
+            self.runtime.uses.rest_again(members.managed)  # a hook that reads one meanwhile is refused
             self._add_update(update, 1.0)
 
     # ---- within a step -----------------------------------------------------------------------------------------
@@ -214,6 +224,7 @@ class Stepper:
         begun = {update.chunk for update in self._progress.values() if update.begun}
         waiting = [chunk for chunk in self.runtime.chunks if chunk not in begun]
         self.runtime.traffic.forget_read_ahead(waiting)
+        self._optimizer.states.look()
         with self._remembering_a_failure():
             self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
             for update in self._progress.values():
@@ -347,11 +358,15 @@ class Stepper:
     def _wanted(self, chunks: Work) -> list[ChunkUpdate]:
         """The updates of `chunks`, in their order, once nothing that was updated in the backward has changed since."""
         self._mutations.check([update for update in self._progress.values() if update.begun], self._optimizer)
-        return [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
+        wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
+        if new := [update.chunk for update in wanted if update.chunk not in self._progress]:
+            self._passes.notice(new)
+            self._progress |= {update.chunk: update for update in wanted}
+        return wanted
 
     def _current(self, chunk: Chunk, members: Members) -> ChunkUpdate:
         """How far `chunk` is; what was begun must have been of what is asked for now."""
-        parts = self._passes.parts(chunk, members)
+        parts = members.parts()
         update = self._progress.get(chunk)
         if update is not None and self.failed and not update.of(parts):
             self.forget()  # the step that failed is not tried again
@@ -360,9 +375,9 @@ class Stepper:
         if update is not None and untouched and not update.begun:
             untouched = self._passes.unscaled(update.parts)
         if update is None or not (update.begun or untouched):
-            self._passes.notice(chunk)
-            update = self._progress[chunk] = ChunkUpdate(chunk, parts)
-        elif not untouched:
+            self._progress.pop(chunk, None)
+            return ChunkUpdate(members, parts)
+        if not untouched:
             raise changed(update.parts, self._optimizer, self._progress.values())
         return update
 

@@ -6,32 +6,62 @@ It knows what a pass reads and writes, and nothing of when: jobs are made here a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from copy import deepcopy
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
-from hetmem.engine.gradient_views import is_home_gradient
 from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.optim.chunk_update import (
-    ChunkUpdate,
-    Opened,
-    Part,
-    Sums,
-    refuse_sparse,
-)
+from hetmem.memory.chunk import Chunk, Role
+from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, Sums, are_same
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.placement import Way
 from hetmem.schedule.trace import Tier
 
-Members = list[tuple[ManagedParameter, dict[str, Any]]]
-"""Parameters that have a gradient, and their groups."""
+_AT_HOME = attrgetter("at_home")
+
+
+class Prepared:
+    """What the rule was given for an update of a chunk whose memory is all at home, kept for the next one."""
+
+    def __init__(
+        self,
+        update: ChunkUpdate,
+        shown: list[object],
+        entries: list[dict[str, Any]],
+        runs: list[slice],
+        updates: list[ParameterUpdate],
+    ) -> None:
+        self.updates = updates
+        self._members, self._opened, self._shown = update.members, [*update.opened.values()], shown
+        self._entries, self._counts, self._sizes = entries, _counts(entries), [*map(len, entries)]
+        self._firsts = [run.start for run in runs for _ in range(run.start, run.stop)]
+
+    def renew(self, update: ChunkUpdate, shown: list[object]) -> bool:
+        """Make `updates` those of `update`, whose states are `shown`; False if memory, parameters or states are others,
+        or not of one age any more. Asked of each chunk in each step: mostly by C alone."""
+        same = shown is self._shown and update.members is self._members
+        same = same and are_same([*update.opened.values()], self._opened)
+        same = same and are_same(_counts(self._entries), self._counts) and [*map(len, self._entries)] == self._sizes
+        if not (same and all(map(_AT_HOME, update.parts))):
+            return False
+        ages = torch.stack(self._counts).tolist()
+        if [*map(ages.__getitem__, self._firsts)] != ages:
+            return False
+        update.numbers = [*zip(self._counts, ages, strict=True)]
+        for first, each in zip(dict.fromkeys(self._firsts), self.updates, strict=True):
+            each.group, each.grad_scale = update.parts[first].group, update.scale
+        return True
+
+
+def _counts(entries: list[dict[str, Any]]) -> list[Any]:
+    """The step counts; None in the first step."""
+    return [*map(dict.get, entries, repeat("step"))]
 
 
 class Passes:
@@ -42,6 +72,7 @@ class Passes:
         self._runtime = interception.runtime
         self.ruined: ChunkUpdate | None = None
         """What has failed half-way: no step goes on from there."""
+        self.prepared: dict[Chunk, Prepared] = {}
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
@@ -51,20 +82,6 @@ class Passes:
         return optimizer
 
     # ---- what a pass is of -------------------------------------------------------------------------------------
-
-    def parts(self, chunk: Chunk, members: Members) -> list[Part]:
-        """What a pass over `members` of `chunk` would be made with now: their gradients and what their groups say."""
-        rule, found = self._optimizer.rule, []
-        said: dict[int, tuple[dict[str, Any], tuple[Role, ...]]] = {}  # most are in one group
-        for managed, group in sorted(members, key=_place):
-            gradient = managed.parameter.grad
-            assert gradient is not None
-            refuse_sparse(managed, type(self._optimizer).__name__)
-            if id(group) not in said:
-                options = {name: deepcopy(value) for name, value in group.items() if name != "params"}
-                said[id(group)] = options, rule.roles(options, chunk.dtype)
-            found.append(Part(managed, *said[id(group)], gradient, is_home_gradient(managed), gradient._version))
-        return found
 
     def _see_gradients(self, update: ChunkUpdate) -> None:
         """Note that the gradients have arrived: a write to them from now on, before `step`, changes what was used."""
@@ -116,24 +133,25 @@ class Passes:
 
     # ---- what the user wrote -----------------------------------------------------------------------------------
 
-    def notice(self, chunk: Chunk) -> None:
-        """Whatever the user wrote to parameters, gradients or states at home counts."""
-        self.notice_written(chunk)
-        self._runtime.writes.honour_written_gradients(chunk)
+    def notice(self, chunks: Sequence[Chunk]) -> None:
+        """Whatever the user wrote to parameters, gradients or states of `chunks` at home counts."""
+        self.notice_written(chunks)
+        for chunk in chunks:
+            self._runtime.writes.honour_written_gradients(chunk)
 
-    def notice_written(self, chunk: Chunk) -> None:
+    def notice_written(self, chunks: Sequence[Chunk]) -> None:
         """The same, but of gradients."""
         writes = self._runtime.writes
-        for managed in chunk.parameters:
-            if writes.counted(managed):
-                writes.by_user(managed)
-        self.notice_states(chunk)
+        for managed in writes.all_counted([managed for chunk in chunks for managed in chunk.parameters]):
+            writes.by_user(managed)
+        for chunk in chunks:
+            self.notice_states(chunk)
 
     def notice_before(self, update: ChunkUpdate) -> None:
         """A step begins. What a pass of `update` will read, and has not, it may find in staging, and it has seen
         nothing that could be compared with the home later."""
         if not update.begun:  # else `MutationCheck` sees it
-            self.notice_written(update.chunk)
+            self.notice_written([update.chunk])
         if any(part.sample is None for part in update.parts):
             self._runtime.writes.honour_written_gradients(update.chunk)
 
@@ -186,11 +204,19 @@ class Passes:
 
     def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
         """Remember everything that can be undone."""
+        optimizer, prepared = self._optimizer, self.prepared.get(update.chunk)
+        if prepared is not None and prepared.renew(update, optimizer.states.entries):
+            return prepared.updates
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
-        states = [self._optimizer.states.of(part.managed) for part in update.parts]
+        states = [optimizer.states.of(part.managed) for part in update.parts]
         update.remember_numbers(states, homes)
-        runs = self._runs(update, states, merges=self._optimizer.rule.has_kernel and Role.GRAD in update.opened)
-        return [self._update_of(update.parts[run], states[run], update) for run in runs]
+        merges = optimizer.rule.has_kernel and Role.GRAD in update.opened
+        runs = self._runs(update, states, merges=merges)
+        updates = [self._update_of(update.parts[run], states[run], update) for run in runs]
+        self.prepared.pop(update.chunk, None)
+        if merges and not update.staged and all(part.at_home for part in update.parts):
+            self.prepared[update.chunk] = Prepared(update, optimizer.states.entries, states, runs, updates)
+        return updates
 
     @staticmethod
     def _runs(update: ChunkUpdate, states: list[dict[str, Any]], *, merges: bool) -> list[slice]:
@@ -280,7 +306,3 @@ class Passes:
         if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
             self._notice_disturbance(update, {})
         self._interception.gradients.retire(chunk, {part.managed for part in update.parts})
-
-
-def _place(member: tuple[ManagedParameter, dict[str, Any]]) -> int:
-    return member[0].offset

@@ -17,9 +17,9 @@ from hetmem.errors import CapacityError
 from hetmem.planner.reservation import Arrangement, with_own_gradients
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import PLACED, CopyState
+from hetmem.schedule.chunk_limit import ChunkLimit, DevicePeaks
 from hetmem.schedule.gradients import Lending
 from hetmem.schedule.placement import Capacities, Ground, NoRoom, idle_bytes, room_bytes
-from hetmem.schedule.saved import MANY_CHUNKS
 from hetmem.schedule.trace import DEVICE, STEP, Tier
 from hetmem.schedule.tracer import StepTracer
 from hetmem.schedule.updates import HostUpdates
@@ -27,25 +27,7 @@ from hetmem.schedule.updates import HostUpdates
 FORWARD, BACKWARD = ("forward",), ("backward",)
 
 
-@dataclass(slots=True)
-class Peaks:
-    """The most bytes on the device so far: of everything, of chunks, and of what is not chunks."""
-
-    device: int = 0
-    chunk: int = 0
-    other: int = 0
-
-    def note(self, chunk_bytes: int, other_bytes: int) -> None:
-        """So many are there at one time."""
-        if chunk_bytes + other_bytes > self.device:
-            self.device = chunk_bytes + other_bytes
-        if chunk_bytes > self.chunk:
-            self.chunk = chunk_bytes
-        if other_bytes > self.other:
-            self.other = other_bytes
-
-
-class Notes:
+class Notes(ChunkLimit):
     """The segments and moments of one run, and what chunks may take of the device at each.
 
     `home_bytes` are homes on the device, and what else stays there beside copies; `kept_bytes` gradients that do.
@@ -61,42 +43,31 @@ class Notes:
         home_bytes: int,
         ahead_bytes: int = 0,
     ) -> None:
-        self._traffic, self.capacities, self._slot_bytes = traffic, capacities, ground.slot_bytes
-        self._streams = ground.device_slots > 0
-        self._limit = ground.device_slots
-        self._copy_bytes = sum(chunk.span for chunk in ground.chunks) * ground.slot_bytes
-        self._many_slots = MANY_CHUNKS * max((chunk.span for chunk in ground.chunks), default=0)
-        self._ahead_bytes = ahead_bytes
-        self.home_bytes = home_bytes
-        self.kept_bytes = 0
-        self.peaks = Peaks()
-        self._tracer = StepTracer()
+        spans, usable_bytes = [chunk.span for chunk in ground.chunks], capacities.usable_bytes
+        super().__init__(StepTracer(), traffic.residency, usable_bytes, ground.slot_bytes, spans, ground.device_slots)
+        self._traffic, self.capacities = traffic, capacities
+        self._streams, self._ahead_bytes, self.home_bytes = ground.device_slots > 0, ahead_bytes, home_bytes
+        self._own_bytes = self.kept_bytes = 0
+        self.peaks = DevicePeaks()
         self.staged = self._tracer.host_use
         self.knows_a_backward = self._tracer.knows_a_backward
-        self._ended: Hashable | None = None
 
     # ---- segments ----------------------------------------------------------------------------------------------
 
     def begin(self, key: Hashable) -> None:
         """The segment `key` begins, and the one before ends."""
         tracer = self._tracer
-        before = tracer.key if tracer.key is not None else self._ended
-        self._ended = None
         tracer.end()
         tracer.begin(key, measured=key != STEP and tracer.must_measure(key))
         if tracer.known is not None and tracer.known.opening.non_model_bytes:
-            self._set_limit(tracer.known.opening.non_model_bytes)
-        if before is not None:
-            tracer.book.follows(before, key)
+            self.set_limit(tracer.known.opening.non_model_bytes)
         self._traffic.poll()
         self._expect(key)
 
     def end(self) -> None:
         """The running segment ends, and nothing begins yet."""
-        tracer, self._ended = self._tracer, self._tracer.key
-        assert self._ended is not None
-        follower = tracer.book.follower(self._ended)
-        tracer.end()
+        follower = self._tracer.book.follower(self._tracer.key)
+        self._tracer.end()
         if follower is not None:
             self._expect(follower)
 
@@ -110,9 +81,9 @@ class Notes:
         self._traffic.poll()
         leaving = self._traffic.gradient_bytes()
         moment = self._tracer.moment(operator, blocks, live_bytes + leaving, leaving)
-        self._set_limit(moment.non_model_bytes)
+        self.set_limit(moment.non_model_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
-        self.peaks.note(self.chunk_bytes(), moment.non_model_bytes)
+        self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
 
     def acquire(self, block: int, live_bytes: int) -> None:
         """A use of `block` in the moment that has begun with `live_bytes`. Where there is no room it gets what
@@ -122,21 +93,16 @@ class Notes:
         except CapacityError:
             if not self._tracer.measured:
                 raise
-            live = live_bytes + self._traffic.gradient_bytes()
-            self._tracer.begins_with(live)
-            self._set_limit(live)
+            self._own_bytes = live_bytes
+            self.begin_with(self._live())
             self._traffic.acquire(block, DEVICE)
-
-    def chunk_bytes(self) -> int:
-        """What chunks take of the device now, homes and copies."""
-        return self._traffic.residency.taken[DEVICE].used * self._slot_bytes + self.home_bytes
 
     def idle_bytes(self) -> int:
         """See `schedule.placement`."""
         capacities = self.capacities
-        return idle_bytes(
-            capacities.usable_bytes, capacities.chunk_cap_bytes, self.peaks.other, self.home_bytes + self._copy_bytes
-        )
+        chunk_bytes = self.home_bytes + self._all_slots * self._slot_bytes
+        beside = self.peaks.non_model_peak_bytes
+        return idle_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, beside, chunk_bytes)
 
     def grew(self, live_bytes: int) -> None:
         """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.
@@ -145,16 +111,9 @@ class Notes:
         """
         if not self._tracer.measured:
             return
-        traffic = self._traffic
-        live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
-        self._set_limit(live)
-        while self.chunk_bytes() + live > self.capacities.usable_bytes and (
-            traffic.residency.in_flight() or traffic.gradients.under_way
-        ):
-            traffic.wait_for_one()
-            live = live_bytes + traffic.gradient_bytes() + self.kept_bytes
-        self._tracer.grew(live, traffic.gradient_bytes())
-        missing = self.chunk_bytes() + live - self.capacities.usable_bytes
+        self._own_bytes = live_bytes
+        live = self.make_room(self._live())
+        missing = self.missing_bytes(live)
         if missing > 0:
             raise NoRoom(
                 f"activations and other tensors take {format_size(live)} and chunks in use "
@@ -162,36 +121,41 @@ class Notes:
                 DEVICE,
                 missing,
             )
-        self.peaks.note(self.chunk_bytes(), live)
+        self.peaks.device_in_use(self.chunk_bytes(), live)
 
     def sent(self, live_bytes: int) -> None:
         """A gradient has begun its way home; `live_bytes` are left that are not chunks, those on their way aside."""
-        if self._tracer.measured:
-            self._tracer.sent(live_bytes)
-        else:
-            self._tracer.gradients_sent += 1
+        self._tracer.sent(live_bytes)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether an activation of `nbytes` may come before it is used."""
-        needed = self._tracer.own_bytes + self._traffic.gradient_bytes() + nbytes
-        copies = min(self._limit * self._slot_bytes, self._copy_bytes)
-        return max(self.chunk_bytes(), copies + self.home_bytes) + needed <= self.capacities.usable_bytes
+    # ---- what a run counts: see `ChunkLimit` -------------------------------------------------------------------
 
-    def _set_limit(self, non_model_bytes: int) -> None:
-        if not self._streams:
-            return
-        limit = self._slots(non_model_bytes)
-        if self._ahead_bytes:  # as `DeviceRoom` does
-            limit = max(self._slots(non_model_bytes + self._ahead_bytes), min(limit, self._many_slots))
-        if limit != self._limit:
-            self._limit = limit
-            self._traffic.execute(self._traffic.residency.limit(DEVICE, limit))
+    def _homes(self) -> int:
+        return self.home_bytes
+
+    def _live(self) -> int:
+        return self._own_bytes + self._traffic.gradient_bytes() + self.kept_bytes
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of gradients and activations on their way."""
+        return self._traffic.gradient_bytes()
+
+    def _for_activations(self) -> int:
+        return self._ahead_bytes
 
     def _slots(self, non_model_bytes: int) -> int:
-        """The slots that chunks may take beside `non_model_bytes`."""
-        capacities = self.capacities
-        room = room_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, non_model_bytes, self.home_bytes)
+        usable, cap = self._usable_bytes, self.capacities.chunk_cap_bytes
+        room = room_bytes(usable, cap, non_model_bytes, self.home_bytes) if self._streams else 0
         return max(0, room // self._slot_bytes)
+
+    def _limit_chunks(self, slots: int, *, before: int) -> None:
+        self._traffic.execute(self._residency.limit(DEVICE, slots))
+
+    def _wait_for_room(self, missing_bytes: int) -> bool:
+        leaves = bool(self._residency.in_flight() or self._traffic.gradients.under_way)
+        if leaves:
+            self._traffic.wait_for_one()
+        return leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +243,7 @@ class SimulatedUpdates(HostUpdates[Update]):
 
     def _ask(self, update: Update) -> None:
         for part in update.staged:
-            self._notes.staged(part.block, reads=part.load)
+            self._notes.staged(part.block)
             self._traffic.ask(part.block, load=part.load)
 
     def _unask(self, update: Update) -> None:
@@ -369,7 +333,7 @@ class SimulatedGradients:
         if self._awaited is not None:
             sends.complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
         load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
-        self._notes.staged(block, reads=load)
+        self._notes.staged(block)
         self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
         return arrangement

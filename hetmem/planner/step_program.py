@@ -64,7 +64,7 @@ class Rehearsal:
         self._activations: SimulatedActivations | None = None
         if workload.moves:
             self._activations = SimulatedActivations(
-                self._traffic, workload, window, self._notes.has_room, arrangement.spilled_bytes
+                self._traffic, workload, window, self._notes.has_room_ahead, arrangement.spilled_bytes
             )
         self._seconds = [
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
@@ -92,7 +92,8 @@ class Rehearsal:
             for chunk, tier in arrangement.homes.get(role, {}).items():
                 if arrangement.ground.device_slots:
                     home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
-                    block = Block(f"{role} of chunk {chunk}", home, arrangement.ground.chunks[chunk].span)
+                    span = arrangement.ground.chunks[chunk].span
+                    block = Block(f"{role} of chunk {chunk}", home, span, on_demand=role == "grad")
                     number = self._traffic.add(block, arrangement.role_bytes(chunk, role))
                     self._blocks[role, chunk] = number
                     if tier is Tier.DEVICE:
@@ -122,16 +123,16 @@ class Rehearsal:
         except CapacityError as error:
             raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
         self._steps += 1
-        self._notes.peaks.note(self._notes.chunk_bytes(), 0)
+        self._notes.peaks.device_in_use(self._notes.chunk_bytes(), 0)
         seconds, stalled, *loads = map(sub, self._reading(), before)
         return StepResult(
             seconds,
             stalled,
             {"compute": compute, "update": self._updates.seconds, **dict(zip(traffic.links, loads[4:], strict=True))},
             {name: int(nbytes) for name, nbytes in zip(traffic.links, loads[:4], strict=True)},
-            capacities.usable_bytes if self._workload.fills_device else self._notes.peaks.device,
-            self._notes.peaks.chunk,
-            self._notes.peaks.other,
+            capacities.usable_bytes if self._workload.fills_device else self._notes.peaks.device_peak_bytes,
+            self._notes.peaks.chunk_peak_bytes,
+            self._notes.peaks.non_model_peak_bytes,
             {tier: dict(roles) for tier, roles in self._moved.items()},
             self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
             {tier.name.lower(): nbytes for tier, nbytes in self._sink.new_bytes.items()},

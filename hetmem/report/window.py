@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, TypeVar
 
 from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, SavedMove, Span, Stall, Transfer
 
 Entry = TypeVar("Entry")
-Timed = TypeVar("Timed", Span, Stall)
 Interval = tuple[float, float]
 
 TRAINING = ("forward", "backward")
@@ -51,6 +51,10 @@ class Window:
     caught_up: list[Span] = field(default_factory=list)
     saved: list[SavedMove] = field(default_factory=list)
     whole: bool = True
+
+    def spent(self, entries: Iterable[Span | Stall | Transfer]) -> list[Interval]:
+        """Return when `entries` were under way within the window, as disjoint intervals."""
+        return union(clip(((each.start, each.end) for each in entries), self.start, self.end))
 
 
 def last_window(events: EventLog) -> Window | None:
@@ -97,38 +101,37 @@ def history(events: EventLog) -> dict[str, Any]:
     }
 
 
+_LOGS = (
+    "moments",
+    "transfers",
+    "copies",
+    "faults",
+    "stalls",
+    "updates",
+    "host_waits",
+    "caught_up",
+    "saved",
+    "launched",
+)
+_REACHING_ON = ("copies", "saved")
+
+
 def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span], *, whole: bool) -> Window:
+    logs: dict[str, list[Any]] = {"segments": _touching(segments, start, end)}
     forgotten = []
-    for kind in ("transfers", "moments", "copies", "faults", "stalls", "updates", "host_waits", "caught_up", "saved"):
+    for kind in _LOGS:
         entries = getattr(events, kind)
-        if len(entries) == entries.maxlen and _time_of(entries[0]) > start:
+        if len(entries) == entries.maxlen and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
             forgotten.append(kind)
-
-    def spans(entries: deque[Timed]) -> list[Timed]:
-        return [span for span in _copied(entries) if span.end > start and span.start < end]
-
-    return Window(
-        covers,
-        start,
-        end,
-        [span for span in segments if span.end > start and span.start < end],
-        [moment for moment in _copied(events.moments) if start <= moment.at < end],
-        [moved for moved in _copied(events.transfers) if moved.end > start and moved.start < end],
-        [change for change in _copied(events.copies) if change.at >= start],
-        [fault for fault in _copied(events.faults) if start <= fault.at < end],
-        spans(events.stalls),
-        spans(events.updates),
-        tuple(forgotten),
-        spans(events.launched),
-        spans(events.host_waits),
-        spans(events.caught_up),
-        [move for move in _copied(events.saved) if move.at >= start],
-        whole,
-    )
+        logs[kind] = _touching(_copied(entries), start, inf if kind in _REACHING_ON else end)
+    return Window(covers, start, end, forgotten=tuple(forgotten), whole=whole, **logs)
 
 
-def _time_of(entry: Span | Stall | MomentSeen | Transfer | CopyChange | Fault | SavedMove) -> float:
-    return entry.start if isinstance(entry, (Span, Stall, Transfer)) else entry.at
+def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
+    """Of `entries`, which last or have a time, those that touch [start, end]."""
+    if entries and hasattr(entries[0], "end"):
+        return [each for each in entries if each.end > start and each.start < end]
+    return [each for each in entries if start <= each.at < end]
 
 
 def _copied(entries: deque[Entry]) -> list[Entry]:

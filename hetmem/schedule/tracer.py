@@ -36,6 +36,8 @@ class StepTracer:
         self._again: set[Hashable] = set()
         """Keys of which the next segment is measured, whatever is known."""
         self.key: Hashable | None = None
+        self._ended: Hashable | None = None
+        """The segment that is over, until the next one begins."""
         self.measured = False
         self.position = 0
         self.known: SegmentTrace | None = None
@@ -45,7 +47,6 @@ class StepTracer:
         self._opening = self._expected = _BEGIN
         self.gradients_sent = 0
         self._host: list[int] = []
-        self._overwritten: set[int] = set()
         self._departures: dict[Hashable, int] = {}
         self._size = 0
         self._measured_sizes: dict[Hashable, int] = {}
@@ -86,8 +87,11 @@ class StepTracer:
         return any(segment_name(trace.key) == "backward" for trace in self.book.traces())
 
     def begin(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
-        """End the segment that ran and begin one with `key`, and inputs of `size` bytes."""
+        """End the segment that ran and begin one with `key`, and inputs of `size` bytes, which follows it."""
         self.end()
+        if self._ended is not None:
+            self.book.follows(self._ended, key)
+            self._ended = None
         self.key, self.measured, self._size = key, measured, size
         if measured:
             self._again.discard(key)
@@ -98,7 +102,7 @@ class StepTracer:
         self.is_unseen = measured and not seen
         self._count = 0 if self.known is None else len(self.known.moments)
         self.position = self.gradients_sent = 0
-        self._moments, self._host, self._overwritten = [], [], set()
+        self._moments, self._host = [], []
         self._follows, self._at_once = self.known is not None and not measured, False
         self._opening = _BEGIN
         self._expected = self._opening if self.known is None else self.known.opening.times(self.growth)
@@ -108,15 +112,15 @@ class StepTracer:
         key, known = self.key, self.known
         if key is None:
             return
-        self.key = None
+        self.key, self._ended = None, key
         self._sizes[key] = max(self._size, self._sizes.get(key, 0))
         if known is not None and self._follows and self.position == self._count:
             same = True
         else:
             self._leave_trace()
             same = known is not None and [m.blocks for m in known.moments] == [m.blocks for m in self._moments]
-        on_host = (tuple(self._host), frozenset(self._overwritten))
-        if known is not None and same and not self.measured and (known.host_blocks, known.overwritten) == on_host:
+        on_host = tuple(self._host)
+        if known is not None and same and not self.measured and known.host_blocks == on_host:
             return
         if not self.measured and known is not None:
             if not same:
@@ -130,7 +134,7 @@ class StepTracer:
             self._keep_the_most(key, known if same else None)
             if self._departures.get(key):
                 self._departures[key] += 1
-        self.book.put(SegmentTrace(key, tuple(self._moments), *on_host, self._opening))
+        self.book.put(SegmentTrace(key, tuple(self._moments), on_host, self._opening))
 
     def _keep_the_most(self, key: Hashable, known: SegmentTrace | None) -> None:
         """What was measured just now counts; but what larger inputs have needed at the same moments still holds."""
@@ -212,10 +216,8 @@ class StepTracer:
         else:
             self._opening = moment
 
-    def host_use(self, block: int, *, reads: bool) -> None:
-        """`block` was used in host staging; unless it `reads`, that use overwrites all of it."""
-        if not reads:
-            self._overwritten.add(len(self._host))
+    def host_use(self, block: int) -> None:
+        """`block` was used in host staging."""
         self._host.append(block)
 
     def known_moments(self) -> list[Moment]:

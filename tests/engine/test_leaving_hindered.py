@@ -73,9 +73,12 @@ class Again(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.norm, self.layer, self.reentrant = nn.LayerNorm(64), nn.Linear(64, 64), reentrant
+        self.hook: Any = None
 
     def function(self, x: torch.Tensor) -> torch.Tensor:
         x = F.layer_norm(torch.sin(x), (64,), self.norm.weight, self.norm.bias)
+        if self.hook is not None and x.requires_grad:
+            x.register_hook(self.hook)
         return F.linear(x, self.layer.weight) * self.layer.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,21 +87,27 @@ class Again(nn.Module):
 
 @pytest.mark.each
 @MIXED
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("within", ["forward", "backward"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("within", ["forward", "backward", "backward of the function"])
 def test_it_leaves_between_a_function_and_its_being_computed_again(
     within: str, reentrant: bool, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 64), *(Again(reentrant) for _ in range(3)), nn.Linear(64, 64))
 
-    plain, managed = pair(build, hetmem.Budget(device="16MiB", host="8MiB"), tmp_path, mixed_precision=mixed)
+    options = {"mixed_precision": mixed, "sanitize": True}
+    plain, managed = pair(build, hetmem.Budget(device="16MiB", host="8MiB"), tmp_path, **options)
     assert is_resident(managed)
 
     def leave(*_: Any) -> None:
         testing.of(managed).make_room()
 
-    managed[3].register_forward_hook(leave) if within == "forward" else managed[4].register_full_backward_hook(leave)
+    if within == "forward":
+        managed[3].register_forward_hook(leave)
+    elif within == "backward":
+        managed[4].register_full_backward_hook(leave)
+    else:  # which is a backward within the other one, if reentrant
+        managed[2].hook = leave
     batches = vector_batches(3, 4, 64, dtype=mixed)
     train_both(plain, managed, batches, Recipe(mixed=mixed), optimizers=optimizers_of(plain, managed))
     assert not is_resident(managed)

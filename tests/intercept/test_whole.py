@@ -120,18 +120,20 @@ def test_copies_stay_where_they_are_until_something_else_is_to_be_there(tmp_path
 
 
 class Net(nn.Module):
-    """A weight that two modules have, one that is saved by itself, and one that is never used."""
+    """A weight that two modules have, one that is saved by itself, one as large as what it is added to, and one that is
+    never used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.norm, self.layer = nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.scale, self.unused = nn.Parameter(torch.ones(WIDTH)), nn.Linear(3, 3)
+        self.shift = nn.Parameter(torch.zeros(2, 5, 16))
         self.head = nn.Linear(WIDTH, 16, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens)
-        logits = self.head(x + self.layer(self.norm(x)) * self.scale).float()
+        logits = (self.head(x + self.layer(self.norm(x)) * self.scale) + self.shift).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
@@ -195,7 +197,16 @@ def others(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
     return []
 
 
-@pytest.mark.parametrize("program", [late_hook, with_penalties, several, by_parameter, writes, others])
+def negative_zeros(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
+    """Gradients of -0.0, which a sum that begins as 0.0 would lose."""
+    (model(tokens) * 0.0).backward()
+    assert model.shift.grad is not None
+    negative = model.shift.grad.signbit()
+    assert negative.any()
+    return [negative]
+
+
+@pytest.mark.parametrize("program", [late_hook, with_penalties, several, by_parameter, writes, others, negative_zeros])
 def test_programs_have_the_bits_that_they_have_where_weights_move(
     program: Callable[[Net, torch.Tensor, int], list[Any]], tmp_path: Path
 ) -> None:

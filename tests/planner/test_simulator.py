@@ -154,7 +154,7 @@ def test_gradients_on_their_way_leave_before_there_is_no_room() -> None:
     began = simulated.now
     notes.grew(120)
     assert (simulated.now, simulated.gradient_bytes()) == (began + 2.0, 60), "one has room beside it"
-    assert notes.peaks.device == 100 + 120 + 60
+    assert notes.peaks.device_peak_bytes == 100 + 120 + 60
     with pytest.raises(NoRoom):
         notes.grew(201)
     assert simulated.gradient_bytes() == 0
