@@ -10,6 +10,7 @@ import errno
 import html
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -50,23 +51,18 @@ def page_text(data: dict[str, Any]) -> str:
     """One HTML page that needs no network and no other file: page.html with style, script and data put in. Names in
     `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
     source = resources.files("hetmem.report")
+
+    def text_of(*names: str) -> str:
+        return "\n".join(source.joinpath(name).read_text(encoding="utf-8") for name in names)
+
     parts = {
-        "{{style}}": source.joinpath("page.css").read_text(encoding="utf-8"),
-        "{{script}}": "\n".join(
-            source.joinpath(name).read_text(encoding="utf-8") for name in ("page_axis.js", "page_charts.js", "page.js")
-        ),
-        "{{data}}": _json_in_script(data),
-        "{{table}}": html.escape(table(data)),
-        "{{made_with}}": html.escape(made_with(data)),
+        "style": text_of("page.css"),
+        "script": text_of("page_axis.js", "page_charts.js", "page.js"),
+        "data": _json_in_script(data),
+        "table": html.escape(table(data)),
+        "made_with": html.escape(made_with(data)),
     }
-    page = source.joinpath("page.html").read_text(encoding="utf-8")
-    before = 0
-    pieces = []
-    for place in sorted(parts, key=page.index):  # not str.replace: the data may hold the name of a place
-        at = page.index(place)
-        pieces += [page[before:at], parts[place]]
-        before = at + len(place)
-    return "".join([*pieces, page[before:]])
+    return re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], text_of("page.html"))  # no place within a part counts
 
 
 def _json_in_script(data: dict[str, Any]) -> str:

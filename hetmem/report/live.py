@@ -12,7 +12,6 @@ import stat
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -183,7 +182,11 @@ def _runs(process: int) -> bool:
 
 def top() -> str:
     """What every training process of this user does, in 79 columns: what `hetmem top` prints again and again."""
-    return _top(statuses())
+    blocks = []
+    for status in statuses():
+        with suppress(KeyError, TypeError, ValueError):  # of another version of hetmem
+            blocks.append(_block(status))
+    return "\n\n".join(blocks) or "No training process of yours reports: call hetmem.progress(model) once a step."
 
 
 def _block(status: dict[str, Any]) -> str:
@@ -201,11 +204,3 @@ def _block(status: dict[str, Any]) -> str:
 
 def _of(used: int, capacity: int) -> str:
     return f"{format_size(used)} ({used / capacity:.0%})"
-
-
-def _top(found: Iterable[dict[str, Any]]) -> str:
-    blocks = []
-    for status in found:
-        with suppress(KeyError, TypeError, ValueError):  # of another version of hetmem
-            blocks.append(_block(status))
-    return "\n\n".join(blocks) or "No training process of yours reports: call hetmem.progress(model) once a step."

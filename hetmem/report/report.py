@@ -82,6 +82,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
     counts, statistics = runtime.traffic.residency.counts, runtime.statistics
     layout, tiers = runtime.memory.layout, _tiers(runtime)
     window, held = last_window(runtime.events), {} if moves is None else moves.held()
+    past = history(runtime.events)
     parameters = sum(parameter.numel for parameter in runtime.parameters)
     data: dict[str, Any] = {
         "schema": SCHEMA,
@@ -109,8 +110,8 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "bytes_per_parameter": (_home_bytes(runtime.chunks) + runtime.memory.spare_bytes) / max(1, parameters),
         "planned": None if runtime.prediction is None else dict(runtime.prediction),
         "missing": _missing(runtime, window),
-        "history": history(runtime.events),
-        "step": _step(window, tiers, runtime) if window is not None and window.whole else None,
+        "history": past,
+        "step": step_section(window, tiers, _tokens(window, past, runtime)) if window and window.whole else None,
         "beside_chunks": _beside_chunks(model, runtime),
         "activations": activations_section(window, held) if window is not None else None,
         "timeline": _timeline(runtime, window, held) if window is not None else None,
@@ -149,10 +150,10 @@ def _device(device: Device) -> str:
     return ", ".join(["simulated device", *told])
 
 
-def _step(window: Window, tiers: dict[str, Any], runtime: Runtime) -> dict[str, Any]:
-    infers = window.covers == "forward"
-    tokens = runtime.events.fed[-1].tokens if infers else history(runtime.events)["tokens"][-1]
-    return step_section(window, tiers, tokens)
+def _tokens(window: Window, past: dict[str, Any], runtime: Runtime) -> int:
+    """Return how many tokens went into `window`."""
+    tokens: int = runtime.events.fed[-1].tokens if window.covers == "forward" else past["tokens"][-1]
+    return tokens
 
 
 def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] | None:

@@ -12,12 +12,11 @@ clipped to the step (for NVMe one begins when it is asked for).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME, Held, SavedMove, Span
-from hetmem.report.window import TRAINING, Interval, Window, clip, length, union, without
+from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME, Held, SavedMove
+from hetmem.report.window import TRAINING, Interval, Window, length, without
 from hetmem.schedule.blocks import Link
 
 TERM_NAMES = {
@@ -43,11 +42,9 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
     binding = max(terms, key=lambda term: terms[term])
-    late = union((span.start, span.end) for span in window.caught_up)
-    caught_up = terms["compute"] - length(without(busy["compute"], late))
+    caught_up = terms["compute"] - length(without(busy["compute"], window.spent(window.caught_up)))
     if binding == "compute" and caught_up > LAUNCH_BOUND * terms["compute"]:
         binding = "launching"
-    stalled = union(clip(((s.start, s.end) for s in window.stalls), window.start, window.end))
     moved = {link.value: 0 for link in Link}
     for transfer in window.transfers:
         if window.start <= transfer.start < window.end:  # writes that a step asks for may end after it
@@ -62,7 +59,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
         "overlap": terms[binding] / seconds if seconds else 0.0,
         "exposed_seconds": {term: length(without(intervals, busy[binding])) for term, intervals in busy.items()},
         "bytes": moved,
-        "stall_seconds": length(stalled),
+        "stall_seconds": length(window.spent(window.stalls)),
         "host_wait_seconds": length(_waits(window)),
         "caught_up_seconds": caught_up,
         "faults": len(window.faults),
@@ -74,32 +71,24 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
 
 
 def busy_intervals(window: Window) -> dict[str, list[Interval]]:
-    """When each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
-    stalled = union((span.start, span.end) for span in window.stalls)
-
-    def spent(spans: Iterable[Span]) -> list[Interval]:
-        return union(clip(((s.start, s.end) for s in spans), window.start, window.end))
-
-    def crossing(link: Link) -> list[Interval]:
-        moved = ((t.start, t.end) for t in window.transfers if t.link is link)
-        return union(clip(moved, window.start, window.end))
-
-    launched = spent(span for span in window.launched if span.what in TRAINING)
+    """Return when each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
+    computed = window.spent(span for span in window.segments if span.what in TRAINING)
+    launched = window.spent(span for span in window.launched if span.what in TRAINING)
+    crossed = {link.value: window.spent(t for t in window.transfers if t.link is link) for link in Link}
     return {
-        "compute": without(spent(span for span in window.segments if span.what in TRAINING), stalled),
+        "compute": without(computed, window.spent(window.stalls)),
         **({"launching": without(launched, _waits(window))} if window.launched else {}),
-        "host_to_device": crossing(Link.HOST_TO_DEVICE),
-        "device_to_host": crossing(Link.DEVICE_TO_HOST),
-        "host_optimizer": spent(window.updates),
-        "nvme_read": crossing(Link.NVME_READ),
-        "nvme_write": crossing(Link.NVME_WRITE),
+        "host_to_device": crossed["host_to_device"],
+        "device_to_host": crossed["device_to_host"],
+        "host_optimizer": window.spent(window.updates),
+        "nvme_read": crossed["nvme_read"],
+        "nvme_write": crossed["nvme_write"],
     }
 
 
 def _waits(window: Window) -> list[Interval]:
     """When the training thread waited: of compute that is over when it is asked for, these are its stalls."""
-    waits = window.host_waits if window.launched else window.stalls
-    return union(clip(((wait.start, wait.end) for wait in waits), window.start, window.end))
+    return window.spent(window.host_waits if window.launched else window.stalls)
 
 
 def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
@@ -201,7 +190,7 @@ def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
             moved[link.value] += move.nbytes
     peaks = {tier: max(nbytes for _, nbytes in held_over_time(window, held, bit)) for tier, bit in TIERS.items()}
     away = max(nbytes for _, nbytes in held_over_time(window, held, ON_HOST | ON_NVME, without=ON_DEVICE))
-    forward = length(union((span.start, span.end) for span in window.segments if span.what == "forward"))
+    forward = length(window.spent(span for span in window.segments if span.what == "forward"))
     section = {"bytes": moved, "peak_bytes": peaks, "away_peak_bytes": away, "forward_seconds": forward}
     section["sentence"] = _moved_sentence(moved, away, forward)
     return section

@@ -199,30 +199,21 @@ def _written(step: dict[str, Any]) -> str:
     return said if nbytes else ""
 
 
-def _planned_rows(data: dict[str, Any]) -> list[tuple[str, float, float | None, Any]]:
-    """What the plan expected beside what the run did, with how to show it; None where no whole step was seen."""
-    planned, step = data["planned"], data["step"]
-    rows: list[tuple[str, float, float | None, Any]]
-    rows = [("Step time", planned["step_seconds"], step and step["seconds"], format_seconds)]
-    for term, name in TERM_NAMES.items():
-        expected, seen = planned["terms"].get(term, 0.0), step and step["terms"].get(term, 0.0)
-        if term == "launching":
-            continue  # a plan has it within compute
-        if expected or seen:
-            rows.append((name, expected, seen, format_seconds))
-    for tier, name in (("device", "Device peak"), ("host", "Host peak"), ("nvme", "NVMe peak")):
-        expected, seen = planned["peak_bytes"][tier], data["tiers"][tier]["peak_bytes"]
-        if expected or seen:
-            rows.append((name, expected, seen, format_size))
-    return rows
-
-
 def _planned(data: dict[str, Any]) -> str:
-    rows = []
-    for name, expected, seen, show in _planned_rows(data):
-        off = f"{expected / seen - 1:+.1%}" if seen else ""
-        rows.append([name, show(expected), "-" if seen is None else show(seen), off])
-    planned = data["planned"]
+    """What the plan expected beside what the run did; "-" where no whole step was seen."""
+    planned, step = data["planned"], data["step"]
+    pairs: list[tuple[str, float, float | None, Any]]
+    pairs = [("Step time", planned["step_seconds"], step and step["seconds"], format_seconds)]
+    for term, name in TERM_NAMES.items():
+        if term != "launching":  # a plan has it within compute
+            pairs.append((name, planned["terms"].get(term, 0.0), step and step["terms"].get(term, 0.0), format_seconds))
+    for tier, name in (("device", "Device peak"), ("host", "Host peak"), ("nvme", "NVMe peak")):
+        pairs.append((name, planned["peak_bytes"][tier], data["tiers"][tier]["peak_bytes"], format_size))
+    rows = [
+        [name, show(expected), "-" if seen is None else show(seen), f"{expected / seen - 1:+.1%}" if seen else ""]
+        for name, expected, seen, show in pairs
+        if expected or seen or name == "Step time"
+    ]
     batches = "" if planned["micro_batches"] == 1 else f"{planned['micro_batches']} micro-batches of "
     made = f"Planned for {planned['hardware']}, {batches}{_number_of(planned['rows'], 'row')} a step."
     return grid(["", "planned", "this run", "plan is off by"], rows) + "\n\n" + _wrapped(made)

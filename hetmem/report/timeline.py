@@ -53,21 +53,17 @@ def timeline_section(
         "memory": _memory(window, blocks, copies, held or {}, clock),
         "blocks": _blocks(window, blocks),
         "copies": _copy_columns(copies, window, clock),
-        "transfers": _transfer_columns(window, clock),
-        "stalls": {
-            "block": [stall.block for stall in window.stalls],
-            "from_us": [clock(stall.start) for stall in window.stalls],
-            "until_us": [clock(stall.end) for stall in window.stalls],
+        "transfers": {
+            "link": [LINKS.index(moved.link) for moved in window.transfers],
+            "bytes": [moved.nbytes for moved in window.transfers],
+            **_columns(window.transfers, "block", clock),
         },
+        "stalls": _columns(window.stalls, "block", clock),
         "faults": {
             "block": [fault.block for fault in window.faults],
             "at_us": [clock(fault.at) for fault in window.faults],
         },
-        "updates": {
-            "what": [span.what for span in window.updates],
-            "from_us": [clock(span.start) for span in window.updates],
-            "until_us": [clock(span.end) for span in window.updates],
-        },
+        "updates": _columns(window.updates, "what", clock),
     }
 
 
@@ -83,13 +79,12 @@ def _moment_columns(window: Window, clock: Clock) -> dict[str, Any]:
     }
 
 
-def _transfer_columns(window: Window, clock: Clock) -> dict[str, Column]:
+def _columns(entries: Sequence[Any], of: str, clock: Clock) -> dict[str, Column]:
+    """Return the attribute `of` of entries that last, and their times, as columns."""
     return {
-        "link": [LINKS.index(moved.link) for moved in window.transfers],
-        "block": [moved.block for moved in window.transfers],
-        "from_us": [clock(moved.start) for moved in window.transfers],
-        "until_us": [clock(moved.end) for moved in window.transfers],
-        "bytes": [moved.nbytes for moved in window.transfers],
+        of: [getattr(each, of) for each in entries],
+        "from_us": [clock(each.start) for each in entries],
+        "until_us": [clock(each.end) for each in entries],
     }
 
 

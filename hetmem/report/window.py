@@ -52,6 +52,10 @@ class Window:
     saved: list[SavedMove] = field(default_factory=list)
     whole: bool = True
 
+    def spent(self, entries: Iterable[Span | Stall | Transfer]) -> list[Interval]:
+        """Return when `entries` were under way within the window, as disjoint intervals."""
+        return union(clip(((each.start, each.end) for each in entries), self.start, self.end))
+
 
 def last_window(events: EventLog) -> Window | None:
     """The last whole step of `events`; without one, from the last forward on; None if nothing ran."""
