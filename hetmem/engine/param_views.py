@@ -340,7 +340,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
         managed.parameter.grad = gradient.to(home.device)
 
 
-def leave_ordinary(parameter: torch.Tensor) -> None:
+def leave_ordinary(parameter: Any) -> None:
     """Give `parameter`, which is watched, and whose model is gone, the class that it had before."""
     parameter.__class__ = type(parameter).__mro__[2]  # behind its own and the one that watches
 

@@ -66,7 +66,7 @@ class Watched:
         told = cls.hetmem_told()
         if told is None:  # its model is gone
             for parameter in tree_leaves((args, kwargs)):
-                if isinstance(parameter, torch.Tensor) and type(parameter) is cls:
+                if isinstance(parameter, cls):
                     leave_ordinary(parameter)
             return func(*args, **(kwargs or {}))
         compiler = _get_compiler()
