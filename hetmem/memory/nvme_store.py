@@ -222,24 +222,24 @@ class NvmeStore:
             file = self._file_of(extent)
             return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
 
-    def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
-        """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.
+    def read(self, extent: Extent, into: memoryview) -> Future[int]:
+        """Fill `into` from the begin of the extent. The future resolves to the bytes moved, always all of them.
 
-        Raises ValueError before anything starts for a range outside the extent and for what is not aligned. The
+        Raises ValueError before anything starts for memory that is longer than the extent or not aligned. The
         future fails with `StoreError` (path, offset, bytes, errno) when the disk does, end of file included: then no
         further request is issued, and `into` holds anything. It is settled only when no request touches `into`.
         """
         if into.readonly:
             raise ValueError("cannot read into read-only memory")
-        return self._start(self._reads, extent, into, offset)
+        return self._start(self._reads, extent, into)
 
-    def write(self, extent: Extent, source: memoryview, offset: int = 0) -> Future[int]:
-        """Write all of `source` to byte `offset` of the extent; otherwise as `read`.
+    def write(self, extent: Extent, source: memoryview) -> Future[int]:
+        """Write all of `source` to the begin of the extent; otherwise as `read`.
 
         After a failure the range on disk holds anything; views see all of `source` where the page cache took it, which
         the error says. Writes are not synced: the store dies with its process.
         """
-        return self._start(self._writes, extent, source, offset)
+        return self._start(self._writes, extent, source)
 
     def close(self) -> None:
         """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent."""
@@ -252,13 +252,12 @@ class NvmeStore:
                 file.close()
             self._files = []  # and with them the mappings without views
 
-    def _start(self, link: DiskLink, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
+    def _start(self, link: DiskLink, extent: Extent, memory: memoryview) -> Future[int]:
         flat = _block_aligned(memory)
-        if offset < 0 or offset % BLOCK_BYTES or offset + flat.nbytes > extent.nbytes:
-            end = offset + flat.nbytes
-            raise ValueError(f"[{offset}, {end}) are not whole blocks within an extent of {extent.nbytes} bytes")
+        if flat.nbytes > extent.nbytes:
+            raise ValueError(f"{flat.nbytes} bytes are more than an extent of {extent.nbytes} bytes has")
         with self._lock:
-            return link.start(self._file_of(extent), extent.file, flat, extent.offset + offset)
+            return link.start(self._file_of(extent), extent.file, flat, extent.offset)
 
     def _left(self, ends: Sequence[int]) -> dict[int, int]:
         """What each disk has left where files end at `ends`, by what it had when the store was made."""
