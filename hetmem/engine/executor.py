@@ -53,9 +53,6 @@ _CLEARS_FRAMES = _ClearsFrames()
 class Worker(Protocol):
     """Updates of one optimizer, behind what the program does."""
 
-    def hasten(self, chunk: Chunk) -> None:
-        """Work on `chunk` first."""
-
     def give_way(self, *, again: bool) -> bool:
         """Give memory up; return False if there is none to give, or if nothing came of it `again` and again."""
 
@@ -154,11 +151,6 @@ class Executor:
         """End `keep`: its worker has finished everything."""
         if (at_work := self._at_work()) is not None:
             at_work.discard(owner)
-
-    def hasten(self, chunk: Chunk) -> None:
-        """Have workers work on `chunk` first."""
-        for worker in self.workers:
-            worker.hasten(chunk)
 
     def make_way(self, worker: object = None, *, again: bool = False) -> bool:
         """Have one worker, other than `worker`, give memory up (see `Worker.give_way`); return False if none does."""
