@@ -331,10 +331,7 @@ class GradientCopies:
         home = chunk.homes[Role.GRAD]
         if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
             try:
-                if home.tier is Tier.DEVICE:
-                    work()
-                else:
-                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+                self.send_now(home, work, nbytes)
             finally:
                 if home.tier is Tier.NVME:
                     self._end_lease(home)
