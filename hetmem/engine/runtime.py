@@ -78,7 +78,7 @@ class Runtime:
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
         self.marks: Any
-        """The `intercept.watched.Marks` that marks parameters between calls of the model, set by that."""
+        """The `intercept.watched.ParameterMarks` that marks parameters between calls of the model, set by that."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
         self.planned_optimizer: Mapping[str, str] = {}

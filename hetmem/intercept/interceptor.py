@@ -37,7 +37,7 @@ from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeSta
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
-from hetmem.intercept.watched import Marks
+from hetmem.intercept.watched import ParameterMarks
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
@@ -69,7 +69,7 @@ class Interception:
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = StepSegments(runtime)
-        runtime.marks = marks = Marks(runtime)
+        runtime.marks = marks = ParameterMarks(runtime)
         self.gradients = GradientSink(runtime, self.segments, HOOKS)
         self.working = WorkingWeights(module, runtime, self.gradients)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))

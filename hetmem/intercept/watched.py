@@ -169,7 +169,7 @@ def detached(parameter: torch.Tensor) -> torch.Tensor:
         return parameter.detach()
 
 
-class Marks:
+class ParameterMarks:
     """The parameters of one model that are watched between its calls. Within a forward or a backward there are none:
     `Bindings` watches what is not bound."""
 
