@@ -264,7 +264,7 @@ class Interception:
             self.gradients.rest_again()
         else:
             with self.runtime.unwatched():
-                self.runtime.bindings.leave_home()
+                self.runtime.bindings.leave_home(stay=compute.works)
         if not compute.works:
             self._saved.enter(compute)
 
@@ -276,7 +276,7 @@ class Interception:
             if compute.task < 0:
                 bindings.leave_home()
         for _ in range(self.backwards):
-            bindings.leave_home(backward=True)
+            bindings.leave_home(stay=True)
 
     def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func` where not all is known of the memory that a forward needs."""
