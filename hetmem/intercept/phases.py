@@ -50,10 +50,8 @@ def _held_by(value: Any) -> Iterable[Any]:
         return value
     if isinstance(value, dict):
         return value.values()
-    try:
-        return vars(value).values()
-    except TypeError:
-        return ()
+    fields: dict[str, Any] = getattr(value, "__dict__", {})
+    return fields.values()
 
 
 def signature(
