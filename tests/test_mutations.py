@@ -121,8 +121,8 @@ MUTATIONS = {
     ),
     "update what somebody waits for in its turn": Mutation(
         "engine/traffic.py",
-        "        if chunk in self.updating:\n            self.executor.hasten(chunk)\n",
-        "",
+        "        self.executor.hasten(chunk)\n        if not wait_until(",
+        "        if not wait_until(",
         "tests/optim/test_trailing.py::test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted",
     ),
     "count a step that failed": Mutation(

@@ -19,7 +19,7 @@ would wait for ever.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import insort_left
+from bisect import insort_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,16 +40,16 @@ class Turns(Generic[T]):
     def __init__(self, number: Callable[[T], int]) -> None:
         self._number = number
         self.waiting: list[T] = []
-        """The next one last."""
+        """The next one first."""
         self._first: int | None = None
 
     def __iter__(self) -> Iterator[T]:
         """Iterate in the order of their numbers."""
-        return reversed(self.waiting)
+        return iter(self.waiting)
 
     def add(self, one: T) -> None:
         """Let `one` wait. O(number of those that do)."""
-        insort_left(self.waiting, one, key=lambda other: -self._number(other))
+        insort_right(self.waiting, one, key=self._number)
 
     def put_first(self, number: int) -> None:
         """Let those with `number` be next as soon as they are ready, if any wait: a thread waits for them."""
@@ -59,7 +59,7 @@ class Turns(Generic[T]):
     def next(self, ready: Callable[[T], bool]) -> T | None:
         """Return the first of those that are `ready`; None if none is."""
         first = None
-        for one in reversed(self.waiting):
+        for one in self.waiting:
             is_first = self._first is not None and self._number(one) == self._first
             if (first is None or is_first) and ready(one):
                 first = one
@@ -116,8 +116,11 @@ class HostUpdates(ABC, Generic[T]):
         """Command: compute `update`, which is open."""
 
     def _carry_out(self, command: Callable[[], None]) -> None:
-        """Carry `command` out, in the middle of whatever the thread that trains does."""
-        command()
+        """Carry `command` out, and all that can be done then, in the middle of whatever the thread that trains does."""
+        following: Callable[[], None] | None = command
+        while following is not None:
+            following()
+            following = self._next()
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
@@ -125,7 +128,7 @@ class HostUpdates(ABC, Generic[T]):
             return
         self._pumping = True
         try:
-            while (command := self._next()) is not None:
+            if (command := self._next()) is not None:
                 self._carry_out(command)
         finally:
             self._pumping = False
@@ -139,7 +142,7 @@ class HostUpdates(ABC, Generic[T]):
 
     def _may_open(self) -> bool:
         """Whether an update may open; see the note "openings"."""
-        if not self._queue.waiting or len(self._opening) + len(self._running) >= AT_ONCE:
+        if not self._queue.waiting or len((*self._opening, *self._running)) >= AT_ONCE:
             return False
         return not self._opening or self._has_places(self._opening[-1])  # those before had places when it opened
 
