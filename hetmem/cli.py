@@ -7,6 +7,7 @@ takes seconds is imported.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import importlib
 import os
@@ -25,6 +26,8 @@ from hetmem.base.whole_files import write_whole
 from hetmem.errors import HetmemError
 
 _RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
+
+atexit.register(gc.freeze)  # a process that ends looks for garbage in all that torch is: a second of a plan's ten
 
 
 @dataclass(frozen=True, slots=True)

@@ -291,14 +291,16 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 
 def test_a_plan_that_was_changed_or_is_of_another_version_is_refused() -> None:
     data = small_plan().to_dict()
-    with pytest.raises(planner.PlanError, match="plan: version: expected 9, got 0: another hetmem made it; plan again"):
+    with pytest.raises(
+        planner.PlanError, match="plan: version: expected 10, got 0: another hetmem made it; plan again"
+    ):
         planner.Plan.from_dict({**data, "version": 0})
     for name, value in data.items():
         for other in ({**data, name: [value]}, {key: each for key, each in data.items() if key != name}):
             with pytest.raises(planner.PlanError, match=r"another hetmem made it|changed since hetmem made it"):
                 planner.Plan.from_dict(other)
     for other in (None, [], "words", 3, {}):
-        with pytest.raises(planner.PlanError, match="plan: version: expected 9"):
+        with pytest.raises(planner.PlanError, match="plan: version: expected 10"):
             planner.Plan.from_dict(other)
 
 
@@ -313,7 +315,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_says_all_there_is_to_know() -> None:
     text = str(small_plan())
-    for word in ("fits", "device", "host", "<- binds", "tokens/s", "largest model of this shape", "overlap"):
+    for word in ("fits", "device", "host", "<- binds", "tokens/s", "paste (", "overlap"):
         assert word in text
     refused = planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="2MiB", device_chunks="1MiB"))
     for word in ("DOES NOT FIT", "missing: ", "on host", "cheapest: add an NVMe directory"):

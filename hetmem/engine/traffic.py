@@ -89,7 +89,7 @@ class Traffic:
         awaited, events.awaited = events.awaited, block if missing else events.awaited
         try:
             self.ask(block, tier, load=load, urgent=True)
-            self._wait_for(block, tier, hastens=missing)
+            self._wait_for(block, tier)
         finally:
             events.awaited = awaited
         self._log_unfetched(block, tier)
@@ -136,12 +136,9 @@ class Traffic:
             self.abandon(block, tier)
             raise
 
-    def _wait_for(self, block: int, tier: Tier, *, hastens: bool) -> None:
+    def _wait_for(self, block: int, tier: Tier) -> None:
         """Wait for the copy of a lease, which is taken back if this raises."""
-        chunk = self.executor.chunk_of_block[block][0]
         try:
-            if hastens and chunk in self.updating:
-                self.executor.hasten(chunk)
             there = wait_until(self.executor, partial(self._is_there, block, tier))
         except BaseException:
             self.abandon(block, tier)
@@ -423,7 +420,6 @@ class Traffic:
         """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""
         if chunk not in self.updating:
             return
-        self.executor.hasten(chunk)
         if not wait_until(self.executor, lambda: chunk not in self.updating):
             raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 

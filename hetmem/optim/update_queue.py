@@ -37,7 +37,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         """Queue a pass of `update`."""
         if update.writes:
             update.had_copy = self._traffic.begin_update(update.chunk)
-        self._queue.add(update)
+        self._put(update)
         self._traffic.executor.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
@@ -72,10 +72,6 @@ class Updates(HostUpdates[ChunkUpdate]):
         """Dismiss what is queued of `chunk`."""
         self._dismiss(lambda update: update.chunk is chunk)
 
-    def hasten(self, chunk: Chunk) -> None:
-        """Make `chunk` the next one, if it is queued: something waits for it."""
-        self._queue.put_first(chunk.spec.index)
-
     def close(self) -> None:
         """Carry everything out, or dismiss it where that fails, and end the threads; later work starts new ones."""
         try:
@@ -104,7 +100,8 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._traffic.executor.keep(self._owner())
 
     def _dismiss(self, which: Callable[[ChunkUpdate], bool]) -> None:
-        for update in [self._queue.take(update) for update in list(self._queue) if which(update)]:
+        for update in [update for update in self._queue if which(update)]:
+            self._queue.remove(update)
             if update.writes:
                 self._traffic.end_update(update.chunk)
             update.done(update, False)
@@ -178,7 +175,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         if failed and Role.COMPUTE in update.needs:
             back.append(chunk.recast)  # parameters may be what they were, and their copies not
         if failed and update.owed and not update.ruined:
-            back.append(partial(self._queue.add, update))  # nothing else would ask for it again
+            back.append(partial(self._put, update))  # nothing else would ask for it again
         elif update.writes:
             back.append(partial(traffic.end_update, chunk, renew=update.had_copy))
         if update.writes and update.staged and not failed:

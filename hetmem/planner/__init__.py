@@ -39,16 +39,14 @@ from hetmem.planner.model import (
     divided,
     hugging_face_call,
     in_bfloat16,
-    joined,
-    repeated_layers,
     trace,
     trace_real,
     traced,
     with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
-from hetmem.planner.search import Setting, cheapest_mix
-from hetmem.planner.workload import Updating, Workload, with_rows
+from hetmem.planner.search import Setting
+from hetmem.planner.workload import Updating, Workload, smaller
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
@@ -100,11 +98,10 @@ def plan(
     computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
     `overlap`, `gradients`, `moments`, `stochastic_rounding`: what `hetmem.AdamW` will be made with (the last one: for
     a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for `manage`; with
-    other than "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many
-    times as large a batch or sequence would. Other keywords as for `manage`. No
-    memory is taken and nothing runs: bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one
-    forward and backward on the processor of this machine, for a model whose control flow depends on values; that takes
-    their time and memory.
+    other than "keep" `.activation_choices` says for each choice whether it fits, and the seconds of a step. Other
+    keywords as for `manage`. No memory is taken and nothing runs: bytes, and seconds by the simulator with the rates of
+    `hardware`. `real`: run one forward and backward on the processor of this machine, for a model whose control flow
+    depends on values; that takes their time and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
     takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
@@ -199,50 +196,32 @@ def plan_within(
     inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
     told("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
-    workload = trace_real(call) if how.real else trace(call, results, inference=inference)
-    peaks = {"as written": workload.peak_live_bytes}
+    kept = trace_real(call) if how.real else trace(call, results, inference=inference)
+    peaks = {"as written": kept.peak_live_bytes}
     told("tracing it with checkpointed layers")
-    light = None if how.real or inference or not (compares or checkpointing) else checkpointed(call, results)
-    if light is not None and light.peak_live_bytes < workload.peak_live_bytes:
-        peaks["with checkpointing"] = light.peak_live_bytes
+    kept_light = None if how.real or inference or not (compares or checkpointing) else checkpointed(call, results)
+    if kept_light is not None and kept_light.peak_live_bytes < kept.peak_live_bytes:
+        peaks["with checkpointing"] = kept_light.peak_live_bytes
     if checkpointing:
-        if light is None:
+        if kept_light is None:
             raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
-        workload = light
-    kept, kept_light = workload, light
-    alone = hardware.host_to_device.by_the_caller
+        kept = kept_light
 
     def moved(kept: Workload | None, how: str = activations) -> Workload | None:
         """`kept` as `manage(activations=how)` computes it."""
         if kept is None or how == "keep" or inference:
             return kept
-        return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
+        by_the_caller = hardware.host_to_device.by_the_caller
+        return moving(kept, capacities, all_leave=how == "offload", by_the_caller=by_the_caller)
 
-    def moving_some(made: Workload | None) -> Workload | None:
-        return made if made is not None and made.moves else None
-
-    workload, light = moved(kept) or kept, moved(light)
-    mix = None
-    if activations == "auto" and kept.saved and compares and not (inference or alone):
-        told("comparing what may become of each layer's activations")
-        of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
-
-        @functools.cache
-        def with_first(recomputed: int) -> Workload | None:
-            return checkpointed(call, results, recomputed) if recomputed else kept
-
-        mix = cheapest_mix(with_first, count, asked)
+    workload, light = moved(kept) or kept, moved(kept_light)
     told("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
         found = tuple(_variants(call, kept_light, kept, results, asked, checkpointing, moved))
-    if mix is not None:
-        mixes = mix.workload
-        text = f"checkpoint the first {mix.recomputed} of the {count} layers"
-        found = (Variant("mix", text, lambda: mixes, how.micro_batches), *found)
     if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
-        found = (*found, Variant("move", text, lambda: moving_some(moved(kept, "auto")), how.micro_batches))
+        found = (*found, Variant("move", text, lambda: moved(kept, "auto"), how.micro_batches))
     decision = decide(workload, asked, found)
     as_plan = functools.partial(
         plan_of,
@@ -252,31 +231,29 @@ def plan_within(
         nvme_directories=nvme_directories,
         inference=inference,
     )
+    made = as_plan(decision, checkpointing=checkpointing)
     if not compares:
-        return as_plan(decision, checkpointing=checkpointing)
+        return made
     told("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
-    others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
-    others += [] if mix is None else [(mix.workload, mix.capacities)]
-    better = combined(decision, others)
-    made = as_plan(decision, checkpointing=checkpointing)
+    better = combined(decision, lighter)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        mixed = mix.told(of, count) if mix is not None and better.workload is mix.workload else None
-        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
+        made = replace(made, combined=as_plan(better, checkpointing=lightened).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
         if kept_light is not None and not checkpointing:
             ways |= {"checkpointed": (kept_light, "keep"), "checkpointed, auto": (kept_light, "auto")}
-        made = replace(made, activation_choices=activation_choices(ways, moved, asked))
+        choices = activation_choices({name: (of, moved(of, way) or of) for name, (of, way) in ways.items()}, asked)
+        made = replace(made, activation_choices=choices)
     told("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
         return (traced if light is None else checkpointed)(with_adapters(call, RANK), results)
 
-    choices = approximations(light or workload, capacities, better or decision, adapted)
-    return replace(made, approximations=tuple(asdict(choice) for choice in choices))
+    changes = approximations(light or workload, capacities, better or decision, adapted)
+    return replace(made, approximations=tuple(asdict(choice) for choice in changes))
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
@@ -306,7 +283,7 @@ def _variants(
     checkpointing: bool,
     moved: Callable[[Workload | None], Workload | None],
 ) -> Iterator[Variant]:
-    """The same tokens a step, done differently: the batch cut or joined, activations kept or computed again."""
+    """The same tokens a step, in less of the device: the batch cut, activations computed again."""
     streamed, micro_batches = asked.updating.streamed_gradients, asked.micro_batches
     visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
     again = "checkpoint the activations of every layer (a third more compute)"
@@ -316,22 +293,13 @@ def _variants(
         yield Variant("checkpoint", again, lambda: moved(light), micro_batches)
         ways.append((f"{again}, and ", "divide and checkpoint", checkpointed, light))
     for how, kind, of, whole in ways:
-
-        def about(times: float, whole: Workload = whole) -> Workload | None:
-            return moved(with_rows(whole, times))
-
         for parts in _PARTS:
             if kept.rows % parts == 0:
                 size = f"{parts} micro-batches of {kept.rows // parts}"
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
                 made = functools.cache(lambda of=of, parts=parts: moved(of(divided(call, parts), results)))
-                yield Variant(kind, text, made, micro_batches * parts, streamed, functools.partial(about, 1 / parts))
-        for parts in reversed(_PARTS):
-            if micro_batches % parts == 0:
-                text = f"{how}join {parts} micro-batches to one of {parts * kept.rows}"
-                made = functools.cache(lambda of=of, parts=parts: moved(of(joined(call, parts), results)))
-                joins, count = kind.replace("divide", "join"), micro_batches // parts
-                yield Variant(joins, text, made, count, about=functools.partial(about, parts))
+                about = functools.partial(lambda whole, parts: moved(smaller(whole, parts)), whole, parts)
+                yield Variant(kind, text, made, micro_batches * parts, streamed, about)
 
 
 _SHIPPED = resources.files("hetmem").joinpath("profiles")

@@ -7,14 +7,14 @@ with the same bits, and smaller states, which change the mathematics. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
 from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, search, tuning
+from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, search
 from hetmem.planner.workload import Updating, Workload
 from hetmem.schedule.placement import PAGE_BYTES, WORTH, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
@@ -24,7 +24,7 @@ from hetmem.schedule.trace import Tier
 class Variant:
     """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
     `visible`: gradients are, whatever was asked for. `about`: less than that workload will take, without a trace; what
-    gains nothing even so is not traced.
+    does not fit even so is not traced.
 
     Of each `kind` the first one that fits is enough. None: it cannot be done.
     """
@@ -39,119 +39,58 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A variant that fits: what to do, the forwards and backwards of a step, its seconds, and the most bytes on the
-    device that are not chunks."""
+    """A variant that fits: what to do, and the seconds of a step."""
 
     advice: str
-    micro_batches: int
     step_seconds: float
-    activation_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was `asked` of `workload`: the best candidate, or (None) what is missing on which tier; and what to change,
+    """What was `asked` of `workload`: the best candidate, or (None) what is missing on which tier, and what to change,
     cheapest first."""
 
     workload: Workload
     asked: Setting
     candidate: Judged | None
-    largest_parameters: int
     missing_bytes: dict[str, int] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
-    alternatives: tuple[Alternative, ...] = ()
     state_bytes: int = 0
     """Of all homes, where the model does not fit."""
 
 
 def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ()) -> Decision:
-    """The fastest way to run `workload` within what is `asked`, or what is missing.
-
-    `variants` are compared with it: of a workload that fits only those that could be faster, of one that does not all
-    that may need less of the device.
-    """
+    """The fastest way to run `workload` within what is `asked`; or what is missing, and which `variants` would fit."""
     best = search(workload, asked)
     if isinstance(best, Judged):
-        others = _alternatives(variants, asked, best.result.seconds)
-        advice = (*tuning(best, asked), *_faster(best, others), *_updated_otherwise(workload, best, asked))
-        largest = largest_parameters(workload, asked, best)
-        return Decision(workload, asked, best, largest, advice=advice, alternatives=others)
+        return Decision(workload, asked, best)
     missing = _missing(workload, asked)
-    ways, others = _ways_out(workload, asked, missing, variants)
+    ways = _ways_out(workload, asked, missing, variants)
     streamed = None if "device" in missing else _without_gradients(workload, asked)
     if isinstance(streamed, Judged):
         ways = [f"{_STREAMED}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *ways]
-    largest, states = largest_parameters(workload, asked, None), best.state_bytes or _state_bytes(workload, asked)
-    return Decision(workload, asked, None, largest, missing, (str(best),), tuple(ways), others, states)
-
-
-def _state_bytes(workload: Workload, asked: Setting) -> int:
     how = asked.updating
-    return state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
+    states = best.state_bytes or state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
+    return Decision(workload, asked, None, missing, (str(best),), tuple(ways), states)
 
 
-def _alternatives(variants: Sequence[Variant], asked: Setting, seconds: float | None) -> tuple[Alternative, ...]:
-    """The first variant of each kind that fits, the fastest first; none that computes for `seconds` or more."""
+def _fitting(variants: Sequence[Variant], asked: Setting) -> list[Alternative]:
+    """The first variant of each kind that fits, the fastest first."""
     found: dict[str, Alternative] = {}
-    settled: set[str] = set()
     for variant in variants:
-        if variant.kind in settled or (seconds is None and any(kind in variant.kind for kind in settled)):
+        if any(kind in variant.kind for kind in found):
             continue  # what fits with one change needs no second one
         setting = replace(asked, micro_batches=variant.micro_batches)
         setting = setting.updated(streamed_gradients=False) if variant.visible else setting
         about = variant.about()
-        if about is not None:
-            hoped = _hoped(about, setting, seconds)
-            if hoped is None:
-                continue
-            if seconds is not None and hoped >= WORTH * seconds:
-                settled.add(variant.kind)
-                continue
-        workload = variant.workload()
-        if workload is None or (seconds is not None and setting.compute_seconds(workload) >= seconds):
+        if about is not None and not has_room(about, setting):
             continue
-        candidate = judged(workload, setting)
+        workload = variant.workload()
+        candidate = None if workload is None else judged(workload, setting)
         if isinstance(candidate, Judged):
-            result = candidate.result
-            settled.add(variant.kind)
-            found[variant.kind] = Alternative(
-                variant.advice, variant.micro_batches, result.seconds, result.non_model_peak_bytes
-            )
-    return tuple(sorted(found.values(), key=lambda alternative: alternative.step_seconds))
-
-
-def _hoped(about: Workload, setting: Setting, seconds: float | None) -> float | None:
-    """The seconds of a step of `about`, 0 where those do not matter; None if it does not fit."""
-    if seconds is None:
-        return 0.0 if has_room(about, setting) else None
-    found = judged(about, setting)
-    return found.result.seconds if isinstance(found, Judged) else None
-
-
-def _faster(best: Judged, others: Sequence[Alternative]) -> Iterator[str]:
-    """What would be worth doing differently although it fits."""
-    for other in others:
-        if other.step_seconds < WORTH * best.result.seconds:
-            seconds = f"{format_seconds(other.step_seconds)}, not {format_seconds(best.result.seconds)}"
-            yield f"{other.advice}: then a step takes {seconds}"
-
-
-def _updated_otherwise(workload: Workload, best: Judged, asked: Setting) -> Iterator[str]:
-    """Whether updates that go on behind the backward would be worth it, and giving up gradients, which leaves host
-    memory to what lies on NVMe; by default neither is done."""
-    result, limit = best.result, WORTH * best.result.seconds
-    ways: list[tuple[str, Judged | NoRoom | None]] = []
-    if not asked.updating.overlapped and result.device_updates < 1 and result.terms["update"] > result.seconds - limit:
-        other = judged(workload, best.setting.updated(overlapped=True))
-        ways.append(('make hetmem.AdamW(overlap="backward"), which updates during the backward', other))
-    if result.bytes["nvme_read"]:
-        ways.append((_STREAMED, _without_gradients(workload, asked)))
-    for how, found in ways:
-        if isinstance(found, Judged) and found.result.seconds < limit:
-            limit = WORTH * found.result.seconds
-            times = f"{format_seconds(found.result.seconds)}, not {format_seconds(result.seconds)}"
-            yield f"{how}: then a step takes {times}"
+            found[variant.kind] = Alternative(variant.advice, candidate.result.seconds)
+    return sorted(found.values(), key=lambda alternative: alternative.step_seconds)
 
 
 _STREAMED = 'make hetmem.AdamW(overlap="backward", gradients="streamed"), which keeps no gradients at home'
@@ -162,29 +101,6 @@ def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | 
     if asked.updating.streamed_gradients or asked.micro_batches > 1:
         return None
     return first_that_fits(workload, asked.updated(overlapped=True, trails=False, streamed_gradients=True))
-
-
-def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
-    """About as many parameters as a model of this shape may have: homes, and what a forward leaves for the backward,
-    grow with its layers until they fill the tiers. `best` is how this one fits; if it does not, a larger one does not.
-    """
-    if not workload.numel:
-        return 0
-    capacities = asked.capacities
-    ground = best.arrangement.ground if best is not None else None
-    padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.0
-    widest = max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
-    copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
-    staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
-    homes = padding * _state_bytes(workload, asked)
-    kept, beside = workload.kept_bytes, workload.peak_live_bytes - workload.kept_bytes
-    device = max(0, capacities.usable_bytes - beside - copies)
-    elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - staging)
-    streamed = min((elsewhere + device) / max(1.0, homes + kept), device / max(1, kept))
-    cast = padding * workload.numel * max(workload.compute_itemsizes) * workload.mixed_precision
-    whole = (capacities.usable_bytes - beside) / max(1.0, homes + cast + kept)
-    found = int(workload.numel * max(streamed, whole, 0))
-    return found if best is not None else min(found, workload.numel)
 
 
 # ---- what is missing ---------------------------------------------------------------------------------------------
@@ -222,11 +138,9 @@ def _has(asked: Setting, missing: Mapping[str, int]) -> bool:
     return all(taken[name] + missing[name] <= there[name] for name in there if name in missing)
 
 
-def _ways_out(
-    workload: Workload, asked: Setting, missing: Mapping[str, int], variants: Sequence[Variant]
-) -> tuple[list[str], tuple[Alternative, ...]]:
-    """Changes each of which makes it fit, cheapest first, and the variants among them: room for homes, and for what the
-    device lacks then; raising the budget comes last, where the machine has so much."""
+def _ways_out(workload: Workload, asked: Setting, missing: Mapping[str, int], variants: Sequence[Variant]) -> list[str]:
+    """Changes each of which makes it fit, cheapest first: room for homes, and for what the device lacks then; raising
+    the budget comes last, where the machine has so much."""
     homes, device = {tier: n for tier, n in missing.items() if tier != "device"}, missing.get("device", 0)
     rooms: list[tuple[str, Setting]] = []
     if homes and not asked.capacities.nvme_bytes:
@@ -237,16 +151,14 @@ def _ways_out(
     if _has(asked, homes):
         rooms.append((f"raise {_by(homes)}" if homes else "", _with(asked, homes)))
     advice: list[str] = []
-    others: tuple[Alternative, ...] = ()
     for at, (text, room) in enumerate(rooms):
-        found = _alternatives(variants, room, None) if device else ()
-        others = found if at == 0 else others
+        found = _fitting(variants, room) if device else []
         ways = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in found]
         if device and _has(asked, {"device": device}):
             ways.append(f"raise {_by({'device': device})}")
         ways = ways if device else [""]
         advice += [", and ".join(part for part in (text, way) if part) for way in (ways if at == 0 else ways[:1])]
-    return advice, others
+    return advice
 
 
 def _by(missing: Mapping[str, int]) -> str:
@@ -264,10 +176,9 @@ def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | Non
     return found if isinstance(found, Judged) and found.result.seconds < limit else None
 
 
-def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | None]]) -> Decision | None:
-    """`decision` with all done that is faster, or fits, together and has the same bits: one of `others`, where other
-    layers are checkpointed, within what is said with it, and updates that go on behind the backward. None if it is
-    that already."""
+def combined(decision: Decision, light: Workload | None) -> Decision | None:
+    """`decision` with all done that is faster, or fits, together and has the same bits: layers that are checkpointed,
+    as in `light`, and updates that go on behind the backward. None if it is that already."""
     best, workload, how = decision.candidate, decision.workload, decision.asked.updating
     asked = replace(decision.asked, chunk_bytes=None) if best is None else best.setting
     ways = [how] if how.overlapped or not workload.trainable else [how, replace(how, overlapped=True)]
@@ -275,14 +186,14 @@ def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | N
         ways.append(replace(how, overlapped=True, streamed_gradients=True))
     limit = math.inf if best is None else WORTH * best.result.seconds
     found = None
-    for (made, within), updating in product(((workload, None), *others), ways):
-        if made is workload and updating == how:
+    for made, updating in product((workload, light), ways):
+        if made is None or (made is workload and updating == how):
             continue
-        setting = replace(asked, capacities=within or asked.capacities, updating=updating)
+        setting = replace(asked, updating=updating)
         candidate = _quicker(made, setting, limit)
         if candidate is not None:
-            limit, largest = candidate.result.seconds, max(decision.largest_parameters, made.numel)
-            found = Decision(made, replace(decision.asked, updating=updating), candidate, largest)
+            limit = candidate.result.seconds
+            found = Decision(made, replace(decision.asked, updating=updating), candidate)
     return found
 
 
@@ -291,12 +202,12 @@ def approximations(
 ) -> tuple[Alternative, ...]:
     """Smaller states, and `adapted`, where a few of them are trained: where they fit and `than` does not, or is slower,
     the fastest first. Updates go on behind the backward, which has the same bits."""
-    best, updating, count = than.candidate, than.asked.updating, than.asked.micro_batches
+    best, updating = than.candidate, than.asked.updating
     if updating.on_host_only or not workload.trainable:
         return ()
     if best is not None and not best.result.bytes["nvme_read"]:
         return ()
-    streams = count == 1
+    streams = than.asked.micro_batches == 1
     how = replace(updating, overlapped=True, streamed_gradients=streams)
     kept = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
     choices: list[tuple[Workload | None, Updating, str]] = [
@@ -314,7 +225,7 @@ def approximations(
         setting = replace(than.asked, capacities=capacities, chunk_bytes=None, updating=updating)
         candidate = None if made is None else _quicker(made, setting, limit)
         if candidate is not None:
-            found.append(Alternative(advice, count, candidate.result.seconds, candidate.result.non_model_peak_bytes))
+            found.append(Alternative(advice, candidate.result.seconds))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hetmem.placing.filling import as_written
-from hetmem.planner.meta_results import RefuseRealMemory, Results, knowable, rows_of
+from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
 from hetmem.planner.meta_trace import trace_step
 from hetmem.planner.plan import PlanError
 from hetmem.planner.workload import Workload
@@ -66,11 +66,10 @@ def traced(call: TracedCall, results: Results | None = None) -> Workload | None:
         return None
 
 
-def checkpointed(call: TracedCall, results: Results | None = None, first: int | None = None) -> Workload | None:
-    """The same with every repeated layer checkpointed, or the `first` ones; None if the model has no repeated layers or
-    refuses it."""
+def checkpointed(call: TracedCall, results: Results | None = None) -> Workload | None:
+    """The same with every repeated layer checkpointed; None if the model has no repeated layers or refuses it."""
     model = _build(call.build_model)
-    layers = [layer for _, layer in _repeated(model)][:first]
+    layers = _repeated(model)
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint,
@@ -85,26 +84,15 @@ def checkpointed(call: TracedCall, results: Results | None = None, first: int | 
         return None
 
 
-def repeated_layers(call: TracedCall) -> tuple[str, int]:
-    """The repeated layers of `model` as a Python expression, and how many there are."""
-    found = _repeated(_build(call.build_model))
-    return " + ".join(_expression(path) for path in dict.fromkeys(path for path, _ in found)), len(found)
-
-
-def _repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of each list of some of one class, and the list's path; of lists within such layers none."""
-    found: list[tuple[str, nn.Module]] = []
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """The layers of each list of some of one class; of lists within such layers none."""
+    found: list[nn.Module] = []
     within: tuple[str, ...] = ()
     for path, part in model.named_modules():
         if isinstance(part, nn.ModuleList) and len(part) > 1 and not path.startswith(within or ("\n",)):
-            found += [(path, layer) for layer in part]
+            found += part
             within += (f"{path}.",)
-    return [] if len({type(layer) for _, layer in found}) == len(found) else found
-
-
-def _expression(path: str) -> str:
-    dotted = all(part.isidentifier() for part in path.split("."))
-    return f"list(model.{path})" if dotted else f'list(model.get_submodule("{path}"))'
+    return [] if len({type(layer) for layer in found}) == len(found) else found
 
 
 class _Recomputed(nn.Module):
@@ -121,29 +109,13 @@ class _Recomputed(nn.Module):
 
 def divided(call: TracedCall, parts: int) -> TracedCall:
     """The same call with a batch of one `parts`-th of the rows."""
-    return _with_rows(call, lambda tensor: tensor[: tensor.shape[0] // parts])
-
-
-def joined(call: TracedCall, parts: int) -> TracedCall:
-    """The same call with a batch of `parts` times the rows."""
-    return _with_rows(call, lambda tensor: _to_repeat(tensor).repeat(parts, *[1] * (tensor.dim() - 1)))
-
-
-def _to_repeat(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if knowable(tensor) else tensor.to("meta")
-
-
-def _with_rows(call: TracedCall, change: Callable[[torch.Tensor], torch.Tensor]) -> TracedCall:
-    """`change` what has as many rows as the batch."""
     rows = rows_of(call.batch, 0)
-    return replace(
-        call,
-        batch=tree_map(lambda leaf: change(leaf) if _has_rows(leaf) and leaf.shape[0] == rows else leaf, call.batch),
-    )
 
+    def part(leaf: Any) -> Any:
+        whole = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+        return leaf[: rows // parts] if whole else leaf
 
-def _has_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    return replace(call, batch=tree_map(part, call.batch))
 
 
 def _build(build_model: Builder, device: str = "meta") -> nn.Module:
@@ -273,7 +245,7 @@ def with_adapters(call: TracedCall, rank: int) -> TracedCall:
 
     def build() -> nn.Module:
         model = call.build_model().to(torch.bfloat16).requires_grad_(False)
-        linears = [(name, part) for name, part in model.named_modules() if type(part) is nn.Linear]
+        linears = [(name, part) for name, part in model.named_modules() if name and type(part) is nn.Linear]
         for name, part in linears[:-1] or linears:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, _Adapted(part, rank))

@@ -20,7 +20,7 @@ from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError
 
-PLAN_VERSION = 9
+PLAN_VERSION = 10
 KEPT = "kept for homes on the device"
 """The role of places that homes have left, and go back to when the device needs its memory."""
 MARGIN_SHARE = 0.05
@@ -57,24 +57,20 @@ class Plan:
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
-    fit). `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
-    `budget_bytes[tier]`: what a run is to be given, the peak and a margin of `MARGIN_SHARE` (on the device a little
-    more, which is never filled); of what does not fit, the `capacity_bytes` that it was planned within. `at_peak`: the
-    largest of what is on the device beside chunks when that is most, at `peak_operator`: `what` and the `bytes` of all
-    such tensors; `logits_bytes`, those of them that are as wide as the vocabulary. `missing_bytes[tier]`: what would
-    make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
+    fit). `budget_bytes[tier]`: what a run is to be given, the peak and a margin of `MARGIN_SHARE` (on the device a
+    little more, which is never filled); of what does not fit, the `capacity_bytes` that it was planned within.
+    `at_peak`: the largest of what is on the device beside chunks when that is most, at `peak_operator`: `what` and the
+    `bytes` of all such tensors; `logits_bytes`, those of them that are as wide as the vocabulary.
+    `missing_bytes[tier]`: what would make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
     and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
     `device_chunks` and `home_copies` are what `manage(plan=…)` sets; None where the default is as good.
     `device_update_share`: the part of the parameters that is updated on the device, where it lives.
     `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those not named are the default
-    ones. `alternatives`: the same training done differently, where that fits: `advice`, `micro_batches`, `step_seconds`
-    and `activation_bytes` of each, the fastest first. `approximations`: the same of what changes the mathematics.
+    ones. `approximations`: what changes the mathematics and is faster or fits where this does not, `advice` and
+    `step_seconds` of each, the fastest first. `advice`: of what does not fit, what would, the cheapest first.
     `combined`: the plan, as of `to_dict`, with all done that is faster together and has the same bits; None if this one
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
-    `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
-    many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
-    `layers`: where some of the `count` repeated layers `of` the model are planned to be checkpointed, how many of the
-    first (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
+    `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), and `kept_bytes`.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
@@ -100,7 +96,6 @@ class Plan:
     activations: str
     activation_bytes: dict[str, int]
     activation_choices: tuple[dict[str, Any], ...]
-    layers: dict[str, Any] | None
     chunk_waste: float
     slot_bytes: int
     chunk_bytes: int | None
@@ -108,7 +103,6 @@ class Plan:
     home_copies: bool | None
     device_update_share: float
     optimizer: dict[str, Any]
-    alternatives: tuple[dict[str, Any], ...]
     approximations: tuple[dict[str, Any], ...]
     combined: dict[str, Any] | None
     inference: bool
@@ -116,8 +110,6 @@ class Plan:
     at_peak: tuple[dict[str, Any], ...]
     peak_operator: str
     logits_bytes: int
-    compute_bound_rows: int | None
-    largest_parameters: int
     missing_bytes: dict[str, int]
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
@@ -184,14 +176,7 @@ class Plan:
         else:
             lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
             lines += [f"model = {self.model}(...)  # what it takes"]
-        if self.layers:
-            lines += [
-                "from functools import partial",
-                "from torch.utils.checkpoint import checkpoint",
-                f"for layer in ({self.layers['of']})[:{self.layers['recomputed']}]:",
-                "    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
-            ]
-        elif self.checkpointing:
+        if self.checkpointing:
             lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
         if not self.inference and len(self.constructor) < _CODE_WIDTH:
             lines.append(self.constructor)
@@ -351,9 +336,7 @@ def _tiers(plan: Plan) -> Iterator[str]:
         how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
         moved = f"{format_size(each['moved_bytes'])} moved"
         moved += f", {format_size(each['nvme_bytes'])} of it to NVMe" if each["nvme_bytes"] else ""
-        most = f"batches or sequences up to {each['times']:.2f} times as large fit: {each['rows']:,} rows"
-        most += f", or a sequence of {each['sequence']:,}" if plan.tokens > plan.rows else ""
-        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept; {most}")
+        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept")
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")
@@ -368,8 +351,8 @@ def _time(plan: Plan) -> Iterator[str]:
     seconds = plan.step_seconds
     assert seconds is not None
     kind = "rows" if plan.tokens == plan.rows else "tokens"
-    speed = f"{plan.tokens * plan.micro_batches / seconds:.1f} {kind}/s, {plan.flops / seconds / 1e12:.1f} TFLOP/s"
-    yield f"step: {format_seconds(seconds)}, {speed}; overlap {max(plan.terms.values()) / seconds:.2f}"
+    speed = f"{plan.tokens_per_second:.1f} {kind}/s, {plan.flops / seconds / 1e12:.1f} TFLOP/s"
+    yield f"step: {format_seconds(seconds)}, {speed}; overlap {plan.overlap:.2f}"
     for name, busy in plan.terms.items():
         mark = "  <- binds" if name == plan.binding else ""
         yield f"  {_RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
@@ -381,14 +364,6 @@ def _time(plan: Plan) -> Iterator[str]:
         )
     if plan.link_bytes.get("nvme_write"):
         yield _wrapped(_wear(plan))
-    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
-    yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
-    for other in plan.alternatives:
-        if any(advice.startswith(other["advice"] + ": ") for advice in plan.advice):
-            continue  # it is faster, and said below
-        how, memory = f"{format_seconds(other['step_seconds'])} a step", format_size(other["activation_bytes"])
-        yield _wrapped(f"judged too: {other['advice']}: {how}, {memory} of activations")
-    yield from (_wrapped(f"do: {advice}") for advice in plan.advice)
 
 
 def _wear(plan: Plan) -> str:
@@ -414,8 +389,6 @@ def _refusal(plan: Plan) -> Iterator[str]:
     yield f"missing: {missing}"
     yield from (_wrapped(f"because {reason}") for reason in plan.reasons)
     yield from (_wrapped(f"{'cheapest' if at == 0 else 'or'}: {advice}") for at, advice in enumerate(plan.advice))
-    if plan.largest_parameters < plan.parameters:
-        yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"
 
 
 def _choices(plan: Plan) -> Iterator[str]:
@@ -437,10 +410,5 @@ def _block(plan: Plan, best: Plan) -> Iterator[str]:
         peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
         how += f", all with the same bits; peaks {peaks}"
     yield ""
-    if best.layers is not None:
-        said = best.layers
-        which = f"checkpoint the first {said['recomputed']} of the {said['count']} layers"
-        moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
-        yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")
     yield textwrap.indent(best.code(), "    ")

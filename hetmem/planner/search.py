@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import MIB, round_up
-from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import StepResult, Updating, Workload
@@ -212,70 +210,3 @@ def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> 
         return arranged(workload, replace(setting, chunk_bytes=size))
     except NoRoom:  # there is little of some tier: then larger chunks have no place
         return arrangement
-
-
-def tuning(best: Judged, asked: Setting) -> tuple[str, ...]:
-    """What the plan sets that is not the default, as one would set it without the plan."""
-    advice = []
-    found = best.setting.capacities
-    if found.device_chunk_bytes != asked.capacities.device_chunk_bytes:
-        streamed = "the model is streamed, and leaves the device to activations"
-        why = "the whole model stays on the device" if best.arrangement.ground.resident else streamed
-        advice.append(f"set Budget(device_chunks={found.device_chunk_bytes}): then {why}")
-    if found.home_copies is not asked.capacities.home_copies:
-        advice.append(f"set Budget(home_copies={found.home_copies})")
-    if best.setting.chunk_bytes is not None and best.setting.chunk_bytes != asked.chunk_bytes:
-        advice.append(f"set chunk_bytes={best.setting.chunk_bytes}")
-    return tuple(advice)
-
-
-# ---- what becomes of the activations of repeated layers ------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """A `workload` whose first `recomputed` layers are checkpointed, and of which something may move; what it runs
-    within, and the seconds of a step."""
-
-    recomputed: int
-    workload: Workload
-    capacities: Capacities
-    seconds: float
-
-    def told(self, layers: str, count: int) -> dict[str, Any]:
-        """What a plan says of it, of the `count` layers that the expression `layers` lists."""
-        moved = sum(move.nbytes for move in self.workload.moves)
-        kept = sum(each.nbytes for each in self.workload.saved) - moved
-        return {"of": layers, "count": count, "recomputed": self.recomputed, "moved_bytes": moved, "kept_bytes": kept}
-
-
-def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> Mix | None:
-    """The mix with the shortest step of those that recompute some layers; None where recomputing none is as good.
-    `kept(count)` is the workload with the first `count` of `layers` checkpointed, and nothing moved."""
-
-    def judge(count: int) -> Iterator[Mix]:
-        workload = kept(count)
-        if workload is None:
-            return
-        for setting in dict.fromkeys((asked, whole_device(asked))):
-            made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
-            found = judged(made, setting)
-            if isinstance(found, Judged):
-                yield Mix(count, made, setting.capacities, found.result.seconds)
-
-    plain = kept(0)
-    assert plain is not None
-    best = none_recomputed = _shortest(None, judge(0))
-    if best is not None and WORTH * best.seconds <= asked.compute_seconds(plain):
-        return None
-    for count in sorted({layers * part // 4 for part in range(1, 5)} - {0}):
-        best = _shortest(best, judge(count))
-    return None if best is none_recomputed else best
-
-
-def _shortest(best: Mix | None, others: Iterable[Mix]) -> Mix | None:
-    """`best`, unless one of `others` is worth doing in its place."""
-    for other in others:
-        if best is None or other.seconds < WORTH * best.seconds:
-            best = other
-    return best

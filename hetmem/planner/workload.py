@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from itertools import takewhile
 
 from hetmem.base.hardware import DeviceProfile
 from hetmem.schedule.layout import ParameterSpec
@@ -81,9 +80,9 @@ class Event:
         """How long `device` computes up to the next boundary."""
         return self.during.work.seconds(device, dtype) + self.after.work.seconds(device, dtype)
 
-    def resized(self, of_bytes: Callable[[int], int], of_work: Callable[[Work], Work] = lambda work: work) -> Event:
-        """The same with other bytes that are not parameters, and other work."""
-        during, after = (Phase(of_work(p.work), of_bytes(p.peak_bytes), p.calls) for p in (self.during, self.after))
+    def resized(self, of_bytes: Callable[[int], int]) -> Event:
+        """The same with other bytes that are not parameters."""
+        during, after = (replace(phase, peak_bytes=of_bytes(phase.peak_bytes)) for phase in (self.during, self.after))
         return replace(self, live_bytes=of_bytes(self.live_bytes), during=during, after=after)
 
 
@@ -154,12 +153,6 @@ class Workload:
         """The most that is not parameters at one time."""
         return max((event.peak_bytes for event in self.events), default=0)
 
-    @property
-    def kept_bytes(self) -> int:
-        """What the layers of a forward leave for the backward."""
-        live = [event.live_bytes for event in takewhile(lambda e: e.kind is not Kind.BACKWARD, self.events)]
-        return max(0, live[-1] - live[0]) if live else 0
-
     def gradients(self) -> Counter[int]:
         """How often a gradient of each parameter is made."""
         return Counter(event.parameters[0] for event in self.events if event.kind is Kind.GRADIENT)
@@ -169,28 +162,18 @@ class Workload:
         return sum(event.seconds(device, self.dtype) for event in self.events)
 
 
-def resized(
-    workload: Workload, of_bytes: Callable[[int], int], of_work: Callable[[Work], Work] = lambda work: work
-) -> Workload:
-    """`workload` with other bytes that are not parameters, and other work."""
-    events = tuple(event.resized(of_bytes, of_work) for event in workload.events)
+def resized(workload: Workload, of_bytes: Callable[[int], int]) -> Workload:
+    """`workload` with other bytes that are not parameters."""
+    events = tuple(event.resized(of_bytes) for event in workload.events)
     saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
     ticks = tuple((event, of_bytes(nbytes)) for event, nbytes in workload.ticks)
     return replace(workload, events=events, saved=saved, ticks=ticks)
 
 
-def with_rows(workload: Workload, times: float) -> Workload:
-    """About `workload` with so many `times` its rows, without a trace: never more than that would come to, as what does
-    not grow with them, gradients of weights, is taken to shrink with them and to stay where they grow."""
-    largest = max((spec.numel for spec in workload.parameters), default=0)
-    fixed = max(0.0, times - 1) * 2 * largest * max(workload.compute_itemsizes, default=0)
-
-    def of_work(work: Work) -> Work:
-        matrix = [(int(times * flops), int(times * nbytes)) for flops, nbytes in work.matrix]
-        return Work(matrix, int(times * work.moved_bytes), work.operators)
-
-    made = resized(workload, lambda nbytes: max(0, int(times * nbytes - fixed)), of_work)
-    return replace(made, rows=round(times * workload.rows), tokens=round(times * workload.tokens))
+def smaller(workload: Workload, parts: int) -> Workload:
+    """About `workload` with one of `parts` of its rows, without a trace: never more than that would come to, as
+    gradients of weights, which do not shrink with the rows, are taken to."""
+    return replace(resized(workload, lambda nbytes: nbytes // parts), rows=workload.rows // parts)
 
 
 @dataclass(frozen=True, slots=True)

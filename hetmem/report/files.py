@@ -10,6 +10,7 @@ import errno
 import html
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
@@ -28,7 +29,7 @@ _HOW = "save one with hetmem.report(model).save('run.json')"
 
 
 def json_text(data: dict[str, Any]) -> str:
-    """`data` as JSON, one line for each of its keys. Raises ValueError for a number that is not finite."""
+    """Return `data` as JSON, one line for each of its keys. Raises ValueError for a number that is not finite."""
     lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -47,30 +48,25 @@ def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
 
 
 def page_text(data: dict[str, Any]) -> str:
-    """One HTML page that needs no network and no other file: page.html with style, script and data put in. Names in
-    `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
+    """Return one HTML page that needs no network and no other file: page.html with style, script and data put in. Names
+    in `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
     source = resources.files("hetmem.report")
+
+    def text_of(*names: str) -> str:
+        return "\n".join(source.joinpath(name).read_text(encoding="utf-8") for name in names)
+
     parts = {
-        "{{style}}": source.joinpath("page.css").read_text(encoding="utf-8"),
-        "{{script}}": "\n".join(
-            source.joinpath(name).read_text(encoding="utf-8") for name in ("page_axis.js", "page_charts.js", "page.js")
-        ),
-        "{{data}}": _json_in_script(data),
-        "{{table}}": html.escape(table(data)),
-        "{{made_with}}": html.escape(made_with(data)),
+        "style": text_of("page.css"),
+        "script": text_of("page_axis.js", "page_charts.js", "page.js"),
+        "data": _json_in_script(data),
+        "table": html.escape(table(data)),
+        "made_with": html.escape(made_with(data)),
     }
-    page = source.joinpath("page.html").read_text(encoding="utf-8")
-    before = 0
-    pieces = []
-    for place in sorted(parts, key=page.index):  # not str.replace: the data may hold the name of a place
-        at = page.index(place)
-        pieces += [page[before:at], parts[place]]
-        before = at + len(place)
-    return "".join([*pieces, page[before:]])
+    return re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], text_of("page.html"))  # no place within a part counts
 
 
 def _json_in_script(data: dict[str, Any]) -> str:
-    """JSON that no HTML parser takes for the end of its element."""
+    """Return JSON that no HTML parser takes for the end of its element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -85,7 +81,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def show(path: str | os.PathLike[str]) -> str:
-    """The report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
+    """Return the report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
     return _of_saved(path, table)
 
 
@@ -98,7 +94,7 @@ def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
 
 def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> str:
-    """Two saved reports side by side, with the change from the first to the second. Raises ValueError as `render`."""
+    """Return two saved reports side by side, with the change to the second. Raises ValueError as `render`."""
     names = [Path(path).name for path in (path_a, path_b)]
     if names[0] == names[1]:
         names = [os.fspath(path) for path in (path_a, path_b)]
@@ -107,8 +103,8 @@ def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> s
 
 
 def _of_saved(path: str | os.PathLike[str], made_of: Callable[[dict[str, Any]], T]) -> T:
-    """What is `made_of` the report saved at `path`. Raises ValueError for any other file, also for a report of which a
-    part is cut off or changed, and OSError if it cannot be read."""
+    """Return what is `made_of` the report saved at `path`. Raises ValueError for any other file, also for a report of
+    which a part is cut off or changed, and OSError if it cannot be read."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
@@ -142,8 +138,8 @@ Event = dict[str, Any]
 
 
 def trace_text(data: dict[str, Any]) -> str:
-    """The timeline of a report for Perfetto (ui.perfetto.dev) and chrome://tracing, as JSON; only names of tracks if it
-    has none.
+    """Return the timeline of a report for Perfetto (ui.perfetto.dev) and chrome://tracing, as JSON; only names of
+    tracks if it has none.
 
     One track for the thread that trains, and one for compute where that runs behind it; for the host optimizer's
     updates, and for each link, as many as were under way at once; a counter for the bytes of each tier.
@@ -181,7 +177,7 @@ def _trace_events(timeline: dict[str, Any]) -> Iterator[Event]:
 
 
 def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
-    """An operator lasts until the next one, and no longer than its segment."""
+    """Yield operators, each of which lasts until the next one, and no longer than its segment."""
     moments, ends = timeline["moments"], [end for _, _, end in timeline["launched"] or timeline["segments"]]
     at = moments["at_us"]
     for index, operator in enumerate(moments["operator"]):
@@ -191,14 +187,14 @@ def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
 
 
 def _lane(free_at: list[int], start: int, end: int) -> int:
-    """The first lane that is free from `start` on, or a new one: events of one track must nest."""
+    """Return the first lane that is free from `start` on, or a new one: events of one track must nest."""
     lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))
     free_at[lane : lane + 1] = [end]
     return lane
 
 
 def _updates(updates: dict[str, Any]) -> Iterator[Event]:
-    """Threads update chunks at the same time."""
+    """Yield updates of chunks, which threads make at the same time, on tracks that nest."""
     yield _named("thread_name", _OPTIMIZER, "Host optimizer")
     named, free_at = 1, list[int]()
     for start, end, what in sorted(zip(*(updates[key] for key in ("from_us", "until_us", "what")), strict=True)):
@@ -210,7 +206,7 @@ def _updates(updates: dict[str, Any]) -> Iterator[Event]:
 
 
 def _transfers(timeline: dict[str, Any]) -> Iterator[Event]:
-    """Transfers in flight at once go to lanes of their own."""
+    """Yield transfers; those in flight at once go to lanes of their own."""
     moved = timeline["transfers"]
     free_at: dict[int, list[int]] = {}
     columns = zip(*(moved[key] for key in ("from_us", "until_us", "link", "block", "bytes")), strict=True)

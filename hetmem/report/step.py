@@ -12,12 +12,11 @@ clipped to the step (for NVMe one begins when it is asked for).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME, Held, SavedMove, Span
-from hetmem.report.window import TRAINING, Interval, Window, clip, length, union, without
+from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME, Held, SavedMove
+from hetmem.report.window import TRAINING, Interval, Window, length, without
 from hetmem.schedule.blocks import Link
 
 TERM_NAMES = {
@@ -37,17 +36,15 @@ TIERS = {"device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME}
 
 
 def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int = 0) -> dict[str, Any]:
-    """The `step` section of a report. `window` covers a whole step, or a whole forward of inference, that `tokens` went
-    into; `tiers` is the section of that name."""
+    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, that
+    `tokens` went into; `tiers` is the section of that name."""
     seconds = window.end - window.start
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
     binding = max(terms, key=lambda term: terms[term])
-    late = union((span.start, span.end) for span in window.caught_up)
-    caught_up = terms["compute"] - length(without(busy["compute"], late))
+    caught_up = terms["compute"] - length(without(busy["compute"], window.spent(window.caught_up)))
     if binding == "compute" and caught_up > LAUNCH_BOUND * terms["compute"]:
         binding = "launching"
-    stalled = union(clip(((s.start, s.end) for s in window.stalls), window.start, window.end))
     moved = {link.value: 0 for link in Link}
     for transfer in window.transfers:
         if window.start <= transfer.start < window.end:  # writes that a step asks for may end after it
@@ -62,7 +59,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
         "overlap": terms[binding] / seconds if seconds else 0.0,
         "exposed_seconds": {term: length(without(intervals, busy[binding])) for term, intervals in busy.items()},
         "bytes": moved,
-        "stall_seconds": length(stalled),
+        "stall_seconds": length(window.spent(window.stalls)),
         "host_wait_seconds": length(_waits(window)),
         "caught_up_seconds": caught_up,
         "faults": len(window.faults),
@@ -74,36 +71,28 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
 
 
 def busy_intervals(window: Window) -> dict[str, list[Interval]]:
-    """When each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
-    stalled = union((span.start, span.end) for span in window.stalls)
-
-    def spent(spans: Iterable[Span]) -> list[Interval]:
-        return union(clip(((s.start, s.end) for s in spans), window.start, window.end))
-
-    def crossing(link: Link) -> list[Interval]:
-        moved = ((t.start, t.end) for t in window.transfers if t.link is link)
-        return union(clip(moved, window.start, window.end))
-
-    launched = spent(span for span in window.launched if span.what in TRAINING)
+    """Return when each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
+    computed = window.spent(span for span in window.segments if span.what in TRAINING)
+    launched = window.spent(span for span in window.launched if span.what in TRAINING)
+    crossed = {link.value: window.spent(t for t in window.transfers if t.link is link) for link in Link}
     return {
-        "compute": without(spent(span for span in window.segments if span.what in TRAINING), stalled),
+        "compute": without(computed, window.spent(window.stalls)),
         **({"launching": without(launched, _waits(window))} if window.launched else {}),
-        "host_to_device": crossing(Link.HOST_TO_DEVICE),
-        "device_to_host": crossing(Link.DEVICE_TO_HOST),
-        "host_optimizer": spent(window.updates),
-        "nvme_read": crossing(Link.NVME_READ),
-        "nvme_write": crossing(Link.NVME_WRITE),
+        "host_to_device": crossed["host_to_device"],
+        "device_to_host": crossed["device_to_host"],
+        "host_optimizer": window.spent(window.updates),
+        "nvme_read": crossed["nvme_read"],
+        "nvme_write": crossed["nvme_write"],
     }
 
 
 def _waits(window: Window) -> list[Interval]:
-    """When the training thread waited: of compute that is over when it is asked for, these are its stalls."""
-    waits = window.host_waits if window.launched else window.stalls
-    return union(clip(((wait.start, wait.end) for wait in waits), window.start, window.end))
+    """Return when the training thread waited: of compute that is over when it is asked for, these are its stalls."""
+    return window.spent(window.host_waits if window.launched else window.stalls)
 
 
 def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
-    """What binds this step, how far it is from the bound, and what to change."""
+    """Return what binds this step, how far it is from the bound, and what to change."""
     binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
     term = step["terms"][binding]
     of, on_inference = step["of"], step["of"] == "forward"
@@ -135,12 +124,12 @@ _OVERLAP = 'hetmem.AdamW(overlap="backward") updates while the backward goes on,
 
 
 def _inside(name: str) -> str:
-    """A name of a term within a sentence."""
+    """Return a name of a term as it is within a sentence."""
     return name if name.startswith("NVMe") else name[0].lower() + name[1:]
 
 
 def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
-    """`_advice` where nothing is trained: each forward needs each weight once, however many tokens it is of."""
+    """Return advice where nothing is trained: each forward needs each weight once, however many tokens it is of."""
     homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
     frozen = " model.requires_grad_(False) before manage leaves out the room for training." if homes else ""
     if binding == "host_to_device":
@@ -190,7 +179,7 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
 
 
 def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
-    """The `activations` section of a report; `held`: what each set of tiers holds now. None if none were saved."""
+    """Return the `activations` section of a report; None if none were saved. `held`: what sets of tiers hold now."""
     seen = [move for move in window.saved if move.at < window.end]
     if not seen:
         return None
@@ -201,14 +190,14 @@ def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
             moved[link.value] += move.nbytes
     peaks = {tier: max(nbytes for _, nbytes in held_over_time(window, held, bit)) for tier, bit in TIERS.items()}
     away = max(nbytes for _, nbytes in held_over_time(window, held, ON_HOST | ON_NVME, without=ON_DEVICE))
-    forward = length(union((span.start, span.end) for span in window.segments if span.what == "forward"))
+    forward = length(window.spent(span for span in window.segments if span.what == "forward"))
     section = {"bytes": moved, "peak_bytes": peaks, "away_peak_bytes": away, "forward_seconds": forward}
     section["sentence"] = _moved_sentence(moved, away, forward)
     return section
 
 
 def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> list[tuple[float, int]]:
-    """The bytes that lie on any of `tiers`, and on none of `without`: at the begin of `window`, and after each move."""
+    """Return the bytes on any of `tiers`, and on none of `without`, at the begin of `window` and after each move."""
 
     def lies(on: int) -> bool:
         return bool(on & tiers) and not on & without
@@ -226,7 +215,7 @@ def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> 
 
 
 def _link(move: SavedMove) -> Link | None:
-    """Over which link the bytes came to a tier that they were not on; None if they came to none."""
+    """Return over which link the bytes came to a tier that they were not on; None if they came to none."""
     came = move.after & ~move.before
     if not move.before or not came:
         return None
@@ -238,7 +227,7 @@ def _link(move: SavedMove) -> Link | None:
 
 
 def _moved_sentence(moved: dict[str, int], away: int, forward_seconds: float) -> str:
-    """What moved, and what keeping it and computing it again would come to."""
+    """Return what moved, and what keeping it and computing it again would come to."""
     out, back = moved["device_to_host"], moved["host_to_device"]
     if not out:
         return "All activations stayed on the device."

@@ -177,9 +177,8 @@ def test_a_group_is_updated_once_where_that_of_another_one_fails_and_the_step_is
         for module in (plain, managed):
             loss_of(module, batch).backward()
         if index == 2:
-            kernels = iter((KERNEL, _has_no_memory))
             with monkeypatch.context() as patch:
-                patch.setattr(torch_private, "fused_adamw", lambda *args, **more: next(kernels)(*args, **more))
+                patch.setattr(torch_private, "fused_adamw", _in_turn(KERNEL, _has_no_memory))
                 with pytest.raises(torch.OutOfMemoryError):
                     right.step()
             assert right.half_stepped
@@ -194,6 +193,11 @@ def test_a_group_is_updated_once_where_that_of_another_one_fails_and_the_step_is
             optimizer.zero_grad()
         assert_same_weights(plain, managed, f"{index}")
     assert_same_states(left, right)
+
+
+def _in_turn(*functions: Callable[..., Any]) -> Callable[..., Any]:
+    left = iter(functions)
+    return lambda *args, **options: next(left)(*args, **options)
 
 
 def _has_no_memory(*args: Any, **options: Any) -> None:

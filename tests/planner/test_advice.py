@@ -342,9 +342,7 @@ def test_a_model_that_leaves_no_room_for_activations_is_streamed(
     """Its states alone take less than half of the device."""
     file = config_file("WhisperForConditionalGeneration", tmp_path)
     assert typed("--hf-config", file, "--device-memory", "17MiB", "--batch", 2, "--sequence", 32) == 0
-    assert "then the model is streamed, and leaves the device to activations" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "device_chunks=" in pasted(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

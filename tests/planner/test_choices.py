@@ -103,39 +103,17 @@ def test_another_precision_than_the_planned_one_is_refused() -> None:
     hetmem.release(hetmem.manage(GPT(), plan=plan, device="sim", mixed_precision=torch.bfloat16))
 
 
-def test_micro_batches_and_checkpointing_are_compared_where_they_are_the_users() -> None:
-    """The batch cut in two, joined, and with activations computed again: each judged, the fastest first."""
-    batch = torch.zeros(4, 32, dtype=torch.int64)
-    roomy = hetmem.Budget(device=16 * MIB, host=16 * MIB, device_chunks=MIB)
-    plan = planner.plan(GPT, batch, roomy, micro_batches=4)
-    seconds = [other["step_seconds"] for other in plan.alternatives]
-    assert seconds == sorted(seconds)
-    said = {other["advice"].split(" ")[0]: other["micro_batches"] for other in plan.alternatives}
-    assert said["join"] == 1  # and not two of them, which take longer
-    assert plan.activation_bytes["with checkpointing"] < plan.activation_bytes["as written"]
-    for other in plan.alternatives:
-        assert other["advice"] in " ".join(str(plan).split())
-
-
 def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None:
-    """As one that does it by itself; smaller batches are checkpointed too."""
+    """As one that does it by itself."""
     batch = torch.zeros(4, 32, dtype=torch.int64)
     plan = planner.plan(GPT, batch, STREAMED, checkpointing=True)
     own = planner.plan(lambda: GPT(saves=True), batch, STREAMED)
-    for name in ("fits", "peak_bytes", "role_bytes", "flops", "link_bytes", "largest_parameters"):
+    for name in ("fits", "peak_bytes", "role_bytes", "flops", "link_bytes"):
         assert getattr(plan, name) == getattr(own, name), name
     assert plan.step_seconds == pytest.approx(own.step_seconds, rel=0.01)
     assert plan.activation_bytes["as written"] > plan.role_bytes["device"]["activations"]
     assert "every layer checkpointed" in " ".join(str(plan).split())
     assert "checkpoint every layer" in plan.code()
-    assert not any("checkpoint" in other["advice"] for other in plan.alternatives)
-    roomy = replace(STREAMED, device=16 * MIB)
-    light, whole = (
-        {other["advice"]: other["activation_bytes"] for other in made.alternatives}
-        for made in (planner.plan(GPT, batch, roomy, micro_batches=2, checkpointing=on) for on in (True, False))
-    )
-    assert light
-    assert all(nbytes < 0.8 * whole[advice] for advice, nbytes in light.items())
     plan.save(tmp_path / "plan.json")
     assert planner.Plan.load(tmp_path / "plan.json") == plan
 

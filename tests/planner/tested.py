@@ -10,7 +10,7 @@ from hetmem import planner
 from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
 from hetmem.planner import Plan, PlanError, search, step_program
-from hetmem.planner.decide import Decision, Variant
+from hetmem.planner.decide import Decision, Variant, combined
 from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
@@ -20,7 +20,7 @@ from hetmem.planner.search import Judged, arranged, chunk_bytes_near
 from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
-from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload, with_rows
+from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Work, Workload
 from hetmem.schedule.blocks import FIFO, LRU, Block, CopyState, NextUse
 from hetmem.schedule.gradients import Complete
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
@@ -99,6 +99,7 @@ __all__ = [
     "build_layout",
     "checkpointed",
     "chunk_bytes_near",
+    "combined",
     "decide",
     "divided",
     "format_enough",
@@ -113,5 +114,4 @@ __all__ = [
     "step_program",
     "trace",
     "trace_real",
-    "with_rows",
 ]
