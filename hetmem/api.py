@@ -296,17 +296,12 @@ def release(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
     with interception.runtime.turn.held("release"):
         try:
-            _wait_for_what_is_begun(interception)  # an interrupt comes here, if anywhere, and nothing is changed yet
+            interception.settle_for_reading()  # an interrupt comes here, if anywhere, and nothing is changed yet
+            interception.runtime.traffic.executor.quiesce()
         except Exception:
             _end(module)
             raise
         _end(module)
-
-
-def _wait_for_what_is_begun(interception: Interception) -> None:
-    """Wait for updates that go on after a step, for writes, and for gradients on their way."""
-    interception.settle_for_reading()
-    interception.runtime.traffic.executor.quiesce()
 
 
 def _end(module: torch.nn.Module) -> None:
