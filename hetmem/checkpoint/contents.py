@@ -23,7 +23,7 @@ import torch
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
-from hetmem.intercept.async_params import detached
+from hetmem.intercept.watched import detached
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.torch_private import is_traceable_wrapper_subclass

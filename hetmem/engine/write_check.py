@@ -63,7 +63,7 @@ class WriteCheck:
         """The `id`s of parameters whose copies were ever found to be written without a version."""
         self.touched: set[ManagedParameter] = set()
         """Parameters that the program may have written to without a version since their copies were made: a function in
-        place, or one whose result shares their memory, was called (`async_params`)."""
+        place, or one whose result shares their memory, was called (`intercept.watched`)."""
         self.kept: set[ManagedParameter] = set()
         """Parameters whose memory a tensor of the program shared as the last backward began, or that a hook in it was
         handed: their updates do not begin before `step()`."""
@@ -181,7 +181,7 @@ class WriteCheck:
     @staticmethod
     def counted(managed: ManagedParameter) -> bool:
         """Return whether torch shows a write to `managed` since hetmem last saw it, outside compute."""
-        return managed.parameter._version != managed.version or _is_replaced(managed)
+        return managed.counter._version != managed.version or _is_replaced(managed)
 
     def by_user(self, managed: ManagedParameter) -> None:
         """Honour a write to `managed` outside compute, also `p.data = t`: its home counts, its copies are
@@ -197,7 +197,7 @@ class WriteCheck:
             self._leave_home_to_holders(managed, hetmem_holds=2)
             managed.home.copy_(new)
             self._bindings.show_home(managed)
-        managed.version = parameter._version
+        managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed)
 
@@ -270,7 +270,7 @@ class WriteCheck:
         where = managed.chunk.homes[Role.PARAM]
         self._traffic.wait_until_written([where])  # an update that is being written must not come after this
         self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
-        managed.version = managed.parameter._version
+        managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
 

@@ -292,10 +292,11 @@ class ManagedParameter:
     begins at `device_address`, and `device_references` how often hetmem itself refers to that; `device_view` is a view
     of it that autograd has been given, turned mostly. `grad_home` is the home of the gradient, and `grad_view` what
     shows it as `p.grad` where it is kept in fewer bits; `grad_spare` are those of the last step, which nothing else
-    holds. `version` is the parameter's version counter as last seen: a different one means that it was written to.
-    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; while
-    something computes it is `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see
-    `intercept.faults`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
+    holds. `version` is the parameter's version counter as last seen: a different one means that it was written to;
+    `counter` is a tensor without memory that has the same counter, and tells it whatever class the parameter is of.
+    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; it
+    is `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it may not be used as it is (see
+    `intercept.watched`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
     was asked for within one."""
 
     parameter: torch.nn.Parameter
@@ -312,6 +313,7 @@ class ManagedParameter:
     home_references: int = 0
     home_address: int = 0
     version: int = 0
+    counter: torch.Tensor = field(init=False)
     data_sets: int = 0
     device: torch.Tensor | None = None
     device_storage: int = 0
@@ -325,20 +327,10 @@ class ManagedParameter:
     grad_address: int = 0
     grad_hooked: bool = False
     kind: type = torch.nn.Parameter
-    unbound_kind: type = torch.nn.Parameter
+    watched_kind: type = torch.nn.Parameter
     bound_kind: type = torch.nn.Parameter
     bound: int = 0
     data_taken: bool = False
-
-    @property
-    def version_now(self) -> int:
-        """Return the parameter's version counter, whatever class it has."""
-        parameter = self.parameter
-        kind = type(parameter)
-        parameter.__class__ = self.kind  # whose attributes torch reads without a call of Python
-        version = parameter._version
-        parameter.__class__ = kind
-        return version
 
     def open_grad_home(self) -> None:
         """Make `grad_home` a view of where the gradient lives: a new one, unless that of the last step is spare."""

@@ -173,11 +173,13 @@ class Device:
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the
         current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
-        with without_graph():
-            if add:
-                target.add_(arrived)
-            else:
-                target.copy_(arrived)
+        if torch.is_grad_enabled():  # a context for each gradient takes more calls than to ask
+            with torch.no_grad():
+                self.gradient_out(target, arrived, add=add)
+        elif add:
+            target.add_(arrived)
+        else:
+            target.copy_(arrived)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
         """Call `refused`, a method that is held weakly, with the bytes that the device's allocator has just refused to

@@ -263,8 +263,8 @@ class WholeUpdate:
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):
             rule.whole(self.group, self.params, self.grads, self.states, self.steps, scale)
             torch.autograd.graph.increment_version(self.params)
-            for managed, parameter in zip(self.managed, self.params, strict=True):
-                managed.version = parameter._version
+            for managed in self.managed:
+                managed.version = managed.counter._version
         runtime.statistics.updated_bytes[Way.RESIDENT] += sum(map(_NBYTES, self.params))
         runtime.events.updated("all chunks", began)
 

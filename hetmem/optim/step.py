@@ -306,12 +306,12 @@ class Stepper:
         self.runtime.statistics.steps += updated
         self.runtime.after_step()
         if self._trails:
-            self.runtime.trailing.begin()
+            self.runtime.marks.begin()
 
     def synchronize(self) -> None:
         """Everything is done and at home, also on NVMe."""
         self._carry_out(home for chunk in self.runtime.chunks for home in chunk.homes.values())
-        self.runtime.trailing.look_again()
+        self.runtime.marks.look_again()
 
     def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
         """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""

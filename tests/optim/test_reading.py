@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 import threading
 import time
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import testing
-from hetmem.errors import ManageError, StoreError
+from hetmem.errors import StoreError
 from tests.engine.harness import STREAMED, WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
@@ -311,17 +310,6 @@ def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(
         parameters_to_vector(both.managed.parameters())
     assert_same(parameters_to_vector(both.plain.parameters()), parameters_to_vector(both.managed.parameters()), "all")
     both.right.synchronize()
-    both.assert_same()
-
-
-def test_another_process_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread goes on in a fork: it would wait for ever."""
-    both = stepped("host", tmp_path)
-    own = os.getpid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: own + 1)
-        with pytest.raises(ManageError, match="in another process"):
-            both.managed[0].weight + 1
     both.assert_same()
 
 
