@@ -188,7 +188,9 @@ def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     if plan is not None and not hasattr(plan, "fits"):
         raise ManageError(f"plan must be what hetmem.plan returned, or the path of its file, got {plan!r}")
     if plan is not None and not plan.fits:
-        raise ManageError("the plan does not fit: it says what is missing and what to do; run one that fits")
+        raise ManageError(
+            "the plan does not fit: print it for the bytes that are missing and what helps; run one that fits"
+        )
     return plan
 
 
