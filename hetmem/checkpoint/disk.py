@@ -71,9 +71,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
     if os.path.isdir(path):
         raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise StoreError(
-            errno.EINVAL, f"cannot write {path!r}: it is no file that a checkpoint could replace"
-        )
+        raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file that a checkpoint could replace")
     unfinished = f"{path}.partial"
     fd = _open_alone(unfinished)
     try:
