@@ -124,7 +124,7 @@ def _manage(
     accelerator: Device | None = None,
     built: BuildingMemory | None = None,
 ) -> ModuleT:
-    """`manage` a module that was built in the memory `built`, if it is given, for `accelerator`."""
+    """Do what `manage` says with a module that was built in the memory `built`, if it is given, for `accelerator`."""
     _refuse(module, budget, asked)
     mixed_precision, chunk_bytes = precision_of(asked.mixed_precision), asked.chunk_bytes
     _warn_of_others()
@@ -180,7 +180,7 @@ def _warn_of_others() -> None:
 
 
 def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """`plan`, read if it is a path. Raises `ManageError` for one that cannot be run."""
+    """Return `plan`, read if it is a path. Raises `ManageError` for one that cannot be run."""
     if isinstance(plan, (str, os.PathLike)):
         from hetmem.planner.plan import Plan
 
@@ -188,12 +188,14 @@ def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     if plan is not None and not hasattr(plan, "fits"):
         raise ManageError(f"plan must be what hetmem.plan returned, or the path of its file, got {plan!r}")
     if plan is not None and not plan.fits:
-        raise ManageError("the plan does not fit: it says what is missing and what to do; run one that fits")
+        raise ManageError(
+            "the plan does not fit: print it for the bytes that are missing and what helps; run one that fits"
+        )
     return plan
 
 
 def _planned_precision(plan: Plan, asked: torch.dtype | None) -> torch.dtype | None:
-    """What operators compute in. Raises `ManageError` for a plan that is not as it is asked for."""
+    """Return what operators compute in. Raises `ManageError` for a plan that is not as it is asked for."""
     planned: torch.dtype | None = getattr(torch, plan.mixed_precision) if plan.mixed_precision else None
     if asked not in (None, planned):
         raise ManageError(f"the plan is for mixed_precision={planned}, got {asked}: plan again with that")
@@ -201,7 +203,7 @@ def _planned_precision(plan: Plan, asked: torch.dtype | None) -> torch.dtype | N
 
 
 def _profile(asked: HardwareProfile | str | os.PathLike[str] | None) -> HardwareProfile | None:
-    """What the run knows of the machine."""
+    """Return the profile of the machine that was `asked` for, read if it is a name or a path."""
     if asked is None or isinstance(asked, HardwareProfile):
         return asked
     from hetmem.planner import load_profile
@@ -296,21 +298,16 @@ def release(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
     with interception.runtime.turn.held("release"):
         try:
-            _wait_for_what_is_begun(interception)  # an interrupt comes here, if anywhere, and nothing is changed yet
+            interception.settle_for_reading()  # an interrupt comes here, if anywhere, and nothing is changed yet
+            interception.runtime.traffic.executor.quiesce()
         except Exception:
             _end(module)
             raise
         _end(module)
 
 
-def _wait_for_what_is_begun(interception: Interception) -> None:
-    """Updates that go on after a step, writes, and gradients on their way."""
-    interception.settle_for_reading()
-    interception.runtime.traffic.executor.quiesce()
-
-
 def _end(module: torch.nn.Module) -> None:
-    """`module` is managed no more, whatever fails."""
+    """Stop managing `module`, whatever fails."""
     interception = registry.remove(module)
     interception.remove()
     runtime = interception.runtime
@@ -326,7 +323,7 @@ def _end(module: torch.nn.Module) -> None:
 
 
 def _to_host_memory(module: torch.nn.Module, parameters: Iterable[ManagedParameter]) -> None:
-    """Weights, gradients and buffers of `module` are ordinary tensors."""
+    """Make weights, gradients and buffers of `module` ordinary tensors in host memory."""
     with torch.no_grad():
         for managed in parameters:
             to_host_memory(managed)

@@ -150,7 +150,7 @@ _TARGETS = ("tensorboard", "wandb", "mlflow")
 
 
 def _target(name: str, arguments: Any) -> Any:
-    """What the trainer reports to under `name`; its own callbacks have begun the run."""
+    """Return what the trainer reports to under `name`; its own callbacks have begun the run."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

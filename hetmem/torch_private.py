@@ -37,7 +37,7 @@ ATTRIBUTES = {
     "_cdata": "the address of a storage's C++ object, which all its views share: the key of maps from storages",
     "_parameters": "what a module owns itself, without the order of properties and generators",
     "_buffers": "the same, of buffers",
-    "_backward_hooks": "whether a gradient has hooks of the user's, who may change it",
+    "_backward_hooks": "whether a gradient has hooks of the program, which may change it",
     "_post_accumulate_grad_hooks": "the same, behind the accumulation",
     "_forward_pre_hooks": "hooks that compute a weight before each call, as torch's spectral_norm does",
     "_apply": "through which `to`, `cuda` and `half` of a module go",
@@ -76,7 +76,7 @@ call_of_a_module = torch.nn.Module._call_impl  # its frames, between a caller's 
 checkpoint_hook = torch.utils.checkpoint._checkpoint_hook  # the hooks of saved tensors of a checkpoint's forward
 recomputation_hook = torch.utils.checkpoint._recomputation_hook  # and those of what it computes once more
 HigherOrderOperator = torch._ops.HigherOrderOperator  # `cond`, `while_loop`: operators that call functions
-eval_frame = _C._dynamo.eval_frame  # who compiles the frames that follow
+eval_frame = _C._dynamo.eval_frame  # what compiles the frames that follow
 tracing_state = _C._get_tracing_state  # a trace by torch.jit would keep addresses
 dispatch_mode, PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY  # a compiler records what is computed
 

@@ -143,7 +143,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`ctx.w = w`": Mutation(
         "engine/param_views.py",
-        "            parameter.__class__ = managed.unbound_kind\n\n    def end_rest",
+        "            parameter.__class__ = managed.watched_kind\n\n    def end_rest",
         "            pass\n\n    def end_rest",
         "tests/intercept/test_saved_by_others.py::test_a_function_that_keeps_weights_on_its_context_finds_them[fp32-host]",
     ),
@@ -213,7 +213,7 @@ PROMISES: dict[str, Mutation | str] = {
     "A raw pointer to a weight": "bind a module's weights for one function instead of its call",
     "made by `fork()`": Mutation(
         "intercept/registry.py",
-        "managed.parameter.__class__ = InForkedChild",
+        "interception.runtime.bindings.lose(InForkedChild)",
         "pass",
         "tests/memory/test_host_memory.py::test_a_worker_that_reads_the_model_is_told_why_it_cannot",
     ),

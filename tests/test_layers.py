@@ -50,13 +50,13 @@ WRITERS = {
     "homes": "hetmem.engine.homes",
     "data": "hetmem.engine.param_views",
     "grad": "hetmem.engine.gradient_views",
+    "__class__": "hetmem.engine.param_views",
 }
 WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
         "hetmem.placing.filling",  # buffers, and parameters that are not managed yet
         "hetmem.engine.gradient_views",  # a parameter that is its gradient's kind for as long as it is shown
-        "hetmem.engine.uses",  # one weight that is used again, as `Bindings.bind` does, without its calls
         "hetmem.intercept.saved_tensors",  # a view that was saved
         "hetmem.memory.chunk",  # a new view of a home
         "hetmem.optim.states",  # states that the program sees
@@ -66,6 +66,9 @@ WRITES_TOO = {
         "hetmem.engine.param_views",  # a gradient from before the parameter was managed
         "hetmem.optim.elementwise",  # the parameter of one tile
         "hetmem.planner.meta_trace",
+    },
+    "__class__": {
+        "hetmem.intercept.hooks",  # a parameter whose gradient arrives, as `Bindings.send_home` does, without its calls
     },
 }
 

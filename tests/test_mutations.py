@@ -119,12 +119,6 @@ MUTATIONS = {
         "",
         "tests/optim/test_overlap.py::test_gradients_that_arrive_behind_the_backward_are_waited_for",
     ),
-    "update what somebody waits for in its turn": Mutation(
-        "engine/traffic.py",
-        "        if chunk in self.updating:\n            self.executor.hasten(chunk)\n",
-        "",
-        "tests/optim/test_trailing.py::test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted",
-    ),
     "count a step that failed": Mutation(
         "optim/chunk_update.py",
         "            state.update(before)\n",

@@ -23,7 +23,7 @@ import torch
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
-from hetmem.intercept.async_params import detached
+from hetmem.intercept.watched import detached
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.torch_private import is_traceable_wrapper_subclass
@@ -42,7 +42,7 @@ class Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, place: str) -> Any:
-        """`value` for JSON; its tensors are named after `place`, where it is ("extra:scheduler").
+        """Return `value` as JSON has it; tensors in it are named after its `place` ("extra:scheduler").
 
         Raises `CheckpointError` that names the place of what cannot be stored.
         """
@@ -90,7 +90,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """What was encoded; `tensor` gives those of a name. Raises `CheckpointError` for what no encoder makes."""
+    """Return what was encoded; `tensor` gives the tensor of a name. Raises `CheckpointError` for any other value."""
     try:
         return _decode(value, tensor)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
@@ -138,12 +138,12 @@ class ModelState:
 
     @property
     def names(self) -> set[str]:
-        """All keys."""
+        """Return all keys of the state dict."""
         return {*self.tensors, *self.tied, *self.made}
 
     @property
     def aliases(self) -> dict[str, list[str]]:
-        """All names of each tensor, by the first."""
+        """Return all names of each tensor, by the first."""
         found = {name: [name] for name in self.tensors}
         for name, first in self.tied.items():
             found[first].append(name)
@@ -155,14 +155,14 @@ _SHOWN = 5
 
 
 def other_model(what: str, problems: list[str], *ways_out: str) -> CheckpointError:
-    """The error that says why `what` ("the checkpoint is") of another model."""
+    """Return the error that says why `what` ("the checkpoint is") of another model."""
     more = [f"… {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
     return CheckpointError(f"{what} of another model: {'; '.join([*problems[:_SHOWN], *more, *ways_out])}")
 
 
 @contextmanager
 def all_of(model: Any, what: str) -> Iterator[None]:
-    """No other thread computes with `model`; what is none is for `of_model` to refuse."""
+    """Keep other threads from computing with `model` meanwhile; what is no module is left to `of_model` to refuse."""
     if not isinstance(model, torch.nn.Module):
         yield
         return
@@ -171,7 +171,7 @@ def all_of(model: Any, what: str) -> Iterator[None]:
 
 
 def of_model(model: torch.nn.Module) -> ModelState:
-    """What `model` has. Raises `CheckpointError` within a forward or backward of it, and for names that cannot be."""
+    """Return the state of `model`. Raises `CheckpointError` within its forward or backward, and for reserved names."""
     if not isinstance(model, torch.nn.Module):
         raise CheckpointError(f"expected (path, model, …) with a torch.nn.Module as model, got {type(model).__name__}")
     _refuse_running(model)
@@ -180,7 +180,9 @@ def of_model(model: torch.nn.Module) -> ModelState:
     state = ModelState({}, {}, {})
     for name, value in model.state_dict(keep_vars=True).items():
         if name.startswith((OPTIMIZER, EXTRA)) or name == "__metadata__":
-            raise CheckpointError(f"the model has a tensor called {name!r}: such names are those of other things")
+            raise CheckpointError(
+                f"the model has a tensor called {name!r}, a name that a checkpoint keeps for itself: rename it"
+            )
         if torch.nn.parameter.is_lazy(value):
             raise CheckpointError(f"{name} has no shape yet: call the model once before")
         if id(value) not in own:
@@ -216,7 +218,7 @@ def refuse_half_stepped(model: torch.nn.Module, way_out: str, optimizer: torch.o
 
 
 def parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
-    """All names of each parameter, by its `id`."""
+    """Return all names of each parameter, by its `id`."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -224,8 +226,8 @@ def parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, encoder: Encoder) -> dict[str, Any]:
-    """`optimizer.state_dict()` by names of parameters instead of numbers. Raises `CheckpointError` where that cannot be
-    told."""
+    """Return `optimizer.state_dict()` by names of parameters instead of numbers. Raises `CheckpointError` where that
+    cannot be told."""
     beside = None
     if isinstance(optimizer, OffloadedOptimizer):
         beside = optimizer.beside_states()
@@ -257,7 +259,7 @@ def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, e
 
 
 def _strides(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[Any, Any]) -> dict[str, list[int]]:
-    """Of parameters whose states have other shapes than they: those may be in the order of memory."""
+    """Return the strides of parameters whose states, of other shapes than they, may be in the order of memory."""
     return {
         names[number]: strides_of(parameter)
         for number, parameter in enumerate(parameters_of(optimizer))
@@ -267,7 +269,7 @@ def _strides(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dic
 
 
 def cannot_fill(name: str, tensor: torch.Tensor) -> Iterator[str]:
-    """Why values cannot be loaded into `tensor`, which the model has as `name`; nothing if they can."""
+    """Yield why values cannot be loaded into `tensor`, which the model has as `name`; nothing if they can."""
     if tensor.is_meta:
         yield f"{name} is on the meta device in the model, without memory to load into"
     elif tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
@@ -277,13 +279,13 @@ def cannot_fill(name: str, tensor: torch.Tensor) -> Iterator[str]:
 
 
 def strides_of(tensor: torch.Tensor) -> list[int]:
-    """Of its dimensions with more than one element."""
+    """Return the strides of the dimensions of `tensor` with more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def name_numbers(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[int, str]:
-    """The first name of each parameter of `optimizer`, by its number in `state_dict`. Raises `CheckpointError` for one
-    that `model` does not have."""
+    """Return the first name of each parameter of `optimizer`, by its number in `state_dict`. Raises `CheckpointError`
+    for one that `model` does not have."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CheckpointError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     names = parameter_names(model)
@@ -298,5 +300,5 @@ def name_numbers(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> di
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """In the order of their numbers in `state_dict`."""
+    """Return the parameters of `optimizer` in the order of their numbers in `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -29,6 +29,7 @@ from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored, parse_
 from hetmem.errors import CheckpointError, StoreError
 from hetmem.memory import mapping
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.nvme_io import Move
 
 _INDEX = ".safetensors.index.json"
 _SHOWN = 5
@@ -37,31 +38,29 @@ _SHOWN = 5
 
 def write_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
     """Write all of `memory` at `offset`. Raises `StoreError` with path, offset and bytes."""
-    done = 0
-    try:
-        while done < memory.nbytes:
-            done += os.pwrite(fd, memory[done:], offset + done)
-    except OSError as error:
-        raise _failure(error, f"cannot write {memory.nbytes} bytes at offset {offset} of {path!r}", done) from error
+    _move(f"cannot write {memory.nbytes} bytes at offset {offset} of {path!r}", os.pwritev, fd, memory, offset)
 
 
 def read_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
     """Fill all of `memory` from `offset` on. Raises `StoreError` with path, offset and bytes, also at the end of the
     file."""
+    _move(f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}", os.preadv, fd, memory, offset)
+
+
+def _move(failure: str, move: Move, fd: int, memory: memoryview, offset: int) -> None:
     done = 0
     try:
         while done < memory.nbytes:
-            moved = os.preadv(fd, [memory[done:]], offset + done)
-            if not moved:
+            if not (moved := move(fd, [memory[done:]], offset + done)):
                 raise OSError(errno.EIO, "end of file")
             done += moved
     except OSError as error:
-        raise _failure(error, f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}", done) from error
+        raise _failure(error, failure, done) from error
 
 
 @contextmanager
 def replacing(path: str, nbytes: int) -> Iterator[int]:
-    """A descriptor of a new file of `nbytes` that takes the place of `path` when the block ends without an error.
+    """Yield a descriptor of a new file of `nbytes` that takes the place of `path` when the block ends without an error.
 
     What was at `path` stays whole until then, and so it does if the process is killed, the machine loses power or the
     disk fails; what is at `path` afterwards is on the disk. The new file is `path` + ".partial" meanwhile: removed
@@ -72,7 +71,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
     if os.path.isdir(path):
         raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file, and a checkpoint takes the place of it")
+        raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file that a checkpoint could replace")
     unfinished = f"{path}.partial"
     fd = _open_alone(unfinished)
     try:
@@ -120,7 +119,7 @@ def _open_alone(path: str) -> int:
 
 
 def _reserve(fd: int, path: str, nbytes: int) -> None:
-    """Disk blocks for all of the file, so that a full disk is known before anything is written."""
+    """Take disk blocks for all of the file, so that a full disk is known before anything is written."""
     free = 0
     try:
         os.ftruncate(fd, 0)
@@ -162,7 +161,7 @@ class OpenFile:
 
 @contextmanager
 def opened(path: str) -> Iterator[OpenFile]:
-    """The file at `path`, until the block ends. Raises `StoreError`, and `CheckpointError` for what is no such file."""
+    """Open the file at `path` for the block. Raises `StoreError`, and `CheckpointError` for one of another format."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -193,7 +192,7 @@ def opened(path: str) -> Iterator[OpenFile]:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """What is found to be wrong with the file at `path` in the block is said with its name."""
+    """Name the file at `path` in each `CheckpointError` of the block."""
     try:
         yield
     except CheckpointError as error:
@@ -209,7 +208,7 @@ class Source:
 
 
 def read_names(path: str, rename: Callable[[str], str | None] | None, stack: ExitStack) -> dict[str, Source]:
-    """The tensors of all files at `path` by what `rename` makes of their names; files stay open with `stack`."""
+    """Return the tensors of all files at `path` by what `rename` makes of their names; files stay open with `stack`."""
     found: dict[str, Source] = {}
     names: dict[str, str] = {}
     for each in _files(path):
@@ -257,7 +256,7 @@ def _files(path: str) -> list[str]:
 
 
 def _indexed(path: str) -> list[str]:
-    """The files that the index at `path` names, which must lie beside it."""
+    """Return the files that the index at `path` names, which must lie beside it."""
     try:
         with open(path, "rb") as file:
             weight_map = json.load(file)["weight_map"]
@@ -284,7 +283,7 @@ class _BlockBuffer(threading.local):
     memory: mapping.Mapping | None = None
 
     def like(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Of a block; it holds anything, until the next call."""
+        """Return memory of a block as a tensor; its contents are undefined, and it is valid until the next call."""
         shape = tuple(shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if self.memory is None or self.memory.nbytes < nbytes:
@@ -316,7 +315,7 @@ def run(jobs: Iterable[BlockJob]) -> list[Any]:
 
 
 def _settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Let GPUs finish: the threads here use other streams than who computed with `tensors`, or will."""
+    """Let GPUs finish: threads here use other streams than those that compute with `tensors`."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 
@@ -353,7 +352,7 @@ def check_tensors(file: OpenFile, stored: Iterable[Stored], checks: Mapping[str,
 
 
 def checksums(file: OpenFile, stored: Stored) -> list[int]:
-    """The CRC-32 of every block of a tensor. Raises `StoreError`."""
+    """Return the CRC-32 of every block of a tensor. Raises `StoreError`."""
     return run(partial(_read, file, stored, block, None, None) for block in stored.blocks())
 
 
@@ -411,6 +410,6 @@ def _is_memory(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of `tensor`, contiguous and in host memory."""
+    """Return the memory of `tensor`, contiguous and in host memory."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

@@ -74,12 +74,12 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Return the bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self) -> list[FileBlock]:
-        """Its parts that are moved and checked each by itself, in the order of their bytes. They depend on shape and
-        dtype alone."""
+        """Return the parts that are moved and checked each by itself, in the order of their bytes. They depend on shape
+        and dtype alone."""
         return list(_blocks(self.shape, self.nbytes, 0, ()))
 
 
@@ -101,8 +101,8 @@ def _blocks(shape: tuple[int, ...], nbytes: int, offset: int, index: Index) -> I
 
 
 def arrange(tensors: Mapping[str, torch.Tensor]) -> list[Stored]:
-    """Places for `tensors`: wide elements first, so that each is aligned. Raises `CheckpointError` for a dtype or
-    layout that the format does not have."""
+    """Return places for `tensors`, wide elements first, so that each is aligned. Raises `CheckpointError` for a dtype
+    or layout that the format does not have."""
     stored, start = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
         if is_traceable_wrapper_subclass(tensor):
@@ -116,12 +116,12 @@ def arrange(tensors: Mapping[str, torch.Tensor]) -> list[Stored]:
 
 
 def data_nbytes(stored: Iterable[Stored]) -> int:
-    """Bytes of the data section."""
+    """Return the bytes of the data section."""
     return sum(one.nbytes for one in stored)
 
 
 def header(stored: Iterable[Stored], metadata: Mapping[str, str], checks: Mapping[str, list[int]]) -> bytes:
-    """The file up to the data. `checks`: the CRC-32 of every block of every tensor; its length depends on no value."""
+    """Return the file up to the data, as long whatever the values. `checks`: CRC-32 of each tensor's blocks."""
     own = {"hetmem.header_crc32": _NO_CHECK, "hetmem.version": VERSION, "format": "pt"}
     digits = {name: "".join(f"{check:08x}" for check in found) for name, found in checks.items()}
     table: dict[str, Any] = {"__metadata__": {**own, **metadata, "hetmem.crc32": json.dumps(digits)}}
@@ -150,7 +150,7 @@ class Header:
 
 
 def parse(text: bytes, data_nbytes: int) -> Header:
-    """The header `text` (without its length) of a file with `data_nbytes` behind it.
+    """Return what the header `text` (without its length) says of a file with `data_nbytes` behind it.
 
     Raises `CheckpointError` if it is not that of a checkpoint of this version, or damaged.
     """
@@ -180,7 +180,7 @@ def parse(text: bytes, data_nbytes: int) -> Header:
 
 
 def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
-    """The tensors of a file of safetensors, by name, of any writer; of a checkpoint, those of the model.
+    """Return the tensors of a file of safetensors, by name, of any writer; of a checkpoint, those of the model.
 
     Raises `CheckpointError` as `parse` does.
     """
@@ -232,7 +232,7 @@ def _stored(name: str, entry: dict[str, Any]) -> Stored:
 
 
 def _check_places(stored: Iterable[Stored], data_nbytes: int) -> None:
-    """Every byte belongs to one tensor."""
+    """Raise `CheckpointError` unless every byte of the data belongs to one tensor."""
     end = 0
     for one in sorted(stored, key=lambda one: (one.start, one.nbytes)):
         if one.start != end:

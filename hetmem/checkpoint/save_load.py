@@ -71,34 +71,28 @@ def save(
     is as it was then. Save between steps: another thread that trains waits meanwhile. Gradients are not saved.
     """
     with all_of(model, "a checkpoint"):
-        _save(path, model, optimizer, extra)
+        state, encoder = of_model(model), Encoder()
+        refuse_half_stepped(
+            model,
+            "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
+        )
+        metadata: dict[str, Any] = {"tied": state.tied}
+        if optimizer is not None:
+            metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
+        tensors = dict(state.tensors)
+        tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
+        objects = {name: made for name, made in state.made.items() if name not in tensors}
+        metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
+        metadata["extra"] = encoder.encode(extra, "extra")
+        tensors |= encoder.tensors
 
-
-def _save(
-    place: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> None:
-    state, encoder = of_model(model), Encoder()
-    refuse_half_stepped(
-        model,
-        "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
-    )
-    metadata: dict[str, Any] = {"tied": state.tied}
-    if optimizer is not None:
-        metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
-    tensors = dict(state.tensors)
-    tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
-    objects = {name: made for name, made in state.made.items() if name not in tensors}
-    metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
-    metadata["extra"] = encoder.encode(extra, "extra")
-    tensors |= encoder.tensors
-
-    texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
-    stored = arrange(tensors)
-    blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
-    path = os.fspath(place)
-    with replacing(path, len(blank) + data_nbytes(stored)) as fd:
-        checks = write_tensors(fd, path, len(blank), stored, tensors)
-        write_at(fd, path, memoryview(header(stored, texts, checks)), 0)
+        texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
+        stored = arrange(tensors)
+        blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
+        file = os.fspath(path)
+        with replacing(file, len(blank) + data_nbytes(stored)) as fd:
+            checks = write_tensors(fd, file, len(blank), stored, tensors)
+            write_at(fd, file, memoryview(header(stored, texts, checks)), 0)
 
 
 Targets = list[tuple[Stored, torch.Tensor]]
@@ -194,7 +188,7 @@ class _Reader:
 
 @contextmanager
 def partly_loaded(what: str) -> Iterator[None]:
-    """Errors in the block say that `what` ("the model is") partly loaded."""
+    """Say in errors of the block that `what` ("the model is") partly loaded."""
     told = f"{what} partly loaded now: load again, this or another checkpoint, before using it"
     try:
         yield
@@ -210,7 +204,7 @@ def partly_loaded(what: str) -> Iterator[None]:
 
 
 def _match_model(state: ModelState, header: Header) -> Targets:
-    """Where each tensor of the model's comes from. Raises `CheckpointError` that names what does not match."""
+    """Return where each tensor of the model's comes from. Raises `CheckpointError` that names what does not match."""
     tied: dict[str, str] = header.values["tied"]
     objects = header.values["objects"]
     saved = {name for name in header.stored if not name.startswith((OPTIMIZER, EXTRA))} | {*tied, *objects}
@@ -235,9 +229,9 @@ def _match_model(state: ModelState, header: Header) -> Targets:
 
 def _differences(name: str, stored: Stored, tensor: torch.Tensor) -> Iterator[str]:
     yield from cannot_fill(name, tensor)
-    theirs, mine = (stored.shape, stored.dtype), (tuple(tensor.shape), tensor.dtype)
-    if theirs != mine:
-        yield f"{name} is {theirs[0]} of {theirs[1]} in the checkpoint and {mine[0]} of {mine[1]} in the model"
+    saved, own = (stored.shape, stored.dtype), (tuple(tensor.shape), tensor.dtype)
+    if saved != own:
+        yield f"{name} is {saved[0]} of {saved[1]} in the checkpoint and {own[0]} of {own[1]} in the model"
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -252,11 +246,11 @@ def _match_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, f
     name_numbers(optimizer, model)
     parameters, names = list(parameters_of(optimizer)), parameter_names(model)
     numbers = {name: number for number, parameter in enumerate(parameters) for name in names[id(parameter)]}
-    mine, theirs = {str(name) for name in optimizer.defaults}, set(saved["defaults"])
-    if mine - theirs and theirs - mine:
+    options, saved_options = {str(name) for name in optimizer.defaults}, set(saved["defaults"])
+    if options - saved_options and saved_options - options:
         raise CheckpointError(
-            f"the checkpoint is of another kind of optimizer: its options are {', '.join(sorted(theirs))}, those "
-            f"of this {type(optimizer).__name__} {', '.join(sorted(mine))}"
+            f"the checkpoint is of another kind of optimizer: its options are {', '.join(sorted(saved_options))}, "
+            f"those of this {type(optimizer).__name__} {', '.join(sorted(options))}"
         )
     _match_groups(optimizer.param_groups, saved["groups"], numbers)
     for name, strides in saved["strides"].items():
@@ -269,11 +263,11 @@ def _match_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, f
     return numbers
 
 
-def _match_groups(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], numbers: dict[str, int]) -> None:
-    if len(mine) != len(theirs):
-        raise CheckpointError(f"the checkpoint has {len(theirs)} parameter groups, the optimizer {len(mine)}")
+def _match_groups(groups: list[dict[str, Any]], stored: list[dict[str, Any]], numbers: dict[str, int]) -> None:
+    if len(groups) != len(stored):
+        raise CheckpointError(f"the checkpoint has {len(stored)} parameter groups, the optimizer {len(groups)}")
     first = 0
-    for place, (own, saved) in enumerate(zip(mine, theirs, strict=True)):
+    for place, (own, saved) in enumerate(zip(groups, stored, strict=True)):
         expected = set(range(first, first := first + len(own["params"])))
         lacks = expected - {numbers.get(name) for name in saved["params"]}
         found = [(name, "checkpoint", "optimizer") for name in saved["params"] if numbers.get(name) not in expected]
@@ -293,9 +287,9 @@ def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _R
         state[numbers[name]] = decode(values, tensor)
     others = decode(saved["others"], file.tensor)
     first, groups = 0, []
-    for own, theirs in zip(optimizer.param_groups, saved["groups"], strict=True):
+    for own, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         members = range(first, first := first + len(own["params"]))
-        groups.append({**own, **decode(theirs["options"], file.tensor), "params": list(members)})
+        groups.append({**own, **decode(stored["options"], file.tensor), "params": list(members)})
     beside = decode(saved["beside"], file.tensor)
     file.fill()
     loaded = {"state": {**state, **others}, "param_groups": groups}

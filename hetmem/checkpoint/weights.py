@@ -87,7 +87,7 @@ class _Made:
 
 
 def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
-    """By the names that the model should have for them. Raises `CheckpointError` for what nothing can be made of."""
+    """Return what the files have, by the model's names. Raises `CheckpointError` for what nothing can be made of."""
     plain, conversions = declared.sort(sources)
     made = {name: _Made(name, sources[key].stored.shape, [sources[key]], None) for name, key in plain.items()}
     for conversion in conversions:
@@ -123,7 +123,7 @@ def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> 
 
 
 def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[tuple[_Made, torch.Tensor]]:
-    """Which tensor of the model gets what. Raises `CheckpointError` that names what does not match."""
+    """Return which tensor of the model gets what. Raises `CheckpointError` that names what does not match."""
     problems: list[str] = []
     targets: list[tuple[_Made, torch.Tensor]] = []
     several: list[list[str]] = []
@@ -166,8 +166,8 @@ def _differences(made: _Made, tensor: torch.Tensor, rounding: bool) -> Iterator[
 
 def _is_exact(narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Whether every value of the one is a value of the other: as many digits, and as small a least one."""
-    mine, theirs = torch.finfo(narrow), torch.finfo(wide)
-    return theirs.eps <= mine.eps and theirs.smallest_normal * theirs.eps <= mine.smallest_normal * mine.eps
+    less, more = torch.finfo(narrow), torch.finfo(wide)
+    return more.eps <= less.eps and more.smallest_normal * more.eps <= less.smallest_normal * less.eps
 
 
 # ---- What Hugging Face's transformers declares about files of a model: other names, tensors that are merged or cut.
@@ -265,7 +265,7 @@ class Declared:
         return plain, list(conversions.values())
 
     def _renamed(self, key: str) -> tuple[str, Any, str]:
-        """The name of the model, the converter that makes it, if any does, and the pattern of that."""
+        """Return the name of the model, the converter that makes it, if any does, and the pattern of that."""
         name, pattern = key, ""
         for rename in self._renamings:
             name = rename(name)
@@ -282,14 +282,14 @@ class Declared:
         return name, converter, pattern
 
     def _prefixed(self, name: str) -> str:
-        """As a model with a head names what its base model saved, or the other way round."""
+        """Return `name` as a model with a head names what its base model saved, or the other way round."""
         prefix = f"{self._prefix}."
         if self._prefix and name.startswith(prefix) and name[len(prefix) :] in self._names:
             return name[len(prefix) :]
         return prefix + name if self._prefix and prefix + name in self._names else name
 
     def wanted(self, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Those that are not declared to be of no matter."""
+        """Return both without the names that transformers declares may be missing, or unexpected."""
         if self._model is None:
             return list(missing), list(unexpected)
         may_miss, may_be = ([*(getattr(self._model, f"_keys_to_ignore_on_load_{kind}", None) or ())] for kind in _KINDS)
@@ -305,8 +305,8 @@ _KINDS = ("missing", "unexpected")
 
 
 def _as_its_library_knows_it(model: torch.nn.Module) -> Any:
-    """`model`, if it is of transformers; seen as the class of transformers that it is derived from, as what is declared
-    goes by that. None for any other."""
+    """Return `model`, if it is of transformers, seen as the class of transformers that it is derived from, as
+    declarations go by that class. None for any other model."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
@@ -323,7 +323,7 @@ def _renamed_by(transform: Any, key: str) -> str:
 
 
 def _renamings_of_4(model: Any) -> list[Callable[[str], str]]:
-    """Of transformers before 5, which renames only."""
+    """Return how transformers before 5, which renames only, renames tensors of `model`."""
     mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
     fix: Any = getattr(model, "_fix_state_dict_key_on_load", None)
 
@@ -342,5 +342,5 @@ def _renamings_of_4(model: Any) -> list[Callable[[str], str]]:
 
 
 def shown(names: Sequence[str]) -> str:
-    """`names`, or their number and two of them."""
+    """Return `names`, or their number and two of them."""
     return names[0] if len(names) == 1 else f"{len(names)} tensors ({names[0]} … {names[-1]})"

@@ -20,7 +20,7 @@ import torch
 from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
-from hetmem.engine.param_views import is_shared, references, storage_address
+from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, Widened, stored
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import SMALL_BYTES, Link
@@ -169,10 +169,10 @@ def let_arrive(
         if type(gradient) is not torch.Tensor:
             gradient = None
         if gradient is not None:  # as `show_gradient`
-            weight.__class__ = managed.kind  # whose `.data` is torch's own
-            own, weight.data = weight.data, gradient
-            weight.grad, weight.data = gradient, own
-            weight.__class__ = managed.bound_kind
+            own = get_data(weight)
+            set_data(weight, gradient)
+            weight.grad = gradient
+            set_data(weight, own)
         given += ((managed, weight, gradient, 0 if gradient is None else gradient._version, is_fresh),)
     return given
 
@@ -188,24 +188,6 @@ def take_arrived(given: Iterable[Given]) -> list[tuple[ManagedParameter, torch.T
         elif is_fresh and gradient is not None and gradient._version == version and managed.parameter.grad is gradient:
             managed.parameter.grad = None
     return others
-
-
-def leave_working(managed: ManagedParameter, weight: torch.Tensor) -> None:
-    """Have `weight`, a working weight that nothing computes with any more, take no memory."""
-    if managed.stand_in is not None:
-        weight.__class__ = managed.kind
-        weight.data = managed.stand_in
-        weight.__class__ = managed.bound_kind
-
-
-def working_weight(managed: ManagedParameter) -> torch.Tensor:
-    """Return a working weight over the device copy of `managed`."""
-    assert managed.device is not None
-    weight: Any = torch.nn.Parameter(managed.device, managed.parameter.requires_grad)
-    vars(weight).update(vars(managed.parameter))
-    vars(weight)["hetmem_parameter"] = weakref.ref(managed.parameter)
-    weight.__class__ = managed.bound_kind
-    return weight  # type: ignore[no-any-return]
 
 
 def are_own(homes: list[torch.Tensor | None], addresses: list[int]) -> bool:
@@ -349,10 +331,7 @@ class GradientCopies:
         home = chunk.homes[Role.GRAD]
         if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
             try:
-                if home.tier is Tier.DEVICE:
-                    work()
-                else:
-                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+                self.send_now(home, work, nbytes)
             finally:
                 if home.tier is Tier.NVME:
                     self._end_lease(home)

@@ -28,7 +28,7 @@ from hetmem.engine.gradient_views import (
     show_widened,
     take_gradient,
 )
-from hetmem.engine.runtime import Runtime, Segments
+from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
 
@@ -95,9 +95,10 @@ class ArrivalHooks(NamedTuple):
 
 
 class GradientSink:
-    """Takes the gradients of one model from autograd, and sends them home."""
+    """Takes the gradients of one model from autograd, and sends them home. `segments`: its
+    `intercept.phases.StepSegments`."""
 
-    def __init__(self, runtime: Runtime, segments: Segments, hooks: ArrivalHooks) -> None:
+    def __init__(self, runtime: Runtime, segments: Any, hooks: ArrivalHooks) -> None:
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
@@ -146,7 +147,7 @@ class GradientSink:
         parameter = managed.parameter
         if self.runtime.bindings.resting:
             self.runtime.bindings.end_rest()
-        if type(parameter) is managed.unbound_kind:
+        if type(parameter) is managed.watched_kind:
             self.send_home(managed)
         if self.told or self.runtime.traffic.updating:
             for listener in self.listeners:
@@ -305,7 +306,7 @@ class GradientSink:
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
         if on_nvme and not any(listener.begins_early for listener in self.listeners):
-            self._sends.complete.comes(chunk, id(managed), _awaited, adds=adds)
+            self._sends.complete.comes(chunk, id(managed), _awaited)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)

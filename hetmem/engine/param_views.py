@@ -9,7 +9,9 @@ about use: above what it was when the view was made, it is in use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -144,6 +146,34 @@ class Bindings:
             parameter.data = managed.device
             parameter.__class__ = managed.bound_kind
 
+    @staticmethod
+    def as_ordinary(used: Iterable[ManagedParameter]) -> None:
+        """Give `used` the class that they had before they were managed, as what is compiled knows no other."""
+        for managed in used:
+            managed.parameter.__class__ = managed.kind
+
+    def lose(self, kind: type) -> None:
+        """Give all parameters the class `kind`: the memory of their homes is not in this process."""
+        for managed in self.by_id.values():
+            managed.parameter.__class__ = kind
+
+    @staticmethod
+    def watch(ordinary: Iterable[ManagedParameter]) -> None:
+        """Watch those of `ordinary` that have the class which they had before: all of them after each forward and
+        backward, so without a call for each."""
+        for managed in ordinary:
+            parameter = managed.parameter
+            if parameter.__class__ is managed.kind:
+                parameter.__class__ = managed.watched_kind
+
+    @staticmethod
+    def unwatch(watched: Iterable[ManagedParameter]) -> None:
+        """End `watch`."""
+        for managed in watched:
+            parameter = managed.parameter
+            if parameter.__class__ is managed.watched_kind:
+                parameter.__class__ = managed.kind
+
     def unbind(self, used: Iterable[ManagedParameter]) -> None:
         """End `bind`: each of `used` rests, or is its home if nothing computes."""
         for managed in used:
@@ -151,7 +181,7 @@ class Bindings:
             parameter.__class__ = managed.kind
             parameter.data = managed.rest if self._away else managed.home
             if self._away:
-                parameter.__class__ = managed.unbound_kind
+                parameter.__class__ = managed.watched_kind
                 if not self.rests and managed.rest is not managed.home:
                     self.resting.append(managed)
 
@@ -164,8 +194,12 @@ class Bindings:
 
     @property
     def away(self) -> bool:
-        """Return whether the model computes: then a parameter that is not bound is of its `unbound_kind`."""
+        """Return whether the model computes: then a parameter that is not bound is watched."""
         return self._away > 0
+
+    def is_resting(self, managed: ManagedParameter) -> bool:
+        """Return whether `managed` is watched because the model computes."""
+        return self._away > 0 and type(managed.parameter) is managed.watched_kind
 
     def leave_home(self, *, backward: bool = False) -> None:
         """Begin compute: parameters that are not bound rest. A custom function of autograd takes a parameter as it is,
@@ -182,7 +216,7 @@ class Bindings:
             parameter = managed.parameter
             if self.rests and managed.rest is not managed.home:
                 parameter.data = managed.rest
-            parameter.__class__ = managed.unbound_kind
+            parameter.__class__ = managed.watched_kind
 
     def end_rest(self) -> None:
         """Send parameters home that a recomputation within a backward has left at rest. Until that is over they must
@@ -190,20 +224,22 @@ class Bindings:
         while self.resting:
             managed = self.resting.pop()
             parameter = managed.parameter
-            if not managed.bound and type(parameter) is managed.unbound_kind:
+            if not managed.bound and type(parameter) is managed.watched_kind:
                 parameter.__class__ = managed.kind
                 parameter.data = managed.home
-                parameter.__class__ = managed.unbound_kind
+                parameter.__class__ = managed.watched_kind
 
     def go_home(self) -> None:
         """End compute: every parameter is its home again, unless a forward around it still computes."""
-        self._away = max(0, self._away - 1)
+        if not self._away:
+            return  # those that are watched are so for another reason
+        self._away -= 1
         if not self._away:
             self.end_rest()
             rests, self.rests = self.rests, False
             for managed in self.by_id.values():
                 parameter = managed.parameter
-                if type(parameter) is managed.unbound_kind:
+                if type(parameter) is managed.watched_kind:
                     parameter.__class__ = managed.kind
                     if rests and managed.rest is not managed.home:
                         parameter.data = managed.home
@@ -214,9 +250,9 @@ class Bindings:
         self.go_home()
 
     def send_home(self, managed: ManagedParameter) -> bool:
-        """Make `managed`, if it rests, its home, so that the program can read it; return whether it did rest."""
+        """Make `managed`, if it is watched, its home and an ordinary parameter; return whether it was watched."""
         parameter = managed.parameter
-        if type(parameter) is not managed.unbound_kind:
+        if type(parameter) is not managed.watched_kind:
             return False
         parameter.__class__ = managed.kind
         if managed.rest is not managed.home and (self.rests or managed in self.resting):
@@ -226,7 +262,7 @@ class Bindings:
     @staticmethod
     def show_home(managed: ManagedParameter, tensor: torch.Tensor | None = None) -> None:
         """Set `managed.parameter.data`, which the program has set, to its home, or to `tensor`."""
-        managed.parameter.data = managed.home if tensor is None else tensor
+        set_data(managed.parameter, managed.home if tensor is None else tensor)
 
     def leave_to_holders(self, managed: ManagedParameter) -> None:
         """Leave the memory of the device view of `managed`, which gets other values, to tensors of the program that
@@ -244,6 +280,10 @@ class Bindings:
         managed.device = managed.device_view = None
 
 
+get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""Of a parameter that is bound: its own `data` tells of who asks."""
+_NO_MEMORY = torch.empty(0, device="cpu")
 references: Any = torch_private.storage_references
 storage_address: Any = torch_private.storage_address
 
@@ -288,10 +328,44 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
         managed.stand_in = stand_in(home, dtype, device)
     managed.home, managed.rest = home, rest_of(managed, home, device)
     managed.parameter.data = home
-    managed.version = managed.parameter._version
+    with torch_private.NoFunctionsOfSubclasses():
+        managed.counter = managed.parameter.detach()
+        managed.counter.data = _NO_MEMORY
+    managed.version = managed.counter._version
     managed.home_storage = storage_address(home)
     managed.home_references = storage_references(home)
     managed.home_address = home.data_ptr()
     gradient = managed.parameter.grad
     if gradient is not None and gradient.device != home.device:
         managed.parameter.grad = gradient.to(home.device)
+
+
+def leave_ordinary(parameter: Any) -> None:
+    """Give `parameter`, which is watched, and whose model is gone, the class that it had before."""
+    parameter.__class__ = type(parameter).__mro__[2]  # behind its own and the one that watches
+
+
+@contextmanager
+def of_class(parameter: torch.Tensor, kind: type) -> Iterator[None]:
+    """Have `parameter` be of the class `kind` for the body."""
+    before, parameter.__class__ = type(parameter), kind
+    try:
+        yield
+    finally:
+        parameter.__class__ = before
+
+
+def working_weight(managed: ManagedParameter) -> torch.Tensor:
+    """Return a working weight over the device copy of `managed`."""
+    assert managed.device is not None
+    weight: Any = torch.nn.Parameter(managed.device, managed.parameter.requires_grad)
+    vars(weight).update(vars(managed.parameter))
+    vars(weight)["hetmem_parameter"] = weakref.ref(managed.parameter)
+    weight.__class__ = managed.bound_kind
+    return weight  # type: ignore[no-any-return]
+
+
+def leave_working(managed: ManagedParameter, weight: torch.Tensor) -> None:
+    """Have `weight`, a working weight that nothing computes with any more, take no memory."""
+    if managed.stand_in is not None:
+        set_data(weight, managed.stand_in)

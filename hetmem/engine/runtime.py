@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 from hetmem import torch_private
 from hetmem.base.config import turn_timeout_seconds
@@ -31,7 +31,7 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
-from hetmem.engine.write_check import WriteCheck
+from hetmem.engine.write_check import TRAINS, WriteCheck
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
@@ -49,43 +49,6 @@ class TrainingPhase(Enum):
     SETTLING = "settling"
     """A backward is over, and its gradients are not all at home yet."""
     STEP = "step"
-
-
-class Segments(Protocol):
-    """Tells the segments of one model's steps apart."""
-
-    unseen: bool
-    """Whether no mode sees what is done in this backward."""
-    backward_began: Callable[[], None]
-    backward_ended: Callable[[], None]
-
-    def on_backward(self) -> None:
-        """Note that something happened within a backward."""
-
-
-class ParameterMarks(Protocol):
-    """Marks the parameters of one model between its calls, so that uses of them are seen."""
-
-    refuse_updated: Any
-    step_runs: Callable[[], bool]
-
-    def begin(self) -> None:
-        """Mark what a step leaves to be updated."""
-
-    def begin_step(self) -> None:
-        """Mark frozen parameters alone."""
-
-    def pause(self) -> None:
-        """Begin compute: none is marked."""
-
-    def resume(self) -> None:
-        """End compute: mark again."""
-
-    def look_again(self) -> None:
-        """Mark anew, after all updates were waited for."""
-
-    def stop(self) -> None:
-        """Mark no more."""
 
 
 class Runtime:
@@ -114,8 +77,8 @@ class Runtime:
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.trailing: ParameterMarks
-        """The parameters that are marked between calls of the model; set by what intercepts these."""
+        self.marks: Any
+        """The `intercept.watched.ParameterMarks` that marks parameters between calls of the model, set by that."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
         self.planned_optimizer: Mapping[str, str] = {}
@@ -176,7 +139,7 @@ class Runtime:
         homes of those that are trained before the next forward, which makes their copies anew."""
         self.writes.stepped = True
         for chunk in self.chunks if not self.memory.resident else ():
-            if any(managed.parameter.requires_grad for managed in chunk.parameters):
+            if any(map(TRAINS, chunk.parameters)):
                 self.traffic.hold(chunk)
 
     def after_step(self) -> None:

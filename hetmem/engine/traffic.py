@@ -89,7 +89,7 @@ class Traffic:
         awaited, events.awaited = events.awaited, block if missing else events.awaited
         try:
             self.ask(block, tier, load=load, urgent=True)
-            self._wait_for(block, tier, hastens=missing)
+            self._wait_for(block, tier)
         finally:
             events.awaited = awaited
         self._log_unfetched(block, tier)
@@ -136,12 +136,9 @@ class Traffic:
             self.abandon(block, tier)
             raise
 
-    def _wait_for(self, block: int, tier: Tier, *, hastens: bool) -> None:
+    def _wait_for(self, block: int, tier: Tier) -> None:
         """Wait for the copy of a lease, which is taken back if this raises."""
-        chunk = self.executor.chunk_of_block[block][0]
         try:
-            if hastens and chunk in self.updating:
-                self.executor.hasten(chunk)
             there = wait_until(self.executor, partial(self._is_there, block, tier))
         except BaseException:
             self.abandon(block, tier)
@@ -380,7 +377,9 @@ class Traffic:
         self.residency.suspend(block)
         self.hold(chunk)
         try:
-            found = self.device_copy(chunk) is not None  # may wait, and an interrupt come in
+            while self.residency.state(block, DEVICE) is CopyState.LOADING:
+                self.wait_for_one()  # in which an interrupt may come
+            found = self.residency.state(block, DEVICE) is CopyState.VALID
             if found and not keep_copy:
                 self.execute(self.residency.invalidate(block, Tier.DEVICE))
         except BaseException:
@@ -393,10 +392,11 @@ class Traffic:
         """End `begin_update`. With `renew` a copy on the device is wanted again."""
         self.updating.discard(chunk)
         block = chunk.operand_block
-        if block >= 0:
-            self.execute(self.residency.resume(block))
-            if renew:
-                self.execute(self.residency.prefetch(block, Tier.DEVICE))
+        commands = [] if block < 0 else self.residency.resume(block)
+        if renew:
+            commands += self.residency.prefetch(block, Tier.DEVICE)
+        if commands:
+            self.execute(commands)
 
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
@@ -418,8 +418,8 @@ class Traffic:
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""
-        if chunk in self.updating:
-            self.executor.hasten(chunk)
+        if chunk not in self.updating:
+            return
         if not wait_until(self.executor, lambda: chunk not in self.updating):
             raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 

@@ -97,10 +97,7 @@ class Uses:
         unseen = not _functions_around()
         unsure, as_seen = self._writes.unsure, unseen
         for managed in used if unseen else ():
-            parameter = managed.parameter
-            kind, parameter.__class__ = type(parameter), managed.kind
-            version, parameter.__class__ = parameter._version, kind  # as `version_now`
-            if version != managed.version or (unsure and managed.chunk in unsure):
+            if managed.counter._version != managed.version or (unsure and managed.chunk in unsure):
                 as_seen = False
         try:
             if not as_seen:  # writes are to be honoured first
@@ -237,7 +234,7 @@ class Uses:
         with self._unwatched():
             for managed in used:
                 try:
-                    if managed.parameter._version != managed.version:
+                    if managed.counter._version != managed.version:
                         self._writes.by_operator(managed)
                     elif managed in writes or managed.data_taken:
                         self._writes.compare(managed)
@@ -273,7 +270,7 @@ class Uses:
         if not (measured or uncounted or _functions_around()):
             for managed in used:
                 parameter = managed.parameter
-                if managed.data_taken or parameter._version != managed.version:
+                if managed.data_taken or managed.counter._version != managed.version:
                     break
                 if type(parameter) is managed.kind and self._bindings.is_elsewhere(managed):
                     break
@@ -298,9 +295,9 @@ class Uses:
         name, block = f"data of {managed.name}", managed.chunk.operand_block
         with self._unwatched():
             self._bindings.unbind([managed])
-            managed.parameter.__class__ = managed.kind
             try:
-                self.data_set(managed, value)
+                with torch_private.NoFunctionsOfSubclasses():
+                    self.data_set(managed, value)
                 self._acquire_device(managed, block, name)
                 self._traffic.release(block, DEVICE)  # of the use that there was before
             finally:
@@ -374,18 +371,11 @@ class Uses:
 
     def _notice_write(self, managed: ManagedParameter) -> None:
         """Honour a write to `managed` since it was used: at home, or to a view of the copy that is held."""
-        rests = type(managed.parameter) is managed.unbound_kind
-        managed.parameter.__class__ = managed.kind
-        try:
-            if managed.parameter._version != managed.version:
-                at_device = rests or managed.bound
-                leased = managed in self._held or managed in self._for_backward
-                held = at_device and leased and managed.device is not None
-                with self._unwatched():
-                    self._writes.by_operator(managed) if held else self._writes.by_user(managed)
-        finally:
-            if rests:
-                managed.parameter.__class__ = managed.unbound_kind
+        if managed.counter._version != managed.version:
+            leased = managed in self._held or managed in self._for_backward
+            held = leased and managed.device is not None and (managed.bound or self._bindings.is_resting(managed))
+            with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
+                self._writes.by_operator(managed) if held else self._writes.by_user(managed)
 
     def read_at_home(self, managed: ManagedParameter) -> None:
         """Wait for the update of `managed`, which the program reads between the nodes of a backward."""
@@ -395,14 +385,10 @@ class Uses:
 
     def rest_again(self, used: Iterable[ManagedParameter]) -> None:
         """`used`, which the user found at home, rest again; what was written there counts."""
-        with self._unwatched():
-            used = list(used)
+        used = list(used)
+        with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
             for managed in used:
-                parameter = managed.parameter
-                kind, parameter.__class__ = type(parameter), managed.kind  # as `version_now`
-                written = parameter._version != managed.version or self._bindings.is_elsewhere(managed)
-                parameter.__class__ = kind
-                if written:
+                if managed.counter._version != managed.version or self._bindings.is_elsewhere(managed):
                     self.end_backward()
                     self._writes.by_user(managed)
             if self._bindings.away:
@@ -427,10 +413,7 @@ class Uses:
         for managed in [*self._held]:
             if self._untracked and id(managed) in self._untracked:
                 self._writes.by_view(managed)
-            parameter = managed.parameter
-            kind, parameter.__class__ = type(parameter), managed.kind
-            version, parameter.__class__ = parameter._version, kind  # as `version_now`
-            if version != managed.version:
+            if managed.counter._version != managed.version:
                 self._notice_write(managed)
             if managed.device is None or references(managed.device_storage) <= managed.device_references:
                 del self._held[managed]

@@ -38,7 +38,7 @@ from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
-_TRAINS = attrgetter("parameter.requires_grad")
+TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, attrgetter("version")),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
@@ -63,7 +63,7 @@ class WriteCheck:
         """The `id`s of parameters whose copies were ever found to be written without a version."""
         self.touched: set[ManagedParameter] = set()
         """Parameters that the program may have written to without a version since their copies were made: a function in
-        place, or one whose result shares their memory, was called (`async_params`)."""
+        place, or one whose result shares their memory, was called (`intercept.watched`)."""
         self.kept: set[ManagedParameter] = set()
         """Parameters whose memory a tensor of the program shared as the last backward began, or that a hook in it was
         handed: their updates do not begin before `step()`."""
@@ -90,7 +90,7 @@ class WriteCheck:
         for managed in self.all_counted(self._parameters):
             counted.setdefault(managed.chunk, []).append(managed)
         first = self._gradients_wanted is None  # before which nothing was watched
-        due = {each for each in chunks if first or (trained and any(map(_TRAINS, each.parameters)))}
+        due = {each for each in chunks if first or (trained and any(map(TRAINS, each.parameters)))}
         self.stepped, self._gradients_wanted = False, torch.is_grad_enabled()
         due.update(managed.chunk for managed in self.touched)
         self.touched.clear()
@@ -181,7 +181,7 @@ class WriteCheck:
     @staticmethod
     def counted(managed: ManagedParameter) -> bool:
         """Return whether torch shows a write to `managed` since hetmem last saw it, outside compute."""
-        return managed.parameter._version != managed.version or _is_replaced(managed)
+        return managed.counter._version != managed.version or _is_replaced(managed)
 
     def by_user(self, managed: ManagedParameter) -> None:
         """Honour a write to `managed` outside compute, also `p.data = t`: its home counts, its copies are
@@ -197,7 +197,7 @@ class WriteCheck:
             self._leave_home_to_holders(managed, hetmem_holds=2)
             managed.home.copy_(new)
             self._bindings.show_home(managed)
-        managed.version = parameter._version
+        managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed)
 
@@ -270,7 +270,7 @@ class WriteCheck:
         where = managed.chunk.homes[Role.PARAM]
         self._traffic.wait_until_written([where])  # an update that is being written must not come after this
         self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
-        managed.version = managed.parameter._version
+        managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
 
@@ -295,7 +295,9 @@ class WriteCheck:
                 managed.grad_version = managed.grad_home._version
                 written = True
         home = chunk.homes.get(Role.GRAD)
-        torn = home is not None and home.block is not None and self._traffic.executor.torn_reads.torn(home.block)
+        if home is None or home.tier is not Tier.NVME:
+            return  # nothing is staged
+        torn = home.block is not None and self._traffic.executor.torn_reads.torn(home.block)
         if written or torn or self._staged_differs(chunk, taken):
             self._traffic.superseded(chunk, Role.GRAD)
 

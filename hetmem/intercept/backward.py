@@ -162,7 +162,7 @@ def _begin_of(interception: Interception) -> None:
     if interception.backwards == 1:
         if interception.stretches.here:
             interception.current(sys._getframe())  # which an interrupt may have ended
-        runtime.trailing.pause()
+        runtime.marks.pause()
         runtime.renew_touched()
     interception.working.begin_backward()
     runtime.bindings.leave_home(backward=True)
@@ -187,7 +187,7 @@ def _end_of(interception: Interception) -> None:
         working.end_backward()
         interception.segments.forget_forwards()
     if not interception.backwards and not interception.stretches.here:
-        interception.runtime.trailing.resume()
+        interception.runtime.marks.resume()
 
 
 def _may_be_of(interception: Interception) -> bool:

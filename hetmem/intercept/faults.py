@@ -1,9 +1,7 @@
-"""Binds weights that a function meets unbound: each is on the device for the length of that function.
+"""What a function finds that meets a watched weight: within compute its device copy, bound for that length.
 
-Note "classes": while something computes, a parameter that is not bound for a call of a module gets a
-subclass with a `__torch_function__`, so only functions that meet such a parameter cost anything. A bound one gets a
-subclass without it, whose `.data` is a property, as writes through that count no versions. The object and `isinstance`
-stay as they are; torch does the same to parameters without a shape (`torch.nn.parameter.UninitializedParameter`)."""
+Outside of compute each is its home for that length, once its update has ended (see note "classes" in `watched`).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +14,14 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
+from hetmem.engine.param_views import get_data, set_data
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.errors import ManageError
-from hetmem.intercept.async_params import hands_out, is_in_place
-from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.intercept.saved_tensors import SavedTensors
+from hetmem.intercept.watched import Bound, ParameterMarks, Watched, classes_of, hands_out, is_in_place
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
-_get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
 _AsItIs: Any = torch_private.NoFunctionsOfSubclasses
 
 
@@ -71,6 +68,13 @@ _ASKS: dict[Any, _Asks] = {
     _TENSOR.dtype.__get__: _Asks.DTYPE,
     **dict.fromkeys((torch.Tensor.is_floating_point, torch.is_floating_point), _Asks.IS_FLOATING),
 }
+_TELL_NO_VALUES = ({*_ASKS} - {torch.Tensor.size, torch.Tensor.dim}) | {
+    *_getters("nbytes"),
+    torch.Tensor.element_size,
+    torch.Tensor.is_complex,
+}
+"""What reads no values of a parameter that is at home. Its `size` and `dim` are the last that transforms of
+`torch.func` ask of it before they wrap it in C++, and read."""
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _POINTERS = {
     torch.Tensor.data_ptr,
@@ -80,9 +84,7 @@ _POINTERS = {
 }
 """What says where a weight lies: it stays there until the call of the module around that is over. The handle of a
 storage is one for all that ask for it, and who holds that is not counted."""
-_SET_DATA = _TENSOR.data.__set__
-_GET_DATA = _TENSOR.data.__get__
-_CALL_NO_FUNCTION = {_SET_DATA, torch.tensor, torch.Tensor.new_tensor, torch.ops.aten.set_.source_Tensor}
+_CALL_NO_FUNCTION = {set_data, torch.tensor, torch.Tensor.new_tensor, torch.ops.aten.set_.source_Tensor}
 
 
 def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -94,26 +96,24 @@ def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequen
 class Faults:
     """Binds managed parameters of one model to their device copies for the length of each function that meets them."""
 
-    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Any) -> None:
-        self._runtime, self._gradients, self._saved = runtime, gradients, saved
+    def __init__(
+        self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, marks: ParameterMarks, around: Any
+    ) -> None:
+        self._runtime, self._gradients, self._saved, self._marks = runtime, gradients, saved, marks
+        self._bindings = runtime.bindings
         self._around: Callable[[], Any] = weakref.ref(around)
         """The `Interception`, which knows what computes around a function: it imports this."""
         self._by_id = runtime.bindings.by_id
         with runtime.unwatched():
             self._on_device = torch.empty(0, device=runtime.memory.device.torch_device)
-        self._kinds: dict[type, tuple[type, type]] = {}
+        kinds: dict[type, tuple[type, type]] = {}
         for managed in runtime.parameters:
             managed.kind = type(managed.parameter)
-            managed.bound_kind, managed.unbound_kind = self._kinds_of(managed.kind)
+            if managed.kind not in kinds:
+                kinds[managed.kind] = classes_of(managed.kind, weakref.ref(self))
+            managed.bound_kind, managed.watched_kind = kinds[managed.kind]
             if managed.kind is torch.nn.Parameter:
                 saved.kinds.add(managed.bound_kind)
-
-    def _kinds_of(self, kind: type) -> tuple[type, type]:
-        if kind not in self._kinds:
-            own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "hetmem_faults": weakref.ref(self)}
-            bound = type(kind.__name__, (_Bound, kind), dict(own))
-            self._kinds[kind] = bound, type(kind.__name__, (_Unbound, kind), dict(own))
-        return self._kinds[kind]
 
     def _bound(self, parameter: Any) -> ManagedParameter | None:
         """What `parameter` is, or works for, whose `.data` the program asks for: see `WorkingWeights.serve`."""
@@ -128,7 +128,7 @@ class Faults:
         managed = self._bound(parameter)
         if managed is not None:
             managed.data_taken = True
-        found: torch.Tensor = _GET_DATA(parameter)
+        found: torch.Tensor = get_data(parameter)
         return found
 
     def set_data_of_bound(self, parameter: Any, value: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ class Faults:
             return
         managed = self._bound(parameter)
         if managed is None:
-            _SET_DATA(parameter, value)
+            set_data(parameter, value)
             return
         if managed.parameter is not parameter:
             raise ManageError(
@@ -145,13 +145,14 @@ class Faults:
                 f"from now on, or write with torch.no_grad() and .copy_(value)"
             )
         with HELD_BACK, torch.no_grad():
-            value = value.data if isinstance(value, _Unbound) else value
+            value = value.data if isinstance(value, Watched) else value
             self._runtime.uses.set_bound(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`func(*args, **kwargs)`, where a parameter that is not bound is among the arguments."""
-        asks = _ASKS.get(func)
-        if asks is _Asks.FACT or self._runtime.monitor.paused:
+        """`func(*args, **kwargs)`, where a watched parameter is among the arguments."""
+        asks, computes = _ASKS.get(func), self._bindings.away
+        as_it_is = asks is _Asks.FACT or self._runtime.monitor.paused if computes else func in _TELL_NO_VALUES
+        if as_it_is:
             with _AsItIs():
                 return func(*args, **kwargs)
         used: list[ManagedParameter] = []
@@ -164,7 +165,7 @@ class Faults:
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs, used)
         around = self._around()
-        if around is None or not around.computes():
+        if not computes or around is None or not around.computes():
             return self._at_home(func, args, kwargs, used)
         if asks is not None:
             return self._answer(asks, func, used[0], args, kwargs)
@@ -172,9 +173,9 @@ class Faults:
             return self._operator(func, args, kwargs, used, around)
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
-        """Add the parameters among `values` (lists and tuples within included) that are not bound to `used`, once."""
+        """Add the parameters among `values` (lists and tuples within included) that are watched to `used`, once."""
         for value in values:
-            if isinstance(value, _Unbound):
+            if isinstance(value, Watched):
                 managed = self._by_id.get(id(value))
                 if managed is not None and managed not in used:
                     used.append(managed)
@@ -197,13 +198,13 @@ class Faults:
     def _operator(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Any
     ) -> Any:
-        if func == _SET_DATA and used[0].parameter is args[0]:
+        if func == set_data and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
         if self._gradients.within_step or in_backward():
             self._gradients.use_again(used)
         if in_backward():
             self._saved.enter_node()
-        works = around.meets_unbound(hands_out=func == _GET_DATA)
+        works = around.meets_unbound(hands_out=func == get_data)
         self._runtime.uses.use(_name(func), used)
         stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
         left, alone = casts.leave_cache(), works and self._saved.enter_function()
@@ -219,7 +220,7 @@ class Faults:
             stays = func in _POINTERS and around.keep(used)
             if not stays:
                 written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
-                self._runtime.uses.end_use(used, untracked=func in (_SET_DATA, _GET_DATA), writes=written)
+                self._runtime.uses.end_use(used, untracked=func in (set_data, get_data), writes=written)
                 casts.drop(used)
 
     def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
@@ -231,38 +232,69 @@ class Faults:
 
     def _backward(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
         """No operator, though it is called as one: it runs nodes, and the user's hooks between them."""
-        for managed in used:
-            managed.parameter.__class__ = managed.kind
+        if not self._bindings.away:
+            return self._backward_at_rest(func, args, kwargs, used)
+        self._bindings.as_ordinary(used)
         self._gradients.sent_home += used  # where `backwards` is told they rest again
         try:
             return func(*args, **kwargs)
         finally:
             self._gradients.rest_again()
 
+    def _backward_at_rest(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]
+    ) -> Any:
+        with self._runtime.turn.held("reading a weight"):
+            self._wait_for(used)
+        self._marks.unmark_all()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._marks.look_again()
+
+    @HELD_BACK
+    def _wait_for(self, used: list[ManagedParameter]) -> None:
+        """Wait for the updates of `used`, which the program reads at home, or raise if they have begun too early."""
+        self._gradients.use_again(used)
+        for managed in used:
+            self._marks.wait_for(managed)
+
     def _at_home(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
         """Call `func` outside of compute, as a hook of the user in a backward does: with parameters at home, as the
         last step left them. On another thread than that of the compute this waits for the turn."""
-        bindings = self._runtime.bindings
-        with self._runtime.turn.held("reading a weight"):
-            with HELD_BACK:
-                self._gradients.use_again(used)
-                for managed in used:
-                    self._runtime.uses.read_at_home(managed)
+        runtime, bindings, writes = self._runtime, self._bindings, self._runtime.writes
+        with runtime.turn.held("reading a weight"):
+            if runtime.monitor.paused:  # hetmem itself reads
+                with _AsItIs():
+                    return func(*args, **kwargs)
+            self._wait_for(used)
+            computes = bindings.away  # a backward, of which this is a hook
             there = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
-                self._runtime.writes.kept.update(managed for managed in used if hands_out(managed, func, result))
+                shown = [managed for managed in used if is_in_place(func) or hands_out(managed, func, result)]
+                (writes.kept if computes else writes.touched).update(shown)
                 return result
             finally:
                 with HELD_BACK:
-                    self._runtime.uses.rest_again(there)
+                    if computes:
+                        runtime.uses.rest_again(there)
+                    else:
+                        self._marks.mark_again(there)
+
+    def wait_for_update(self, parameter: torch.Tensor) -> None:
+        """Wait for the update of `parameter`, if one trails behind the step."""
+        managed = self._by_id.get(id(parameter))
+        if managed is not None and not self._runtime.monitor.paused:
+            with HELD_BACK:
+                self._marks.wait_for(managed)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""
         if value is managed.parameter:  # as `Module.to` sets it, which is no write
             return
         with torch.no_grad():
-            if isinstance(value, _Unbound):  # which may have no values now
+            if isinstance(value, Watched):  # which may have no values now
                 value = value.data
             self._runtime.uses.data_set(managed, value)
 
@@ -270,9 +302,9 @@ class Faults:
 def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
     """Raise `ManageError` for `other.data = weight`, `torch.tensor(weight)` and the like, which call no
     `__torch_function__` for the weight: where no mode is around they would get its stand-in."""
-    if func not in _CALL_NO_FUNCTION or not isinstance(args[-1], _Unbound):
+    if func not in _CALL_NO_FUNCTION or not isinstance(args[-1], Watched):
         return
-    if func != _SET_DATA or not isinstance(args[0], (_Unbound, _Bound)):
+    if func != set_data or not isinstance(args[0], (Watched, Bound)):
         raise ManageError(
             f"{_name(func)} of torch was given a weight itself within a forward, where that is on the device only for "
             f"functions that torch tells of: write other.data = weight.data, or other = weight.detach().clone()"
@@ -306,90 +338,3 @@ def _explained(runtimes: Sequence[Runtime], error: Exception) -> Exception:
 def _name(func: Any) -> str:
     name: str | None = getattr(func, "__name__", None)
     return str(func) if name is None else name
-
-
-class _Bound:
-    """Is the first base of the class of a parameter bound for a call of a module; the second is the class it had."""
-
-    hetmem_faults: Callable[[], Faults | None]
-
-    @property
-    def data(self) -> torch.Tensor:
-        """As of any tensor."""
-        faults = self.hetmem_faults()
-        found: torch.Tensor = _GET_DATA(self) if faults is None else faults.data_of_bound(self)
-        return found
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        faults = self.hetmem_faults()
-        if faults is None:
-            _SET_DATA(self, value)
-        else:
-            faults.set_data_of_bound(self, value)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _as_plain(self, "__deepcopy__", memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _as_plain(self, "__reduce_ex__", protocol)
-
-
-def _as_plain(parameter: Any, method: str, argument: Any) -> Any:
-    """What the parameter's own class makes of it, which is of that class."""
-    bound = type(parameter)
-    parameter.__class__ = bound.__mro__[2]  # behind `_Bound`
-    try:
-        return getattr(parameter, method)(argument)
-    finally:
-        parameter.__class__ = bound
-
-
-class _Unbound:
-    """Is the first base of the class of an unbound parameter during compute; the second is the class that it had."""
-
-    hetmem_faults: Callable[[], Faults | None]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Never called, as none is made of this class. A class with such a method is traced by no compiler: where a
-        function that is compiled by itself meets one, the graph ends."""
-        raise AssertionError(f"{func} was dispatched to a parameter")
-
-    @classmethod
-    @skipped
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # never true where this runs
-            torch._dynamo.graph_break("a weight that hetmem manages, in a function that is compiled by itself")
-            return func(*args, **(kwargs or {}))
-        faults = cls.hetmem_faults()
-        if faults is None:
-            with _AsItIs():
-                return func(*args, **(kwargs or {}))
-        compiler = _get_compiler()
-        if compiler is not None:
-            set_compiler(None)
-        try:
-            return faults(func, args, kwargs or {})
-        finally:
-            if compiler is not None:
-                set_compiler(compiler)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self._as_it_was("__deepcopy__", memo)
-
-    def as_subclass(self, cls: Any) -> Any:
-        """Return what torch does, which calls no `__torch_function__` for it."""
-        return self._as_it_was("as_subclass", cls)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_it_was("__reduce_ex__", protocol)
-
-    def _as_it_was(self, method: str, argument: Any) -> Any:
-        """What the parameter's own class does, as if that were a function of torch's."""
-
-        def call(parameter: Any) -> Any:
-            return getattr(super() if isinstance(parameter, _Unbound) else parameter, method)(argument)
-
-        faults = type(self).hetmem_faults()
-        return call(self) if faults is None else faults(call, (self,), {})

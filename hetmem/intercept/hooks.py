@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -26,7 +28,7 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
-
+_HOOKS = attrgetter("hooks")
 
 Hooked = Any
 """The `Interception` that is told, held weakly: it imports this."""
@@ -82,34 +84,58 @@ class AfterForward(_OfThisModule):
 
 
 class PartHooks:
-    """The hooks around the forwards of a model's parts, by their `handles`.
+    """The hooks around the forwards of a model's `parts`, by their `handles`, two of each part.
 
-    Torch calls a module that has hooks in three times as many calls of Python. A model that is whole on the device, and
-    computes without gradients, needs those of its own call alone: so parts without others' hooks go without, from such
-    a forward on until the next other one, or the next step.
+    Torch calls a module that has hooks in three times as many calls of Python. A forward of the model whose weights all
+    are where operators find them needs those of its own call alone: for its length, each part without others' hooks has
+    empty dictionaries in the place of those that hold its hooks.
     """
 
-    def __init__(self, handles: Iterable[Any]) -> None:
-        self._handles = list(handles)
-        self._off: list[tuple[Any, Any]] | None = None
+    def __init__(self, parts: Iterable[torch.nn.Module], handles: Sequence[Any]) -> None:
+        names = ("_forward_pre_hooks", "_forward_hooks")
+        places = ((vars(part), name) for part in parts for name in names)
+        self._places = [_HooksOfPart(*place, handle) for place, handle in zip(places, handles, strict=True)]
+        self._off: list[_HooksOfPart] = []
 
     def take_off(self) -> None:
-        """Take the hooks off every part that has no others."""
-        if self._off is None:
-            self._off = []
-            for handle in self._handles:
-                hooks = handle.hooks_dict_ref()
-                if hooks is not None and len(hooks) == 1 and handle.id in hooks:
-                    self._off.append((handle, hooks.pop(handle.id)))
+        """Take the hooks off every part that has no others, until `put_back`."""
+        if self._off:
+            return
+        off: list[_HooksOfPart] = []
+        for place, count in zip(self._places, map(len, map(_HOOKS, self._places)), strict=True):
+            if count == 1 and place.handle.id in place.hooks and place.names[place.name] is place.hooks:
+                place.names[place.name] = place.none
+                off += (place,)
+        self._off = off
 
     def put_back(self) -> None:
         """Have them where they were, before those that came meanwhile."""
-        off, self._off = self._off or (), None
-        for handle, hook in off:
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None:
-                hooks[handle.id] = hook
-                hooks.move_to_end(handle.id, last=False)
+        off, self._off = self._off, []
+        for place in off:
+            if place.none:
+                place.take_in()
+            if place.names[place.name] is place.none:
+                place.names[place.name] = place.hooks
+
+
+class _HooksOfPart:
+    """The dictionary `hooks` that `names`, the `__dict__` of a part, has under `name`, with the hook of `handle` in it,
+    and `none`, which is empty."""
+
+    __slots__ = ("handle", "hooks", "name", "names", "none")
+
+    def __init__(self, names: dict[str, Any], name: str, handle: Any) -> None:
+        self.names, self.name, self.handle = names, name, handle
+        self.hooks: OrderedDict[int, Any] = names[name]
+        self.none: OrderedDict[int, Any] = OrderedDict()
+
+    def take_in(self) -> None:
+        """Take `none`, to which the program has added hooks whose handles know it, in the place of `hooks`."""
+        number = self.handle.id
+        self.none[number] = self.hooks[number]
+        self.none.move_to_end(number, last=False)
+        self.handle.hooks_dict_ref = weakref.ref(self.none)
+        self.hooks, self.none = self.none, OrderedDict()
 
 
 class BeforeStateDict(_OfThisModule):
@@ -247,7 +273,7 @@ class BeforeArrival:
                 self._tell(sink, managed)
                 return
             parameter = managed.parameter  # as `_tell`, where nothing calls Python: an interrupt finds all or nothing
-            if type(parameter) is managed.unbound_kind:
+            if type(parameter) is managed.watched_kind:
                 sink.sent_home += (managed,)
                 parameter.__class__ = managed.kind
             if parameter.grad is not None or managed in sink.taken:

@@ -22,7 +22,6 @@ from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime, in_backward
-from hetmem.intercept.async_params import Trailing
 from hetmem.intercept.diagnostics import (
     explain,
     is_of_torch,
@@ -38,6 +37,7 @@ from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeSta
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
+from hetmem.intercept.watched import ParameterMarks
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
@@ -69,9 +69,8 @@ class Interception:
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = StepSegments(runtime)
-        runtime.trailing = Trailing(runtime)
+        runtime.marks = marks = ParameterMarks(runtime)
         self.gradients = GradientSink(runtime, self.segments, HOOKS)
-        runtime.trailing.refuse_updated = weakref.WeakMethod(self.gradients.use_again)
         self.working = WorkingWeights(module, runtime, self.gradients)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
         self.stretches = _OfThread()
@@ -80,13 +79,13 @@ class Interception:
         """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
         self.last_forward: Compute | None = None
         self._saved = SavedTensors(runtime, self.segments, self.activations)
-        self._faults = Faults(runtime, self.gradients, self._saved, self)
+        self._faults = Faults(runtime, self.gradients, self._saved, marks, self)
         self._tracing = Tracing()
         self.leases = Leases(runtime, self.gradients, self._saved, self._tracing)
         self.backwards = 0
         """How many backwards run, one within the other."""
         self._handles: list[Any] = []
-        self._parts = PartHooks(())
+        self._parts = PartHooks((), ())
         self.removed = False
         self._regions = Regions(runtime, self.leases, self._tracing)
         self._buffers = weakref.WeakMethod(module.buffers)
@@ -100,8 +99,7 @@ class Interception:
     def _install(self, module: torch.nn.Module) -> None:
         tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
-        self._parts = PartHooks(self._handles[2:])
-        self.segments.step_began = weakly(self._parts.put_back)
+        self._parts = PartHooks([*module.modules()][1:], self._handles[2:])
         reading = BeforeStateDict(self)
         for part in module.modules():
             self._handles.append(part.register_state_dict_pre_hook(reading))
@@ -114,12 +112,11 @@ class Interception:
     def remove(self) -> None:
         """Take all hooks off."""
         self.removed = True
-        self._parts.put_back()
         if self.activations is not None:
             self.activations.closed = True
         self.reset()
         self.working.release()
-        self.runtime.trailing.stop()
+        self.runtime.marks.stop()
         self.gradients.remove()
         for handle in self._handles:
             handle.remove()
@@ -161,11 +158,10 @@ class Interception:
                 if not self._regions.runs:
                     if compute.works or (not self.runtime.memory.uses_copies and self._is_alone(compute)):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
-                        asked = self._regions.any_asked or self.activations is not None or torch.is_grad_enabled()
-                        whole = not self.runtime.memory.uses_copies and module is self._model()
-                        (self._parts.take_off if whole and not asked else self._parts.put_back)()
+                        asked = self._regions.any_asked or self.activations is not None
+                        if module is self._model() and not asked:
+                            self._parts.take_off()
                     else:
-                        self._parts.put_back()
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
@@ -394,6 +390,7 @@ class Interception:
         """`compute` is over, and what it has within it."""
         here, over = self.stretches.here, list[Compute]()
         self._tracing.listen()
+        self._parts.put_back()
         self._regions.abandon(here[here.index(compute) :] if compute in here else ())
         while compute in here:
             ended = here.pop()
@@ -410,7 +407,7 @@ class Interception:
         if not here and not self.backwards:
             if self.runtime.bindings.away:  # of a model that could not leave the device
                 self.runtime.bindings.all_home()
-            self.runtime.trailing.resume()
+            self.runtime.marks.resume()
         for each in over:
             self.runtime.turn.give(each.section)
 

@@ -270,8 +270,7 @@ class Regions:
         try:
             if used:
                 self._leases.bind(call, used, name, recomputed=compute.task >= 0)
-            for managed in used:
-                managed.parameter.__class__ = managed.kind  # what is compiled knows no other
+            self._runtime.bindings.as_ordinary(used)
         except BaseException:
             compute.enter_functions_again()
             raise

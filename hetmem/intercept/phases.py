@@ -114,8 +114,7 @@ def forget_nodes_that_did_not_run() -> None:
 
 
 class StepSegments:
-    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward, and
-    `step_began` before a step."""
+    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -136,7 +135,6 @@ class StepSegments:
         """Bytes of the largest inputs of the forwards that a backward now may be of."""
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
-        self.step_began: Callable[[], object] = lambda: None
 
     @property
     def in_backward(self) -> bool:
@@ -154,7 +152,7 @@ class StepSegments:
         """Look for writes of the program before a forward of `module`, and return what `begin_forward` needs.
         `transformed`: within a transform of torch.func, whose own tensors are homes."""
         runtime = self._runtime
-        runtime.trailing.pause()
+        runtime.marks.pause()
         with runtime.unwatched():
             if transformed:
                 runtime.traffic.wait_for_updates()
@@ -227,14 +225,13 @@ class StepSegments:
     def rest(self) -> None:
         """Neither a forward nor a step follows at once: the user may read parameters."""
         if not self._runtime.bindings.away:
-            self._runtime.trailing.resume()
+            self._runtime.marks.resume()
         self._runtime.enter(TrainingPhase.IDLE)
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
-        self.step_began()
         self.settle()
-        self._runtime.trailing.begin_step()
+        self._runtime.marks.begin_step()
         self._runtime.enter(TrainingPhase.STEP)
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)

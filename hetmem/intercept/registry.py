@@ -60,9 +60,9 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         _taken.setdefault(get_ident(), []).append((runtime.turn, section))
         if not in_backward():  # an optimizer within a backward steps a part of the model
             runtime.events.begin_segment("step")
-            runtime.trailing.begin_step()
-            runtime.trailing.step_runs = runs
-            runtime.trailing.resume()
+            runtime.marks.begin_step()
+            runtime.marks.step_runs = runs
+            runtime.marks.resume()
 
 
 def _managed_by(optimizer: torch.optim.Optimizer) -> Iterator[Interception]:
@@ -246,8 +246,7 @@ class InForkedChild(torch.nn.Parameter):
 
 def _after_fork() -> None:
     for interception in interceptions():
-        for managed in interception.runtime.parameters:
-            managed.parameter.__class__ = InForkedChild  # where reading it would be a segmentation fault
+        interception.runtime.bindings.lose(InForkedChild)  # where reading one would be a segmentation fault
 
 
 os.register_at_fork(after_in_child=_after_fork)

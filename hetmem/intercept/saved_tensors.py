@@ -213,9 +213,7 @@ class SavedTensors:
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
         """Return what autograd gets back, which no mode of the user's sees."""
         device = self.runtime.uses.saved(managed)  # may wait for an update of it
-        parameter = managed.parameter
-        kind, parameter.__class__ = type(parameter), managed.kind
-        version, parameter.__class__ = parameter._version, kind  # as `version_now`
+        version = managed.counter._version
         if version != packed.version:
             raise RuntimeError(modified(managed.name, version, packed.version))
         if packed.data_sets not in (None, managed.data_sets):
@@ -371,7 +369,7 @@ def _fetched(view: SavedView) -> torch.Tensor:
 def _place_of(
     managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...], *, is_cast: bool = False
 ) -> Saved:
-    version = managed.parameter._version if managed.bound else managed.version_now
+    version = managed.counter._version
     sets = None if tensor is managed.parameter else managed.data_sets
     dtype, offset, trains = tensor.dtype, tensor.storage_offset(), tensor.requires_grad
     conj = neg = False

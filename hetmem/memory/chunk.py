@@ -100,7 +100,7 @@ Memory = memoryview | torch.Tensor
 
 
 def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
-    """`numel` elements of `dtype` from `offset_bytes` of `memory` on, 1-D."""
+    """Return `numel` elements of `dtype` from `offset_bytes` of `memory` on, 1-D."""
     if type(memory) is memoryview:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -115,7 +115,7 @@ def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int =
 
 
 def address_of(memory: Memory) -> int:
-    """The address of the first byte."""
+    """Return the address of the first byte of `memory`."""
     return mapping.address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()
 
 
@@ -135,7 +135,7 @@ _AS_IT_IS = nullcontext()
 
 
 def without_graph() -> AbstractContextManager[None]:
-    """`torch.no_grad()` where it changes anything: within a backward it does not, and takes more than a small copy."""
+    """Return `torch.no_grad()` where it changes anything: not within a backward, where it costs more than a copy."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
@@ -214,7 +214,7 @@ class Chunk:
 
     @property
     def operand(self) -> Role:
-        """The role that a copy on the device is fetched from: the 16-bit copies at home, or the parameters."""
+        """Return the role that a copy on the device is fetched from: the 16-bit copies at home, or the parameters."""
         return Role.COMPUTE if Role.COMPUTE in self.homes else Role.PARAM
 
     @property
@@ -223,22 +223,22 @@ class Chunk:
         return Role.PARAM in self.homes and self.homes[Role.PARAM].tier is Tier.DEVICE
 
     def dtype_of(self, role: Role) -> torch.dtype:
-        """Of the elements of `role`."""
+        """Return the dtype of elements of `role`."""
         if role == Role.GRAD and self.gradient_dtype is not None:
             return self.gradient_dtype
         return self.compute_dtype if role == Role.COMPUTE else role.dtype or self.dtype
 
     def role_nbytes(self, role: Role) -> int:
-        """Bytes of `role` that move: whole pages."""
+        """Return the bytes of `role` that move: whole pages."""
         return self._bytes(role, self.numel)
 
     def home_nbytes(self, role: Role) -> int:
-        """Bytes that a home of `role` takes."""
+        """Return the bytes that a home of `role` takes."""
         return self._bytes(role, self.capacity)
 
     @property
     def lent_nbytes(self) -> int:
-        """Bytes of a home that gradients are lent, in the dtype in which they arrive."""
+        """Return the bytes of a home that gradients are lent, in the dtype in which they arrive."""
         return self.capacity * self.compute_dtype.itemsize
 
     def _bytes(self, role: Role, count: int) -> int:
@@ -246,12 +246,12 @@ class Chunk:
         return count * itemsize + (self._scales_nbytes(role) if role.scale_block else 0)
 
     def _scales_nbytes(self, role: Role) -> int:
-        """Enough for a last, shorter block of each parameter, however many there come to be in this chunk."""
+        """Return bytes enough for a last, shorter block of each parameter, however many this chunk comes to hold."""
         return round_up(4 * (self.capacity // role.scale_block + self.most_parameters), PAGE_BYTES)
 
     @property
     def compute_nbytes(self) -> int:
-        """Bytes of the copy that operators see."""
+        """Return the bytes of the copy that operators see."""
         return self.numel * self.compute_dtype.itemsize
 
     def flat(self, role: Role) -> torch.Tensor:
@@ -264,7 +264,7 @@ class Chunk:
         return known[2]
 
     def over(self, role: Role, memory: Memory) -> torch.Tensor:
-        """`memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
+        """Return `memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
         if role.scale_block:
             return elements(memory, torch.uint8, self._bytes(role, self.numel))
         return elements(memory, self.dtype_of(role), self.numel)
@@ -275,7 +275,7 @@ class Chunk:
             managed.recast(managed.home)
 
     def label(self, role: Role) -> str:
-        """How messages name `role` of this chunk."""
+        """Return how messages name `role` of this chunk."""
         names = [parameter.name for parameter in self.parameters]
         more = f", … ({len(names)} parameters)" if len(names) > 2 else ""
         return f"{role.name} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
@@ -292,10 +292,11 @@ class ManagedParameter:
     begins at `device_address`, and `device_references` how often hetmem itself refers to that; `device_view` is a view
     of it that autograd has been given, turned mostly. `grad_home` is the home of the gradient, and `grad_view` what
     shows it as `p.grad` where it is kept in fewer bits; `grad_spare` are those of the last step, which nothing else
-    holds. `version` is the parameter's version counter as last seen: a different one means that it was written to.
-    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; while
-    something computes it is `bound_kind` if the parameter is bound to its copy and `unbound_kind` if not (see
-    `intercept.faults`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
+    holds. `version` is the parameter's version counter as last seen: a different one means that it was written to;
+    `counter` is a tensor without memory that has the same counter, and tells it whatever class the parameter is of.
+    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; it
+    is `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it may not be used as it is (see
+    `intercept.watched`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
     was asked for within one."""
 
     parameter: torch.nn.Parameter
@@ -312,6 +313,7 @@ class ManagedParameter:
     home_references: int = 0
     home_address: int = 0
     version: int = 0
+    counter: torch.Tensor = field(init=False)
     data_sets: int = 0
     device: torch.Tensor | None = None
     device_storage: int = 0
@@ -325,20 +327,10 @@ class ManagedParameter:
     grad_address: int = 0
     grad_hooked: bool = False
     kind: type = torch.nn.Parameter
-    unbound_kind: type = torch.nn.Parameter
+    watched_kind: type = torch.nn.Parameter
     bound_kind: type = torch.nn.Parameter
     bound: int = 0
     data_taken: bool = False
-
-    @property
-    def version_now(self) -> int:
-        """The parameter's version counter, whatever class it has."""
-        parameter = self.parameter
-        kind = type(parameter)
-        parameter.__class__ = self.kind  # whose attributes torch reads without a call of Python
-        version = parameter._version
-        parameter.__class__ = kind
-        return version
 
     def open_grad_home(self) -> None:
         """Make `grad_home` a view of where the gradient lives: a new one, unless that of the last step is spare."""
@@ -362,7 +354,7 @@ class ManagedParameter:
         self.grad_home = self.grad_view = None
 
     def views(self, role: Role) -> dict[str, torch.Tensor]:
-        """The home of this parameter's part of `role`, by the names under which users find it."""
+        """Return the home of this parameter's part of `role`, by the names under which users find it."""
         found = {role.name: self.view(role)}
         if role.scale_block:
             start, count = self._scales(role)
@@ -371,14 +363,14 @@ class ManagedParameter:
         return found
 
     def places(self, role: Role) -> dict[str, int]:
-        """At how many bytes from the beginning of the home the `views` of `role` begin, without making them."""
+        """Return at how many bytes from the beginning of the home the `views` of `role` begin, without making them."""
         found = {role.name: self.offset * self.chunk.dtype_of(role).itemsize}
         if role.scale_block:
             found[f"{role.name}_scale"] = self.chunk.numel + 4 * self._scales(role)[0]
         return found
 
     def parts(self, role: Role, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """This parameter's part of `flat` (see `Chunk.over`), by the same names, 1-D."""
+        """Return this parameter's part of `flat` (see `Chunk.over`), by the same names, 1-D."""
         if not role.scale_block:
             return {role.name: self.part(flat)}
         assert role.dtype is not None
@@ -387,13 +379,13 @@ class ManagedParameter:
         return {role.name: self.part(flat).view(role.dtype), f"{role.name}_scale": scales}
 
     def _scales(self, role: Role) -> tuple[int, int]:
-        """Where the scales of this parameter begin, and how many it has: each parameter before it in the chunk may have
-        a last, shorter block."""
+        """Return where the scales of this parameter begin, and how many it has: each parameter before it in the chunk
+        may have a last, shorter block."""
         before = self.offset // role.scale_block + self.chunk.parameters.index(self)
         return before, -(-self.numel // role.scale_block)
 
     def view(self, role: Role) -> torch.Tensor:
-        """The home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
+        """Return the home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
         dtype = self.chunk.dtype_of(role)
         flat = elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize)
         view = torch.empty(0, dtype=dtype, device=flat.device)
@@ -401,13 +393,13 @@ class ManagedParameter:
         return view
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """`flat`, this parameter's elements, in its shape and strides."""
+        """Return `flat`, this parameter's elements, in its shape and strides."""
         if self.shape == flat.shape and self.stride == (1,):
             return flat  # a bias, which is as it should be
         return flat.as_strided(self.shape, self.stride) if self.numel else flat.new_empty(self.shape)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:
-        """This parameter's elements of `flat`, a 1-D tensor over a whole role of its chunk."""
+        """Return this parameter's elements of `flat`, a 1-D tensor over a whole role of its chunk."""
         return flat[self.offset : self.offset + self.numel]
 
     def recast(self, home: torch.Tensor) -> None:

@@ -76,8 +76,8 @@ class CudaDevice(Device):
         return self._compute.zeros(nbytes)
 
     def available_bytes(self) -> int:
-        """Nine tenths of what is free or torch's allocator already has: the budget is this process's, which may be
-        allowed a part of the GPU only."""
+        """Return nine tenths of what is free or torch's allocator already has: the budget is this process's, which may
+        be allowed a part of the GPU only."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
         return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
@@ -114,8 +114,8 @@ class CudaDevice(Device):
             return torch.cuda.is_current_stream_capturing()
 
     def peak_bytes(self) -> int:
-        """The most that torch's allocator had handed out at one time since the last call, also if others have asked it
-        meanwhile: there is one peak for all models on a GPU, and each sets it back."""
+        """Return the most that torch's allocator had handed out at one time since the last call, also if others have
+        asked it meanwhile: there is one peak for all models on a GPU, and each sets it back."""
         seen = torch.cuda.memory_stats(self.torch_device)
         peak, fragments = (int(seen.get(f"{what}_bytes.all.peak", 0)) for what in ("allocated", "inactive_split"))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -131,7 +131,7 @@ class CudaDevice(Device):
 
     @cached_property
     def moves(self) -> Moves:
-        """How bytes cross; made with the first of them."""
+        """Return how bytes cross; made at the first use."""
         return Moves(self.torch_device, self._kernels())
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -148,12 +148,12 @@ class CudaDevice(Device):
             self.moves.gradient_out(target, arrived, add=add)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
-        """By an observer of torch's allocator, which can do no more than look: the allocation fails all the same."""
+        """Tell of refusals by an observer of torch's allocator, which can only look: the allocation fails anyway."""
         _observe_allocator()
         self._refusals.append(weakref.WeakMethod(refused))
 
     def refused(self, asked_bytes: int) -> None:
-        """The allocator has refused `asked_bytes`; told on the thread that asked."""
+        """Tell models that the allocator has refused `asked_bytes`, on the thread that asked."""
         allocated = int(torch.cuda.memory_allocated(self.torch_device))
         for method in self._refusals:
             told = method()
@@ -184,7 +184,7 @@ _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 
 @cache
 def _observe_allocator() -> None:
-    """Once in a process, as torch takes no observer off again. Another allocator than torch's own calls no observer."""
+    """Observe torch's allocator, once in a process, as torch takes no observer off. Other allocators call none."""
     attach: Any = torch_private.out_of_memory_observer()
     if attach is not None:
         with contextlib.suppress(RuntimeError):  # of cudaMallocAsync, or a plugin's
@@ -192,7 +192,7 @@ def _observe_allocator() -> None:
 
 
 def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
-    """An error in here would take the place of torch's, which some of torch's own code catches: so there is none."""
+    """Tell devices of a refusal. Raise nothing: that would take the place of torch's error, which torch catches."""
     with contextlib.suppress(Exception):
         for device in list(_devices):
             if device.torch_device.index in (index, None):
@@ -200,7 +200,7 @@ def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) ->
 
 
 def _locked_memory_advice(nbytes: int) -> str:
-    """What may help where the driver refuses to page-lock `nbytes`; a limit is blamed only where it is too low."""
+    """Return what may help where the driver refuses to page-lock `nbytes`: a higher limit only if it is too low."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < nbytes:
         return (
@@ -211,7 +211,7 @@ def _locked_memory_advice(nbytes: int) -> str:
 
 
 def pci_address(device: torch.device) -> str:
-    """Of a GPU, as sysfs names it."""
+    """Return the PCI address of a GPU, as sysfs names it."""
     properties: Any = torch.cuda.get_device_properties(device)
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
@@ -231,7 +231,7 @@ class ComputeStreams:
         self._by_handle: dict[Any, torch.cuda.Stream] = {}
 
     def current(self) -> torch.cuda.Stream:
-        """The one that is current, from now on seen."""
+        """Return the stream that is current, and count it as seen from now on."""
         handle_of = torch_private.raw_current_stream
         handle = None if handle_of is None else handle_of(self._device.index)
         stream = self._by_handle.get(handle)
@@ -243,12 +243,12 @@ class ComputeStreams:
         return stream
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Memory that may still be in use by what the default stream was asked for earlier."""
+        """Return memory that may still be in use by what the default stream was asked for earlier."""
         with torch.cuda.stream(self.default):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """Memory that the current stream finds zeroed."""
+        """Return memory that the current stream finds zeroed."""
         with torch.cuda.stream(self.default):
             memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         current = torch.cuda.current_stream(self._device)
@@ -282,12 +282,12 @@ class CudaStreams:
         self._base_seconds = time.perf_counter()
 
     def timed_mark(self) -> torch.cuda.Event | None:
-        """See `mark`; None while a CUDA graph is captured."""
+        """Return what `mark` does; None while a CUDA graph is captured."""
         return None if torch.cuda.is_current_stream_capturing() else self.mark()
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream, or behind all streams where there are several, with the time at which it was
-        asked for."""
+        """Return an event on the current stream, or behind all streams where there are several, with the time at which
+        it was asked for."""
         event: Any = torch.cuda.Event(enable_timing=True)
         event.hetmem_asked = time.perf_counter()  # torch 2.11 lets events die without telling weak references
         stream = self._compute.current()
@@ -338,8 +338,8 @@ class CudaStreams:
         event.synchronize()
 
     def when(self, event: torch.cuda.Event) -> float:
-        """From the time that lies between an earlier event and this one on the GPU, whose clock need not go as the
-        host's: no event passes before it is asked for, nor later than now."""
+        """Return the time at which `event` passed, by what lies between an earlier event and this one on the GPU, whose
+        clock need not go as the host's: no event passes before it is asked for, nor later than now."""
         milliseconds: float = self._base.elapsed_time(event)
         seconds: float = self._base_seconds + milliseconds / 1e3
         asked, now = getattr(event, "hetmem_asked", seconds), time.perf_counter()

@@ -64,7 +64,7 @@ class DevicePool:
         _POOLS.add(self)
 
     def held_bytes(self) -> int:
-        """What these have taken of the device's memory."""
+        """Return what slots have taken of the device's memory."""
         return self.held_slots * self.slot_bytes
 
     def holds_place(self, place: int) -> bool:
@@ -79,13 +79,13 @@ class DevicePool:
         self.held_slots += span
 
     def flat(self, place: int, dtype: torch.dtype, numel: int, offset_elements: int = 0) -> torch.Tensor:
-        """A 1-D tensor over memory of `place`, with a storage of its own."""
+        """Return a 1-D tensor over memory of `place`, with a storage of its own."""
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self._device)
         return elements(self._memory[place], dtype, numel, offset_elements * dtype.itemsize)
 
     def whole(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """As `flat`, for copies: the same tensor as long as `place` keeps its memory."""
+        """Return what `flat` does, for copies: the same tensor as long as `place` keeps its memory."""
         views, key = self.views.setdefault(place, {}), (dtype, numel)
         found: torch.Tensor | None = views.get(key)
         if found is None:
@@ -173,11 +173,13 @@ class Device:
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the
         current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
-        with without_graph():
-            if add:
-                target.add_(arrived)
-            else:
-                target.copy_(arrived)
+        if torch.is_grad_enabled():  # a context for each gradient takes more calls than to ask
+            with torch.no_grad():
+                self.gradient_out(target, arrived, add=add)
+        elif add:
+            target.add_(arrived)
+        else:
+            target.copy_(arrived)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
         """Call `refused`, a method that is held weakly, with the bytes that the device's allocator has just refused to
@@ -221,7 +223,7 @@ class SimDevice(Device):
 
 
 def _speed(wanted: int | str | None, what: str) -> int | None:
-    """Bytes a second. Raises `BudgetError` for a speed with which nothing would ever arrive."""
+    """Return bytes a second. Raises `BudgetError` for a speed with which nothing would ever arrive."""
     speed = None if wanted is None else parse_size(wanted, what)
     if speed == 0:
         raise BudgetError(f"{what} must be above 0 bytes per second; None is as fast as this machine copies")

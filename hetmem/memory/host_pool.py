@@ -39,13 +39,13 @@ class Spans:
 
     @property
     def lowest(self) -> int:
-        """Where the lowest span that is lent begins; the end of the range if none is."""
+        """Return where the lowest span that is lent begins; the end of the range if none is."""
         self._settle()
         return self._lowest
 
     @property
     def lent_bytes(self) -> int:
-        """What is lent now."""
+        """Return what is lent now."""
         self._settle()
         return self._end - self._lowest - sum(end - start for start, end in self._free)
 
@@ -120,7 +120,7 @@ class PageLocks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are page-locked."""
+        """Return the bytes that are page-locked."""
         return sum(map(len, self.pieces))
 
     def end(self) -> None:
@@ -172,7 +172,7 @@ class HostPool:
 
     @property
     def free_bytes(self) -> int:
-        """What may still be reserved."""
+        """Return what may still be reserved."""
         return self._reserved_up_to() - self.reserved_bytes
 
     def _reserved_up_to(self) -> int:
@@ -180,7 +180,7 @@ class HostPool:
 
     @property
     def lent_bytes(self) -> int:
-        """What `lend` has handed out."""
+        """Return what `lend` has handed out."""
         return self._spans.lent_bytes
 
     def loan_room_bytes(self, leave_bytes: int) -> int:
@@ -201,7 +201,7 @@ class HostPool:
         return Loan(self._spans, at, self.mapping.buffer(at, round_up(nbytes, PAGE_BYTES)))
 
     def reserve(self, nbytes: int) -> memoryview:
-        """`nbytes` of page-aligned memory for good. Raises `CapacityError` with nothing changed."""
+        """Reserve `nbytes` of page-aligned memory for good. Raises `CapacityError` with nothing changed."""
         taken = round_up(nbytes, PAGE_BYTES)
         start = self.reserved_bytes
         if start // PIECE_BYTES != (start + taken - 1) // PIECE_BYTES and 0 < taken <= PIECE_BYTES:
@@ -209,7 +209,7 @@ class HostPool:
         if start + taken > self._reserved_up_to():
             raise CapacityError(
                 f"the host pool has no room: {format_size(taken)} wanted, {format_size(self.free_bytes)} left "
-                f"of {format_size(self.capacity_bytes)}"
+                f"of {format_size(self.capacity_bytes)}. Raise Budget(host=…)"
             )
         self.reserved_bytes = start + taken
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes + self.lent_bytes)
@@ -223,5 +223,5 @@ class HostPool:
             self.reserve(slot_bytes * slots)
 
     def staged(self, slot: int, nbytes: int) -> memoryview:
-        """`nbytes` of memory from staging slot `slot` on."""
+        """Return `nbytes` of memory from staging slot `slot` on."""
         return self.mapping.buffer(self._staging_offset + slot * self.slot_bytes, nbytes)

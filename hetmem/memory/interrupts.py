@@ -45,7 +45,7 @@ HERE = _Here()
 
 
 def _ask_anew() -> None:
-    """In a fork. One that another thread has made has not what the main thread was doing."""
+    """Look up the main thread in a fork. One made by another thread does not have what the main thread was doing."""
     global _main
     before, _main = _main, threading.main_thread().ident
     HERE.__init__()  # type: ignore[misc]  # of this thread, which is the main one now
@@ -64,7 +64,7 @@ class HeldBack(ContextDecorator):
         """How often this is entered."""
         self.segments = 0
         self._covered: set[CodeType] = set()
-        self._theirs: Any = None
+        self._handler_before: Any = None
         self.came = False
         self.before_raised: set[Callable[[], object]] = set()
         """What is called before an interrupt of the main thread is raised, where hetmem's work is done."""
@@ -77,13 +77,13 @@ class HeldBack(ContextDecorator):
         return function
 
     def begin_segment(self) -> None:
-        """A forward, a backward or a step begins: until `end_segment` the handler stays, and does what theirs does
-        wherever nothing is held back."""
+        """Note that a forward, a backward or a step begins: until `end_segment` hetmem's handler stays, and does what
+        the program's handler does wherever nothing is held back."""
         if HERE.is_main and (self.depth or self._take()):
             self.segments += 1
 
     def end_segment(self) -> None:
-        """Once for each `begin_segment`; nothing happens if that was forgotten."""
+        """End a segment; call it once for each `begin_segment`. Nothing happens if that was forgotten."""
         if self.segments and HERE.is_main:
             self.segments -= 1
             if not (self.segments or self.depth):
@@ -92,12 +92,12 @@ class HeldBack(ContextDecorator):
     def _take(self) -> bool:
         """Have interrupts come here, if they do not; False if they cannot. A segment may have been forgotten, by a
         forward that ended without a word, and the handler of the program be another one since."""
-        theirs = _SIGNALS.getsignal(_INTERRUPT)
-        if theirs is None:  # set by C: it could not be set again
+        handler = _SIGNALS.getsignal(_INTERRUPT)
+        if handler is None:  # set by C: it could not be set again
             return False
-        if theirs == self._ours:
+        if handler == self._ours:
             return True
-        self._theirs = theirs
+        self._handler_before = handler
         _SIGNALS.signal(_INTERRUPT, self._ours)  # until here one may be raised, and nothing has begun
         return True
 
@@ -122,7 +122,7 @@ class HeldBack(ContextDecorator):
             self._deliver()
 
     def wait(self, wait: Callable[[], Any], wake: Callable[[], None]) -> Any:
-        """`wait()`. An interrupt calls `wake`, which makes it return; then the caller is to ask `raise_here`."""
+        """Return `wait()`. An interrupt calls `wake`, which makes it return; then the caller is to ask `raise_here`."""
         if not HERE.is_main:
             return wait()
         self._wake = wake
@@ -155,11 +155,11 @@ class HeldBack(ContextDecorator):
             self._wake()
 
     def _give_back(self) -> None:
-        """Nothing is held back any more."""
+        """End holding interrupts back."""
         came, self.came = self.came, False
         self.depth = 0
         if not self.segments and _SIGNALS.getsignal(_INTERRUPT) == self._ours:
-            _SIGNALS.signal(_INTERRUPT, self._theirs)
+            _SIGNALS.signal(_INTERRUPT, self._handler_before)
         if came or self.came:
             self.came = False
             self._tell()
@@ -170,15 +170,15 @@ class HeldBack(ContextDecorator):
             call()
 
     def _deliver(self) -> None:
-        """What an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward
+        """Do what an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward
         without a word. So no segment runs from here on, unless it has not raised."""
         segments, self.segments = self.segments, 0
         if _SIGNALS.getsignal(_INTERRUPT) == self._ours:
-            _SIGNALS.signal(_INTERRUPT, self._theirs)
-        if callable(self._theirs):
-            self._theirs(_INTERRUPT, None)
+            _SIGNALS.signal(_INTERRUPT, self._handler_before)
+        if callable(self._handler_before):
+            self._handler_before(_INTERRUPT, None)
         else:  # it ends the process, or is ignored
-            _SIGNALS.signal(_INTERRUPT, self._theirs)
+            _SIGNALS.signal(_INTERRUPT, self._handler_before)
             signal.raise_signal(signal.SIGINT)
         if segments and self._take():
             self.segments = segments

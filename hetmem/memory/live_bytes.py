@@ -85,7 +85,7 @@ class DeviceMonitor(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch compiles under it, as `torch.cond` does by itself; what is compiled runs under it."""
+        """Let torch compile under this mode, as `torch.cond` does by itself; what is compiled runs under it."""
         return True
 
     def __init__(
@@ -112,8 +112,8 @@ class DeviceMonitor(TorchDispatchMode):
 
     @property
     def live_bytes(self) -> int:
-        """What is alive now. For the thread that computes: tensors die on any, also in the middle of a sum of this one,
-        and only leave their bytes here."""
+        """Return what is alive now, for the thread that computes: tensors die on any, also in the middle of a sum of
+        this one, and only leave their bytes here."""
         while self._dead:
             nbytes, made = self._dead.popleft()
             self._live_bytes -= nbytes
@@ -122,8 +122,8 @@ class DeviceMonitor(TorchDispatchMode):
         return self._live_bytes
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """What hetmem itself does is no operator of the model, nor of a `torch.func` transform around it. Nor is it for
-        the user's modes: one that keeps results for a recomputation would give them in the place of hetmem's copies."""
+        """Count nothing meanwhile: what hetmem does is no operator of the model, nor of a `torch.func` transform, nor
+        for the user's modes: one that keeps results for a recomputation would give them in place of hetmem's copies."""
         if self.paused:  # whatever is around was left when that began
             return _AS_IT_IS
         transformed = _transform() is not None
@@ -233,7 +233,7 @@ def _modes_are_around() -> bool:
 
 
 def nodes_behind(outputs: Any) -> Iterator[Any]:
-    """Every node of the autograd graph behind `outputs`, which are tensors or edges, once."""
+    """Yield every node of the autograd graph behind `outputs`, which are tensors or edges, once."""
     ends = [leaf.grad_fn if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(outputs)]
     stack: list[Any] = [end for end in ends if hasattr(end, "next_functions")]
     seen: set[Any] = set()
@@ -270,14 +270,14 @@ _AS_IT_IS = nullcontext()
 
 
 def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
-    """A storage has died. Weak: the finalizer lives as long as the storage and must not keep a model alive."""
+    """Note that a storage has died. Weak: the finalizer lives as long as that, and must not keep a model alive."""
     alive = monitor()
     if alive is not None:
         alive._dead.append(alive._sizes.pop(key, (0, None)))
 
 
 def _calling_module() -> int:
-    """The `id` of the module whose call is innermost on this thread; 0: of none, as in a backward."""
+    """Return the `id` of the module whose call is innermost on this thread; 0: of none, as in a backward."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:  # which runs backwards
         if frame.f_code is _CALL:
@@ -291,12 +291,12 @@ _CALL = torch.nn.Module.__call__.__code__
 
 @cache
 def _name(operator: Any) -> str:
-    """As people call `operator`."""
+    """Return how people call `operator`."""
     return str(operator).removeprefix("aten.").partition(".")[0].strip("_")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among `values`, arguments or results of an operator, which has them alone or in lists."""
+    """Return the tensors among `values`, arguments or results of an operator, which has them alone or in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

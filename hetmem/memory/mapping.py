@@ -38,7 +38,7 @@ def cores_near(pci_address: str) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Of a list such as "0-3,8,10-11"."""
+    """Return the numbers of a list such as "0-3,8,10-11"."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -50,20 +50,20 @@ _UNLIMITED = 1 << 60  # version 1 says no limit by a number near 2 ** 63
 
 
 def free_host_bytes() -> int:
-    """Of the machine, or of a control group of this process, whichever leaves less."""
+    """Return what the machine, or a control group of this process, has left, whichever is less."""
     import psutil  # costs more than all of hetmem to import, and a budget that is said needs it not
 
     return min(int(psutil.virtual_memory().available), *left_by_groups())
 
 
 def left_by_groups(root: Path = Path("/")) -> list[int]:
-    """What each control group that limits memory leaves; 2 ** 60 if none does. Files that are read again from the disk
-    count as left."""
+    """Return what each control group that limits memory leaves; 2 ** 60 if none does. Files that are read again from
+    the disk count as left."""
     return [_UNLIMITED, *(left for folder in _groups(root) if (left := _left(folder)) is not None)]
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's groups, of either version, and of those around them."""
+    """Yield the folders of this process's control groups, of either version, and of those around them."""
     mounted = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -79,7 +79,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _left(folder: Path) -> int | None:
-    """None where there is no limit, or none that can be read: a container sees its own group as the topmost one."""
+    """Return what the group of `folder` leaves; None without a limit that can be read. A container's is the topmost."""
     names = ("memory.max", "memory.current", "inactive_file")
     if not (folder / names[0]).exists():
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -109,7 +109,7 @@ _POPULATE_THREADS = 8
 
 
 def address_of(memory: memoryview) -> int:
-    """Address of the first byte of `memory` (contiguous, not empty; it may be read-only)."""
+    """Return the address of the first byte of `memory` (contiguous, not empty; it may be read-only)."""
     if memory.readonly:
         address: int = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
         return address
@@ -121,7 +121,7 @@ _NEVER_UNMAPPED: list[Mapping] = []
 
 
 def _after_fork() -> None:
-    """In a child: unmapping what it does not have could hit memory that has since come to lie at that address."""
+    """Keep a child from unmapping what it does not have: other memory may have come to lie at that address since."""
     _NEVER_UNMAPPED.extend(_KEPT_FROM_CHILDREN)
 
 
@@ -160,7 +160,7 @@ class Mapping:
     __slots__ = ("__weakref__", "_pages", "address", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
-        """Raises ValueError for `nbytes` below 1 and `CapacityError` when the address space has no room."""
+        """Map `nbytes`. Raises ValueError for less than 1 and `CapacityError` when the address space has no room."""
         if nbytes < 1:
             raise ValueError(f"a mapping needs at least 1 byte, got {nbytes}")
         try:
@@ -168,7 +168,7 @@ class Mapping:
             self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             raise CapacityError(
-                f"cannot map {nbytes} bytes ({format_size(nbytes)}) of host memory: {error}. Lower the host budget, "
+                f"cannot map {nbytes} bytes ({format_size(nbytes)}) of host memory: {error}. Lower Budget(host=…), "
                 "or raise the limit of address space (ulimit -v)"
             ) from error
         if nbytes >= _HUGE_PAGE_BYTES:
@@ -220,7 +220,7 @@ class Mapping:
             _KEPT_FROM_CHILDREN.discard(self)
 
     def buffer(self, offset: int, nbytes: int) -> memoryview:
-        """Writable bytes [offset, offset + nbytes), valid for as long as the view lives.
+        """Return writable bytes [offset, offset + nbytes), valid for as long as the view lives.
 
         Raises ValueError when the range leaves the mapping.
         """
@@ -241,7 +241,7 @@ class Mapping:
             self._pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
 
     def shorten(self, nbytes: int) -> None:
-        """Be no more than the first `nbytes` from now on; the rest stays mapped for views of it, and unused."""
+        """Keep the first `nbytes` only; the rest stays mapped for views of it, and unused."""
         self._check_range(0, nbytes)
         self.nbytes = nbytes
 

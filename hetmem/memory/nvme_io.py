@@ -1,7 +1,7 @@
 """Files of the NVMe store, without a name, sparse and mapped; and the threads of each disk that read and write them,
 with O_DIRECT where that works.
 
-Knows descriptors, blocks, the page cache, memory and futures. Must not know extents, capacities or who asked. Requests
+Knows descriptors, blocks, the page cache, memory and futures. Must not know extents, capacities or callers. Requests
 go over one link for each direction, with its traffic and its time.
 """
 
@@ -114,7 +114,7 @@ class StoreFile:
             raise StoreError(
                 error.errno,
                 f"cannot reserve {sized(nbytes)} in {self.directory!r}: {error.strerror}; {sized(free)} were free"
-                f"{missing}. Free disk space or lower the NVMe budget",
+                f"{missing}. Free disk space or lower Budget(nvme=…)",
             ) from error
 
     def trim(self) -> None:
@@ -146,7 +146,7 @@ class StoreFile:
             raise StoreError(number, f"cannot {verb} {where}: {reason} after {done} bytes") from error
 
     def keep_in_cache(self, move: Move, memory: memoryview, position: int) -> bool:
-        """After a failed write: whether the page cache took all of it instead, so that views see all of it.
+        """Return, after a failed write, whether the page cache took all of it instead, so that views see all of it.
 
         Otherwise a part of the range is new and a part old, and a reader of a home would see weights that never
         were. It is no replacement for the write: the system may lose what it cannot write out.
@@ -164,13 +164,13 @@ class StoreFile:
 
 
 def _open_unnamed(directory: str) -> int:
-    """A new file, readable by its owner only, that has no name: no crash leaves it behind."""
+    """Return a new file, readable by its owner only, that has no name: no crash leaves it behind."""
     with tempfile.TemporaryFile(buffering=0, dir=directory) as file:  # O_TMPFILE, or mkstemp and unlink
         return os.dup(file.fileno())
 
 
 def _open_direct(fd: int) -> int:
-    """A second descriptor of the same file, with O_DIRECT; `fd` itself where the filesystem does not do that."""
+    """Return a second descriptor of the same file, with O_DIRECT; `fd` itself where the filesystem does not do that."""
     block = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
     direct = fd
     try:
@@ -184,7 +184,7 @@ def _open_direct(fd: int) -> int:
 
 
 def sized(nbytes: int) -> str:
-    """Bytes, and the same in a unit that people read."""
+    """Return bytes, and the same in a unit that people read."""
     return f"{nbytes} bytes ({format_size(nbytes)})"
 
 
@@ -218,7 +218,7 @@ class DiskLink:
         return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
 
     def end(self, moved_bytes: int) -> None:
-        """A transfer has ended."""
+        """Note that a transfer has ended."""
         with self._lock:
             self.moved_bytes += moved_bytes
             self._in_flight -= 1
@@ -226,7 +226,7 @@ class DiskLink:
                 self._busy_seconds += time.perf_counter() - self._busy_since
 
     def busy_seconds(self) -> float:
-        """Seconds during which at least one transfer was queued or running."""
+        """Return seconds during which at least one transfer was queued or running."""
         with self._lock:
             return self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
 

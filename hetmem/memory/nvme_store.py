@@ -76,7 +76,7 @@ class NvmeStore:
         request_bytes: int = REQUEST_BYTES,
         io: Any = os,
     ) -> None:
-        """A store of at most `capacity_bytes` spread over `directories`; no disk space is taken yet.
+        """Open a store of at most `capacity_bytes` spread over `directories`; no disk space is taken yet.
 
         At most `threads` requests of at most `request_bytes` run per directory and direction, on threads of their own:
         a fetch never queues behind write-backs. `io` has the system calls `preadv` and `pwritev`: tests pass one that
@@ -108,12 +108,12 @@ class NvmeStore:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes reserved so far, rounding included; never above `capacity_bytes`. Zero once closed."""
+        """Return the bytes reserved so far, rounding included; never above `capacity_bytes`. Zero once closed."""
         return sum(file.reserved_bytes for file in self._files)
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes that `lend` has handed out, rounding included."""
+        """Return the bytes that `lend` has handed out, rounding included."""
         with self._lock:
             return self._lent()
 
@@ -122,30 +122,30 @@ class NvmeStore:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes moved from disk by completed requests."""
+        """Return the bytes moved from disk by completed requests."""
         return self._reads.moved_bytes
 
     @property
     def bytes_written(self) -> int:
-        """Bytes moved to disk by completed requests."""
+        """Return the bytes moved to disk by completed requests."""
         return self._writes.moved_bytes
 
     @property
     def read_seconds(self) -> float:
-        """Seconds during which at least one read was queued or running."""
+        """Return the seconds during which at least one read was queued or running."""
         return self._reads.busy_seconds()
 
     @property
     def write_seconds(self) -> float:
-        """Seconds during which at least one write was queued or running."""
+        """Return the seconds during which at least one write was queued or running."""
         return self._writes.busy_seconds()
 
     def reserve(self, nbytes: int) -> Extent:
-        """One extent of `nbytes` rounded up to 4096; see `reserve_many`."""
+        """Reserve one extent of `nbytes` rounded up to 4096; see `reserve_many`."""
         return self.reserve_many([nbytes])[0]
 
     def reserve_many(self, sizes: Iterable[int]) -> list[Extent]:
-        """One zeroed extent per size, rounded up to 4096, each whole in one file; all of them or none.
+        """Reserve one zeroed extent per size, rounded up to 4096, each whole in one file; all of them or none.
 
         The blocks are allocated now: a full disk is reported before training, not during it. Each extent goes to the
         file with the fewest reserved bytes, in turn where they are equal, of those whose disks have room for it by what
@@ -161,7 +161,9 @@ class NvmeStore:
             if self.reserved_bytes + lent + sum(lengths) > self.capacity_bytes:
                 room = f"{sized(self.reserved_bytes)} of {sized(self.capacity_bytes)} are reserved"
                 room += f", and {sized(lent)} lent to activations" if lent else ""
-                raise CapacityError(f"no room for {sized(sum(lengths))} in the NVMe store: {room}. Raise its budget")
+                raise CapacityError(
+                    f"no room for {sized(sum(lengths))} in the NVMe store: {room}. Raise Budget(nvme=…)"
+                )
             ends = [file.reserved_bytes for file in self._files]
             first = self._first + (len(set(ends)) == 1 and ends[0] > 0)
             left = self._left(ends)
@@ -177,7 +179,7 @@ class NvmeStore:
                 left[self._files[index].disk] -= nbytes
             if any(end > file.loans.lowest for file, end in zip(self._files, ends, strict=True)):
                 what = f"no room for {sized(sum(lengths))} in one piece of the NVMe store"
-                raise CapacityError(f"{what}, beside what is lent to activations. Raise its budget")
+                raise CapacityError(f"{what}, beside what is lent to activations. Raise Budget(nvme=…)")
             self._allocate(ends)
             self._first = first
             return extents
@@ -214,7 +216,7 @@ class NvmeStore:
                 file.trim()
 
     def view(self, extent: Extent) -> memoryview:
-        """The extent as writable memory (a shared file mapping), coherent with completed transfers.
+        """Return the extent as writable memory (a shared file mapping), coherent with completed transfers.
 
         It stays valid, and keeps its file's disk space, for as long as it lives, even when the store is closed.
         """
@@ -222,24 +224,24 @@ class NvmeStore:
             file = self._file_of(extent)
             return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
 
-    def read(self, extent: Extent, into: memoryview, offset: int = 0) -> Future[int]:
-        """Fill `into` from byte `offset` of the extent. The future resolves to the bytes moved, always all of them.
+    def read(self, extent: Extent, into: memoryview) -> Future[int]:
+        """Fill `into` from the begin of the extent. The future resolves to the bytes moved, always all of them.
 
-        Raises ValueError before anything starts for a range outside the extent and for what is not aligned. The
+        Raises ValueError before anything starts for memory that is longer than the extent or not aligned. The
         future fails with `StoreError` (path, offset, bytes, errno) when the disk does, end of file included: then no
         further request is issued, and `into` holds anything. It is settled only when no request touches `into`.
         """
         if into.readonly:
             raise ValueError("cannot read into read-only memory")
-        return self._start(self._reads, extent, into, offset)
+        return self._start(self._reads, extent, into)
 
-    def write(self, extent: Extent, source: memoryview, offset: int = 0) -> Future[int]:
-        """Write all of `source` to byte `offset` of the extent; otherwise as `read`.
+    def write(self, extent: Extent, source: memoryview) -> Future[int]:
+        """Write all of `source` to the begin of the extent; otherwise as `read`.
 
         After a failure the range on disk holds anything; views see all of `source` where the page cache took it, which
         the error says. Writes are not synced: the store dies with its process.
         """
-        return self._start(self._writes, extent, source, offset)
+        return self._start(self._writes, extent, source)
 
     def close(self) -> None:
         """Wait for every transfer, stop the threads, close the files. Views stay valid. Idempotent."""
@@ -252,16 +254,15 @@ class NvmeStore:
                 file.close()
             self._files = []  # and with them the mappings without views
 
-    def _start(self, link: DiskLink, extent: Extent, memory: memoryview, offset: int) -> Future[int]:
+    def _start(self, link: DiskLink, extent: Extent, memory: memoryview) -> Future[int]:
         flat = _block_aligned(memory)
-        if offset < 0 or offset % BLOCK_BYTES or offset + flat.nbytes > extent.nbytes:
-            end = offset + flat.nbytes
-            raise ValueError(f"[{offset}, {end}) are not whole blocks within an extent of {extent.nbytes} bytes")
+        if flat.nbytes > extent.nbytes:
+            raise ValueError(f"{flat.nbytes} bytes are more than an extent of {extent.nbytes} bytes has")
         with self._lock:
-            return link.start(self._file_of(extent), extent.file, flat, extent.offset + offset)
+            return link.start(self._file_of(extent), extent.file, flat, extent.offset)
 
     def _left(self, ends: Sequence[int]) -> dict[int, int]:
-        """What each disk has left where files end at `ends`, by what it had when the store was made."""
+        """Return what each disk has left where files end at `ends`, by what it had when the store was made."""
         left = {file.disk: file.disk_room_bytes for file in reversed(self._files)}
         for file, end in zip(self._files, ends, strict=True):
             left[file.disk] -= end
@@ -296,7 +297,7 @@ class NvmeStore:
 
 
 def _block_aligned(memory: memoryview) -> memoryview:
-    """`memory` as flat bytes, if it suits O_DIRECT."""
+    """Return `memory` as flat bytes, if it suits O_DIRECT."""
     if memory.c_contiguous and memory.nbytes and not (memory.nbytes | address_of(memory)) % BLOCK_BYTES:
         return memory.cast("B")
     raise ValueError(

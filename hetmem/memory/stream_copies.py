@@ -69,7 +69,7 @@ class StreamCopier(Copier):
         self._recorded = self._unmarked = 0
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
-        """What leaves the device is behind all compute so far, as something just computed it."""
+        """Begin `job`; a copy from the device comes after all compute so far, which may just compute its source."""
         self._not_asked.discard(job.tag)
         try:
             begun = self._begin(job, [self._event(mark) for mark in after])
@@ -93,7 +93,7 @@ class StreamCopier(Copier):
         self._tell(begun)
 
     def mark(self) -> int:
-        """See note "marks"."""
+        """Return a mark; see note "marks"."""
         self._streams.see_compute()
         self._unmarked += 1
         if self._unmarked < _USES_AN_EVENT:
@@ -109,12 +109,12 @@ class StreamCopier(Copier):
         return event
 
     def _event(self, mark: int) -> Any:
-        """The first event behind compute that was recorded after `mark`."""
+        """Return the first event behind compute that was recorded after `mark`."""
         at = mark - self._recorded + len(self._events)
         return self._record() if at >= len(self._events) else self._events[max(0, at)]
 
     def end_of(self, tag: Any) -> Any:
-        """Until its end has been reported."""
+        """Return the mark at the end of the copy with `tag`, until that end has been reported."""
         return self._ends.get(tag)
 
     def order_compute_after(self, tag: Any) -> bool:
@@ -171,14 +171,14 @@ class StreamCopier(Copier):
                     self._streams.wait(jobs[-1].end)
 
     def _is_over(self, job: _InFlight) -> bool:
-        """Also if the device has failed (an assertion in a kernel of the user's, say): then every event says so."""
+        """Return whether `job` is over, as it is if the device has failed (by an assertion in a kernel, say)."""
         try:
             return bool(self._streams.passed(job.end))
         except Exception:
             return True
 
     def _report(self, ended: _InFlight) -> None:
-        """Report errors too: a job whose end is not reported would be waited for for ever."""
+        """Report errors too: a job whose end is not reported would be waited for without end."""
         if self._ends.get(ended.job.tag) is ended.end:
             del self._ends[ended.job.tag]
         failure = None
@@ -189,7 +189,7 @@ class StreamCopier(Copier):
         self._finished(Finished(ended.job.tag, failure))
 
     def _tell(self, ended: _InFlight) -> None:
-        """It began when it was asked for, the one before it on its link was over, and what it came behind was."""
+        """Tell when a copy ran: from when it was asked for, and all that it came behind was over."""
         when, link = self._streams.when, ended.job.link
         end = when(ended.end)
         start = max(ended.asked, self._over_at[link], *map(when, ended.after))
@@ -231,12 +231,12 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """What it has taken of the device."""
+        """Return what staging has taken of the device."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
 
     def take(self, stream: torch.cuda.Stream, nbytes: int) -> _Buffer:
-        """The next buffer, of `nbytes` or more; work on `stream`, which is current, comes after its last use from now
-        on."""
+        """Return the next buffer, of `nbytes` or more; work on `stream`, which is current, comes after its last use
+        from now on."""
         if not self._buffers or self._buffers[0].memory.numel() < nbytes:
             for buffer in self._buffers:
                 buffer.free.synchronize()  # its memory is given back to the allocator, which knows of one stream only
@@ -262,13 +262,13 @@ class Moves:
 
     @property
     def staging_bytes(self) -> int:
-        """Device memory that staging has taken."""
+        """Return the device memory that staging has taken."""
         return sum(staging.nbytes for staging in self._staging.values())
 
     # ---- weights in --------------------------------------------------------------------------------------------
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Host memory `source` to device memory `target`, both 1-D, contiguous and as long; cast if dtypes differ."""
+        """Copy host memory `source` to device memory `target`, both 1-D, contiguous, as long; cast to its dtype."""
         if source.dtype is target.dtype:
             target.copy_(source, non_blocking=True)
         else:
@@ -300,7 +300,7 @@ class Moves:
     # ---- gradients out -----------------------------------------------------------------------------------------
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """`arrived`, on the device, over host memory `target` (dense, of the same shape), or added to it."""
+        """Write `arrived`, on the device, over host memory `target` (dense, of the same shape), or add it to that."""
         if not _lie_alike(target, arrived):
             self._in_another_order(target, arrived, add=add)
             return
@@ -325,7 +325,7 @@ class Moves:
             buffer.free.record(stream)
 
     def _in_another_order(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """Strides differ, which autograd avoids: through memory of the target's layout, made on the present stream."""
+        """Copy where strides differ, which autograd avoids, through memory of the target's layout on this stream."""
         there = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=self._device)
         if add:
             there.copy_(target, non_blocking=True)
@@ -349,5 +349,5 @@ def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they lie in memory."""
+    """Return the elements of a dense tensor as they lie in memory."""
     return torch.as_strided(tensor, (tensor.numel(),), (1,))

@@ -232,8 +232,8 @@ class TransferEngine:
         return self._finished.empty()
 
     def take(self, *, wait: bool) -> Finished | None:
-        """One finished job: None if none was seen to be over yet (see `nothing_over`), or with `wait` as soon as there
-        is one.
+        """Return one finished job: None if none was seen to be over yet (see `nothing_over`), or with `wait` as soon as
+        there is one.
 
         An interrupt that was held back is raised instead of waiting, and nothing is taken.
         """
@@ -273,13 +273,13 @@ class TransferEngine:
         self._finished.put(_WOKEN)
 
     def reporter(self, tag: Any) -> Callable[[], None]:
-        """Something that is no transfer begins. Any thread calls what this returns, once, when it is over: `take` gives
-        it like one."""
+        """Note that something other than a transfer begins. Any thread calls what this returns, once, when it is over:
+        `take` gives it like one."""
         self._beside += 1
         return partial(self._finished.put, Finished(tag, beside=True))
 
     def links(self) -> dict[Link, LinkUse]:
-        """What every link has carried so far."""
+        """Return what every link has carried so far."""
         store = self._store
         return {
             **self._copied,
@@ -292,7 +292,7 @@ class TransferEngine:
         self._copier.close()
 
     def abandon(self) -> None:
-        """As `close`, for the garbage collector: what is in flight ends by itself."""
+        """Close, for the garbage collector: what is in flight ends by itself."""
         self._copier.abandon()
         self._store = None
 
@@ -317,7 +317,7 @@ class TransferEngine:
             try:
                 if self.observe is not None:
                     self.observe(link, tag, start, time.perf_counter(), nbytes)
-            except Exception as failure:  # no memory, say: a job whose end is not reported would be waited for for ever
+            except Exception as failure:  # no memory, say: a job whose end is not reported is waited for without end
                 error = error or failure
             finished.put(Finished(tag, error, beside=True))
 

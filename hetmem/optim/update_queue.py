@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 
 from hetmem import torch_private
 from hetmem.base.weak import weakly
@@ -20,6 +21,8 @@ from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
+
+_CHUNK = attrgetter("chunk")
 
 
 class Updates(HostUpdates[ChunkUpdate]):
@@ -34,12 +37,12 @@ class Updates(HostUpdates[ChunkUpdate]):
         """Queue a pass of `update`."""
         if update.writes:
             update.had_copy = self._traffic.begin_update(update.chunk)
-        self._queue.add(update)
+        self._put(update)
         self._traffic.executor.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
         with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
-            command()
+            super()._carry_out(command)
 
     def finish(self) -> None:
         """Carry everything out, and lend a hand. Raises the error of a transfer or of a task; what could not be begun
@@ -69,10 +72,6 @@ class Updates(HostUpdates[ChunkUpdate]):
         """Dismiss what is queued of `chunk`."""
         self._dismiss(lambda update: update.chunk is chunk)
 
-    def hasten(self, chunk: Chunk) -> None:
-        """Make `chunk` the next one, if it is queued: something waits for it."""
-        self._queue.put_first(chunk.spec.index)
-
     def close(self) -> None:
         """Carry everything out, or dismiss it where that fails, and end the threads; later work starts new ones."""
         try:
@@ -101,17 +100,18 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._traffic.executor.keep(self._owner())
 
     def _dismiss(self, which: Callable[[ChunkUpdate], bool]) -> None:
-        for update in [self._queue.take(update) for update in list(self._queue) if which(update)]:
+        for update in [update for update in self._queue if which(update)]:
+            self._queue.remove(update)
             if update.writes:
                 self._traffic.end_update(update.chunk)
             update.done(update, False)
 
     def _is_free(self, update: ChunkUpdate) -> bool:
-        under_way = any(other.chunk is update.chunk for other in (*self._opening, *self._running))
+        under_way = update.chunk in map(_CHUNK, (*self._opening, *self._running))
         return not under_way and not self._traffic.gradients.arriving(update.chunk)
 
     def _has_places(self, update: ChunkUpdate) -> bool:
-        return all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
 
     def _ask(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
@@ -131,11 +131,12 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._traffic.unask_role(update.chunk, role)
 
     def _is_open(self, update: ChunkUpdate) -> bool:
-        return all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
 
     def _run(self, update: ChunkUpdate) -> None:
         update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
-        update.opened |= {role: self._traffic.asked_role(update.chunk, role) for role in update.staged}
+        for role in update.staged:
+            update.opened[role] = self._traffic.asked_role(update.chunk, role)
         try:
             tasks = update.tasks(update)
         except BaseException:
@@ -152,22 +153,19 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._running.remove(update)
         batch, update.batch = update.batch, None  # whose errors hold frames
         assert batch is not None
-        try:
+        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             if batch.error is not None:
                 homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
                 update.ruined = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: in staging
-                raise batch.error
-        except BaseException:
-            self._close(update, failed=True)
-            raise
-        self._close(update, failed=False)
-        self._runtime.events.updates.append(Span(f"chunk {update.chunk.spec.index}", update.began, batch.ended))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        if self.idle:
-            self._traffic.executor.forget(self._owner())
-        self.pump()
+                try:
+                    raise batch.error
+                finally:
+                    self._close(update, failed=True)
+            self._close(update, failed=False)
+            self._runtime.events.updates.append(Span(f"chunk {update.chunk.spec.index}", update.began, batch.ended))
+            if self.idle:
+                self._traffic.executor.forget(self._owner())
+            self.pump()
 
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises."""
@@ -177,15 +175,14 @@ class Updates(HostUpdates[ChunkUpdate]):
         if failed and Role.COMPUTE in update.needs:
             back.append(chunk.recast)  # parameters may be what they were, and their copies not
         if failed and update.owed and not update.ruined:
-            back.append(partial(self._queue.add, update))  # nothing else would ask for it again
+            back.append(partial(self._put, update))  # nothing else would ask for it again
         elif update.writes:
             back.append(partial(traffic.end_update, chunk, renew=update.had_copy))
         if update.writes and update.staged and not failed:
             back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))
         update.opened = {}
-        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
-            _call_all(iter(back))
+        _call_all(iter(back))
 
     def _close_role(self, update: ChunkUpdate, role: Role, *, failed: bool) -> None:
         """Drop what was half computed in staging: its home is as it was."""

@@ -21,8 +21,9 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import weakly
-from hetmem.engine.gradient_views import Given, leave_working, let_arrive, show_gradient, take_arrived, working_weight
+from hetmem.engine.gradient_views import Given, let_arrive, show_gradient, take_arrived
 from hetmem.engine.gradients import GradientSink
+from hetmem.engine.param_views import leave_working, working_weight
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Moment

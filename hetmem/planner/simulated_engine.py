@@ -200,12 +200,12 @@ class SimulatedUpdates(HostUpdates[Update]):
         self._free_at = self._busy_until = 0.0
         self._waiting = False
         self.seconds = 0.0
-        traffic.pump, traffic.hasten, traffic.make_way = self.pump, self.hasten, self.give_way
+        traffic.pump, traffic.make_way = self.pump, self.give_way
 
     def add(self, update: Update) -> None:
         """Queue `update`; until it is over nothing fetches its operand."""
         update.had_copy = self._traffic.begin_update(update.operand)
-        self._queue.add(update)
+        self._put(update)
 
     def finish(self) -> None:
         """Carry everything out; the thread that trains lends a hand. Raises `CapacityError` if something cannot be
@@ -220,12 +220,6 @@ class SimulatedUpdates(HostUpdates[Update]):
                 raise self._traffic.residency.withdraw(stuck[0], Tier.HOST)
             self._traffic.wait_for_one()
         self._waiting = False
-
-    def hasten(self, block: int) -> None:
-        """`block` is waited for: if it is the operand of an update that is queued, that is next."""
-        for update in self._queue:
-            if update.operand == block:
-                self._queue.put_first(update.number)
 
     def _is_free(self, update: Update) -> bool:
         return update.ready()
@@ -331,7 +325,7 @@ class SimulatedGradients:
             return arrangement
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
-            sends.complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
+            sends.complete.comes(chunk, parameter, self._awaited)
         load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
         self._notes.staged(block)
         self._traffic.open_staged(block, load=load)

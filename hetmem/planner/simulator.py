@@ -109,8 +109,6 @@ class SimulatedTraffic:
         self._sent = 0
         self.pump: Callable[[], None] = lambda: None
         """Has the worker that makes updates behind everything else go on as far as that needs no waiting."""
-        self.hasten: Callable[[int], None] = lambda block: None
-        """Has it work on a block first: the thread that trains waits for that."""
         self.make_way: Callable[..., bool] = lambda *, again: False
         """Has it let go of memory that it holds and does not work with yet; see `Waiting`."""
         self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
@@ -168,7 +166,6 @@ class SimulatedTraffic:
             return
         if residency.state(block, tier) is VALID:
             return
-        self.hasten(block)
         if not wait_until(self, lambda: residency.state(block, tier) is VALID):
             raise residency.withdraw(block, tier)
 

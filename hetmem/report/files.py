@@ -11,8 +11,9 @@ import html
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ _HOW = "save one with hetmem.report(model).save('run.json')"
 
 
 def json_text(data: dict[str, Any]) -> str:
-    """`data` as JSON, one line for each of its keys. Raises ValueError for a number that is not finite."""
+    """Return `data` as JSON, one line for each of its keys. Raises ValueError for a number that is not finite."""
     lines = (f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in data.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
@@ -48,8 +49,8 @@ def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
 
 
 def page_text(data: dict[str, Any]) -> str:
-    """One HTML page that needs no network and no other file: page.html with style, script and data put in. Names in
-    `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
+    """Return one HTML page that needs no network and no other file: page.html with style, script and data put in. Names
+    in `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
     source = resources.files("hetmem.report")
 
     def text_of(*names: str) -> str:
@@ -66,7 +67,7 @@ def page_text(data: dict[str, Any]) -> str:
 
 
 def _json_in_script(data: dict[str, Any]) -> str:
-    """JSON that no HTML parser takes for the end of its element."""
+    """Return JSON that no HTML parser takes for the end of its element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -81,7 +82,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def show(path: str | os.PathLike[str]) -> str:
-    """The report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
+    """Return the report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
     return _of_saved(path, table)
 
 
@@ -94,7 +95,7 @@ def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
 
 def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> str:
-    """Two saved reports side by side, with the change from the first to the second. Raises ValueError as `render`."""
+    """Return two saved reports side by side, with the change to the second. Raises ValueError as `render`."""
     names = [Path(path).name for path in (path_a, path_b)]
     if names[0] == names[1]:
         names = [os.fspath(path) for path in (path_a, path_b)]
@@ -103,8 +104,8 @@ def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> s
 
 
 def _of_saved(path: str | os.PathLike[str], made_of: Callable[[dict[str, Any]], T]) -> T:
-    """What is `made_of` the report saved at `path`. Raises ValueError for any other file, also for a report of which a
-    part is cut off or changed, and OSError if it cannot be read."""
+    """Return what is `made_of` the report saved at `path`. Raises ValueError for any other file, also for a report of
+    which a part is cut off or changed, and OSError if it cannot be read."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
@@ -138,8 +139,8 @@ Event = dict[str, Any]
 
 
 def trace_text(data: dict[str, Any]) -> str:
-    """The timeline of a report for Perfetto (ui.perfetto.dev) and chrome://tracing, as JSON; only names of tracks if it
-    has none.
+    """Return the timeline of a report for Perfetto (ui.perfetto.dev) and chrome://tracing, as JSON; only names of
+    tracks if it has none.
 
     One track for the thread that trains, and one for compute where that runs behind it; for the host optimizer's
     updates, and for each link, as many as were under way at once; a counter for the bytes of each tier.
@@ -168,8 +169,14 @@ def _trace_events(timeline: dict[str, Any]) -> Iterator[Event]:
     for block, at in zip(faults["block"], faults["at_us"], strict=True):
         name = f"fault: {_label(timeline, block)}"
         yield {"ph": "i", "name": name, "pid": _PROCESS, "tid": _TRAINING, "ts": at, "s": "t"}
-    yield from _updates(timeline["updates"])
-    yield from _transfers(timeline)
+    updates = zip(*(timeline["updates"][key] for key in ("from_us", "until_us", "what")), strict=True)
+    yield from _lanes(_OPTIMIZER, "Host optimizer", [(*update, {}) for update in updates])
+    crossed: list[list[tuple[int, int, str, dict[str, Any]]]] = [[] for _ in _LINKS]
+    columns = [timeline["transfers"][key] for key in ("from_us", "until_us", "link", "block", "bytes")]
+    for start, end, link, block, nbytes in zip(*columns, strict=True):
+        crossed[link].append((start, end, _label(timeline, block), {"bytes": nbytes}))
+    for link, rows in enumerate(crossed):
+        yield from _lanes(_FIRST_LINK + link * _LANES_PER_LINK, TERM_NAMES[_LINKS[link]], rows)
     for tier, memory in timeline["memory"].items():
         for index, at in enumerate(memory["at_us"]):
             values = {role: column[index] for role, column in memory["bytes"].items()}
@@ -177,7 +184,7 @@ def _trace_events(timeline: dict[str, Any]) -> Iterator[Event]:
 
 
 def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
-    """An operator lasts until the next one, and no longer than its segment."""
+    """Yield operators, each of which lasts until the next one, and no longer than its segment."""
     moments, ends = timeline["moments"], [end for _, _, end in timeline["launched"] or timeline["segments"]]
     at = moments["at_us"]
     for index, operator in enumerate(moments["operator"]):
@@ -186,39 +193,16 @@ def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
         yield _complete(timeline["operators"][operator], _TRAINING, at[index], end)
 
 
-def _lane(free_at: list[int], start: int, end: int) -> int:
-    """The first lane that is free from `start` on, or a new one: events of one track must nest."""
-    lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))
-    free_at[lane : lane + 1] = [end]
-    return lane
-
-
-def _updates(updates: dict[str, Any]) -> Iterator[Event]:
-    """Threads update chunks at the same time."""
-    yield _named("thread_name", _OPTIMIZER, "Host optimizer")
-    named, free_at = 1, list[int]()
-    for start, end, what in sorted(zip(*(updates[key] for key in ("from_us", "until_us", "what")), strict=True)):
-        track = _OPTIMIZER + _lane(free_at, start, end)
-        if len(free_at) > named:
-            named = len(free_at)
-            yield _named("thread_name", track, f"Host optimizer {named}")
-        yield _complete(what, track, start, end)
-
-
-def _transfers(timeline: dict[str, Any]) -> Iterator[Event]:
-    """Transfers in flight at once go to lanes of their own."""
-    moved = timeline["transfers"]
-    free_at: dict[int, list[int]] = {}
-    columns = zip(*(moved[key] for key in ("from_us", "until_us", "link", "block", "bytes")), strict=True)
-    for start, end, link, block, nbytes in sorted(columns):
-        lanes = free_at.setdefault(link, [])
-        known = len(lanes)
-        lane = _lane(lanes, start, end)
-        track = _FIRST_LINK + link * _LANES_PER_LINK + lane
-        if lane == known:
-            yield _named("thread_name", track, f"{TERM_NAMES[_LINKS[link]]} {lane + 1}")
-        event = _complete(_label(timeline, block), track, start, end)
-        yield {**event, "args": {"bytes": nbytes}}
+def _lanes(first: int, name: str, rows: Iterable[tuple[int, int, str, dict[str, Any]]]) -> Iterator[Event]:
+    """Yield `rows` of start, end, name and arguments on tracks from number `first` on, as many as were under way at
+    once: events of one track must nest."""
+    free_at: list[int] = []
+    for start, end, what, arguments in sorted(rows, key=itemgetter(0, 1)):
+        lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))
+        if lane == len(free_at):
+            yield _named("thread_name", first + lane, f"{name} {lane + 1}")
+        free_at[lane : lane + 1] = [end]
+        yield {**_complete(what, first + lane, start, end), "args": arguments}
 
 
 def _label(timeline: dict[str, Any], block: int) -> str:

@@ -31,8 +31,8 @@ _watched: WeakKeyDictionary[Runtime, Watch] = WeakKeyDictionary()
 
 
 def progress(model: torch.nn.Module) -> str:
-    """One line of what `model` did since the last call: step time, tokens a second, share of stalls, how full the
-    tiers are, link speeds, the last step times as bars.
+    """Return one line of what `model` did since the last call: step time, tokens a second, share of stalls, how full
+    the tiers are, link speeds, the last step times as bars.
 
     The line has 79 columns, so that `print(hetmem.progress(model), end="\\r")` redraws it in place. A call costs
     microseconds, and at most once a second a write of half a KiB, which `hetmem top` reads. Raises `ManageError` if
@@ -42,7 +42,7 @@ def progress(model: torch.nn.Module) -> str:
 
 
 def watch(model: torch.nn.Module, known: WeakKeyDictionary[Runtime, Watch]) -> Watch:
-    """The entry of `model` in `known`, made at the first call. Raises `ManageError` if it is not managed."""
+    """Return the entry of `model` in `known`, made at the first call. Raises `ManageError` if it is not managed."""
     runtime = registry.of_module(model).runtime
     if runtime not in known:
         known[runtime] = Watch(type(model).__name__, runtime)
@@ -61,7 +61,7 @@ class Watch:
         self._published = 0.0
 
     def look(self) -> dict[str, Any]:
-        """The status since the last look; published if the last time is long ago."""
+        """Return the status since the last look; publish it if the last time is long ago."""
         runtime = self._runtime()
         assert runtime is not None
         now, statistics, tokens = time.perf_counter(), runtime.statistics, runtime.events.tokens
@@ -92,7 +92,7 @@ class Watch:
 
 
 def _tiers(runtime: Runtime) -> dict[str, list[int]]:
-    """Peak and allowed bytes."""
+    """Return peak and allowed bytes."""
     memory = runtime.memory
     nvme = memory.store.peak_bytes if memory.store else 0
     return {
@@ -106,7 +106,7 @@ _LINKS = {"host_to_device": "H2D", "device_to_host": "D2H", "nvme_read": "R", "n
 
 
 def _work(status: dict[str, Any]) -> list[str]:
-    """Steps, their time, throughput and stalls."""
+    """Return steps, their time, throughput and stalls."""
     took = format_seconds(status["step_seconds"]) if status["step_seconds"] else "no step yet"
     tokens = status.get("tokens_per_second", 0.0)
     throughput = [f"{tokens / 1e3:.1f}k tok/s" if tokens >= 1e4 else f"{tokens:.0f} tok/s"] if tokens else []
@@ -131,7 +131,7 @@ def line(status: dict[str, Any]) -> str:
 
 
 def status_directory() -> Path:
-    """Where this user's training processes leave their status; made if need be, for this user only.
+    """Return where this user's training processes leave their status; made if need be, for this user only.
 
     Raises PermissionError if another user has made it.
     """
@@ -154,7 +154,7 @@ def _publish(status: dict[str, Any], name: str) -> None:
 
 
 def statuses() -> list[dict[str, Any]]:
-    """The last status of each training process of this user that still runs; files of others are removed."""
+    """Return the last status of each training process of this user that still runs; files of others are removed."""
     found = []
     for path in sorted(status_directory().glob("*.json")):
         try:
@@ -181,7 +181,7 @@ def _runs(process: int) -> bool:
 
 
 def top() -> str:
-    """What every training process of this user does, in 79 columns: what `hetmem top` prints again and again."""
+    """Return what every training process of this user does, in 79 columns: what `hetmem top` prints again and again."""
     blocks = []
     for status in statuses():
         with suppress(KeyError, TypeError, ValueError):  # of another version of hetmem
@@ -190,7 +190,7 @@ def top() -> str:
 
 
 def _block(status: dict[str, Any]) -> str:
-    """Some lines about one process."""
+    """Return some lines about one process."""
     tiers = [f"{name} {_of(*status['tiers'][name])}" for name in ("device", "host", "nvme") if status["tiers"][name][1]]
     links = [f"{_LINKS[link]} {format_size(speed)}/s" for link, speed in status["links"].items() if speed]
     seen, work = f"{status['age_seconds']:.0f} s ago", "  ".join(_work(status))

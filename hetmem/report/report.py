@@ -44,7 +44,7 @@ class MemoryReport:
     data: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain numbers, a new dict at each call."""
+        """Return the report as plain numbers, a new dict at each call."""
         copy: dict[str, Any] = json.loads(json.dumps(self.data))
         return copy
 
@@ -63,15 +63,15 @@ class MemoryReport:
         return line(self.data)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it: the page, in a frame of its own."""
+        """Return what a notebook shows of it: the page, in a frame of its own."""
         page = html.escape(page_text(self.data))
         return f'<iframe srcdoc="{page}" style="width:100%; height:720px; border:0" sandbox="allow-scripts"></iframe>'
 
 
 def report(model: torch.nn.Module) -> MemoryReport:
-    """What `model`, a managed module, did so far, once the transfers that it asked for are over: bytes and seconds on
-    every link, homes and peaks of every tier, the terms of the last whole step (of a model that only infers, forward),
-    and the history of all.
+    """Report what `model`, a managed module, did so far, once the transfers that it asked for are over: bytes and
+    seconds on every link, homes and peaks of every tier, the terms of the last whole step (of a model that only infers,
+    forward), and the history of all.
 
     Raises `ManageError` if it is not managed, and the error of a transfer that failed.
     """
@@ -120,7 +120,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
 
 
 def _head(model: torch.nn.Module) -> dict[str, Any]:
-    """What the run was made with: the device, the profile of the machine, options, and versions."""
+    """Return what the run was made with: the device, the profile of the machine, options, and versions."""
     interception = registry.of_module(model)
     runtime = interception.runtime
     memory = runtime.memory
@@ -142,7 +142,7 @@ def _head(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _device(device: Device) -> str:
-    """What it is, and the speed of links that it was told."""
+    """Return the name of the device, and the link speeds of a simulated one."""
     if not isinstance(device, SimDevice):
         return f"{torch.cuda.get_device_name(device.torch_device)} ({device.torch_device})"
     speeds = {"to it": device.host_to_device, "from it": device.device_to_host}
@@ -157,8 +157,8 @@ def _tokens(window: Window, past: dict[str, Any], runtime: Runtime) -> int:
 
 
 def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] | None:
-    """The largest kinds of tensors that were no chunks, by operator and module, when most of the device was taken by
-    such; None where none were watched, as on a GPU."""
+    """Return the largest kinds of tensors that were no chunks, by operator and module, when most of the device was
+    taken by such; None where none were watched, as on a GPU."""
     peak, statistics = runtime.monitor.peak, runtime.statistics
     if not peak.nbytes:
         return None
@@ -186,8 +186,8 @@ def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] |
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:
-    """The path of each module by its `id`, with * for the number of one among modules of one class; the model's own is
-    its class."""
+    """Return the path of each module by its `id`, with * for the number of one among modules of one class; the model's
+    own is its class."""
     names = {id(model): ""}
     for module in model.modules():
         alike = len({type(child) for child in module.children()}) == 1
@@ -198,7 +198,7 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
 
 
 def _missing(runtime: Runtime, window: Window | None) -> list[str]:
-    """What this report cannot show yet, and what the device cannot do here, and why, in sentences."""
+    """Return what this report cannot show yet, and what the device cannot do here, and why, in sentences."""
     missing = []
     if window is None:
         missing.append("Nothing ran yet: call the model, then ask again.")
@@ -228,7 +228,7 @@ def _timeline(runtime: Runtime, window: Window, held: Held) -> dict[str, Any]:
 
 
 def _block_facts(runtime: Runtime) -> list[BlockFacts]:
-    """What each block of the residency is, in the order of their numbers."""
+    """Return what each block of the residency is, in the order of their numbers."""
     memory = runtime.memory
     facts: dict[int, BlockFacts] = {}
     for chunk in runtime.chunks:
@@ -249,7 +249,7 @@ def _home_bytes(chunks: list[Chunk]) -> int:
 
 
 def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
-    """Bytes that homes take on `tier`; "kept" are the places of those that have moved to the device."""
+    """Return bytes that homes take on `tier`; "kept" are the places of those that have moved to the device."""
     taken: Counter[str] = Counter()
     for chunk in chunks:
         for role, home in chunk.homes.items():

@@ -36,8 +36,8 @@ TIERS = {"device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME}
 
 
 def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int = 0) -> dict[str, Any]:
-    """The `step` section of a report. `window` covers a whole step, or a whole forward of inference, that `tokens` went
-    into; `tiers` is the section of that name."""
+    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, that
+    `tokens` went into; `tiers` is the section of that name."""
     seconds = window.end - window.start
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
@@ -87,12 +87,12 @@ def busy_intervals(window: Window) -> dict[str, list[Interval]]:
 
 
 def _waits(window: Window) -> list[Interval]:
-    """When the training thread waited: of compute that is over when it is asked for, these are its stalls."""
+    """Return when the training thread waited: of compute that is over when it is asked for, these are its stalls."""
     return window.spent(window.host_waits if window.launched else window.stalls)
 
 
 def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
-    """What binds this step, how far it is from the bound, and what to change."""
+    """Return what binds this step, how far it is from the bound, and what to change."""
     binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
     term = step["terms"][binding]
     of, on_inference = step["of"], step["of"] == "forward"
@@ -124,12 +124,12 @@ _OVERLAP = 'hetmem.AdamW(overlap="backward") updates while the backward goes on,
 
 
 def _inside(name: str) -> str:
-    """A name of a term within a sentence."""
+    """Return a name of a term as it is within a sentence."""
     return name if name.startswith("NVMe") else name[0].lower() + name[1:]
 
 
 def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
-    """`_advice` where nothing is trained: each forward needs each weight once, however many tokens it is of."""
+    """Return advice where nothing is trained: each forward needs each weight once, however many tokens it is of."""
     homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
     frozen = " model.requires_grad_(False) before manage leaves out the room for training." if homes else ""
     if binding == "host_to_device":
@@ -179,7 +179,7 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
 
 
 def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
-    """The `activations` section of a report; `held`: what each set of tiers holds now. None if none were saved."""
+    """Return the `activations` section of a report; None if none were saved. `held`: what sets of tiers hold now."""
     seen = [move for move in window.saved if move.at < window.end]
     if not seen:
         return None
@@ -197,7 +197,7 @@ def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
 
 
 def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> list[tuple[float, int]]:
-    """The bytes that lie on any of `tiers`, and on none of `without`: at the begin of `window`, and after each move."""
+    """Return the bytes on any of `tiers`, and on none of `without`, at the begin of `window` and after each move."""
 
     def lies(on: int) -> bool:
         return bool(on & tiers) and not on & without
@@ -215,7 +215,7 @@ def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> 
 
 
 def _link(move: SavedMove) -> Link | None:
-    """Over which link the bytes came to a tier that they were not on; None if they came to none."""
+    """Return over which link the bytes came to a tier that they were not on; None if they came to none."""
     came = move.after & ~move.before
     if not move.before or not came:
         return None
@@ -227,7 +227,7 @@ def _link(move: SavedMove) -> Link | None:
 
 
 def _moved_sentence(moved: dict[str, int], away: int, forward_seconds: float) -> str:
-    """What moved, and what keeping it and computing it again would come to."""
+    """Return what moved, and what keeping it and computing it again would come to."""
     out, back = moved["device_to_host"], moved["host_to_device"]
     if not out:
         return "All activations stayed on the device."

@@ -19,7 +19,7 @@ _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("
 
 
 def table(data: dict[str, Any]) -> str:
-    """The report for a terminal; plain text without colours, at most 88 columns."""
+    """Return the report for a terminal; plain text without colours, at most 88 columns."""
     head = f"{data['model']}, {data['parameters']:,} parameters, {data['created_at'][:16].replace('T', ' ')} UTC"
     parts = [f"{_wrapped(head)}\n{_wrapped(made_with(data))}", _tiers(data), _links(data)]
     if data["step"] is not None:
@@ -35,7 +35,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def line(data: dict[str, Any]) -> str:
-    """The report in one line: how far it is, how fast, and what binds."""
+    """Return the report in one line: how far it is, how fast, and what binds."""
     step = data["step"]
     speed = (
         f"{format_seconds(step['seconds'])} a {step['of']}, {TERM_NAMES[step['binding']]} binds" if step else "no step"
@@ -45,7 +45,7 @@ def line(data: dict[str, Any]) -> str:
 
 
 def made_with(data: dict[str, Any]) -> str:
-    """The device, the profile, options that are no defaults, and versions, as one sentence."""
+    """Return the device, the profile, options that are no defaults, and versions, as one sentence."""
     options = dict(data["options"])
     optimizers = options.pop("optimizers", [])
     said = [data["device"], *([f"profile {data['hardware']}"] if data["hardware"] else [])]
@@ -63,7 +63,7 @@ def unused(data: dict[str, Any], name: str) -> bool:
 
 
 def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
-    """Two reports side by side, with the change from the first to the second."""
+    """Return two reports side by side, with the change from the first to the second."""
     rows = []
     for label, keys, show in _COMPARED:
         left, right = _at(a, keys), _at(b, keys)
@@ -81,7 +81,7 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
 
 
 def _verdict(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
-    """Which of two steps is faster, and the term or the stalls that changed most with it."""
+    """Return which of two steps is faster, and the term or the stalls that changed most with it."""
     if a["of"] != b["of"]:
         return f"Verdict: none, as {name_a} tells of a {a['of']} and {name_b} of a {b['of']}."
     ratio = b["seconds"] / a["seconds"]
@@ -135,7 +135,7 @@ def _at(data: Any, keys: Sequence[str]) -> Any:
 
 
 def _change(left: float | None, right: float | None, *, points: bool) -> str:
-    """`points`: of a share, whose own change in percent would be mistaken for it."""
+    """Return the change to `right`, in `points` of a share, whose change in percent would be mistaken for it."""
     if left is None or right is None:
         return ""
     if left == right:
@@ -181,7 +181,7 @@ def _step(data: dict[str, Any]) -> str:
 
 
 def _history(past: dict[str, Any], step: dict[str, Any]) -> str:
-    """How long all steps of the history took, as bars too, and the tokens a second of the last."""
+    """Return how long all steps of the history took, as bars too, and the tokens a second of the last."""
     seconds, speed = past["seconds"], ""
     if step["tokens"]:
         speed = f" {step['tokens_per_second']:,.0f} tokens/s in the last."
@@ -193,14 +193,14 @@ def _history(past: dict[str, Any], step: dict[str, Any]) -> str:
 
 
 def _written(step: dict[str, Any]) -> str:
-    """What the step wrote to NVMe, if it did, as drives are rated."""
+    """Return what the step wrote to NVMe, if it did, as drives are rated."""
     nbytes, per_day = step["bytes"]["nvme_write"], step["nvme_written_bytes_per_day"]
     said = f" NVMe: {format_size(nbytes)} written in the step, {format_size(per_day)} a day at this pace."
     return said if nbytes else ""
 
 
 def _planned(data: dict[str, Any]) -> str:
-    """What the plan expected beside what the run did; "-" where no whole step was seen."""
+    """Return what the plan expected beside what the run did; "-" where no whole step was seen."""
     planned, step = data["planned"], data["step"]
     pairs: list[tuple[str, float, float | None, Any]]
     pairs = [("Step time", planned["step_seconds"], step and step["seconds"], format_seconds)]
@@ -257,14 +257,14 @@ _PLACES = {
 
 
 def _updates(updates: dict[str, int]) -> str:
-    """Which part of the bytes of all parameters updated so far was updated where."""
+    """Return which part of the bytes of all parameters updated so far was updated where."""
     total = sum(updates.values())
     parts = [f"{_share(nbytes / total)} {_PLACES[way]}" for way, nbytes in updates.items() if nbytes]
     return "\n" + _wrapped(f"updated {', '.join(parts)}") if parts else ""
 
 
 def _fragments(device: dict[str, Any]) -> str:
-    """What the device's allocator could not hand out, if there was any; reports of before do not say."""
+    """Return a sentence on what the device's allocator could not hand out, if there was any."""
     nbytes = device.get("fragment_bytes", 0)
     advice = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer"
     said = f"up to {format_size(nbytes)} of the device lay in fragments of torch's allocator ({advice})"
@@ -272,7 +272,7 @@ def _fragments(device: dict[str, Any]) -> str:
 
 
 def _kept(tiers: dict[str, Any]) -> str:
-    """What the places take that homes have left for the device, if any did."""
+    """Return what the places take that homes have left for the device, if any did."""
     parts = [
         f"{format_size(tier['homes']['kept'])} of {name}" for name, tier in tiers.items() if "kept" in tier["homes"]
     ]
@@ -280,7 +280,7 @@ def _kept(tiers: dict[str, Any]) -> str:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """A table with a rule under its head; columns are right-aligned but those in `left`."""
+    """Return a table with a rule under its head; columns are right-aligned but those in `left`."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

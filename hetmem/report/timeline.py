@@ -40,8 +40,8 @@ Present = tuple[frozenset[int], frozenset[int]]
 def timeline_section(
     window: Window, blocks: Sequence[BlockFacts], present: Present, held: Held | None = None
 ) -> dict[str, Any]:
-    """The section; `present` are the blocks with a copy on the device and in staging now, `held` what is kept of what
-    autograd saves."""
+    """Return the section; `present` are the blocks with a copy on the device and in staging now, `held` what is kept of
+    what autograd saves."""
     clock = Clock(window.start, window.end)
     copies = _copies(window, present)
     return {
@@ -107,7 +107,7 @@ class _Copy:
 
 
 def _copies(window: Window, present: Present) -> list[_Copy]:
-    """Which copies there were, and when. Who was there at the start follows from who is there now, backwards."""
+    """Return which copies there were, and when. Those at the start follow from those present now, backwards."""
     at_start = {(tier, block) for tier in (0, 1) for block in present[tier]}
     for change in reversed(window.copies):
         if change.present:
@@ -129,7 +129,7 @@ def _copies(window: Window, present: Present) -> list[_Copy]:
 
 
 def _copy_columns(copies: list[_Copy], window: Window, clock: Clock) -> dict[str, Column]:
-    """`valid_us` is when the transfer that filled the copy was over; `from_us` of one that was there before."""
+    """Return copies as columns. `valid_us`: when the transfer that filled it was over, or `from_us` without one."""
     ends: dict[tuple[int, int], list[float]] = defaultdict(list)
     for transfer in window.transfers:
         if transfer.link in _INTO_TIER:
@@ -152,8 +152,8 @@ def _copy_columns(copies: list[_Copy], window: Window, clock: Clock) -> dict[str
 def _memory(
     window: Window, blocks: Sequence[BlockFacts], copies: list[_Copy], held: Held, clock: Clock
 ) -> dict[str, Any]:
-    """Bytes of copies by role on device and host, of activations that move, and of everything else on the device, as
-    steps."""
+    """Return bytes of copies by role on device and host, of activations that move, and of everything else on the
+    device, as steps."""
     sections = {}
     for tier, name in enumerate(("device", "host", "nvme") if window.saved else ("device", "host")):
         changes: list[tuple[float, str, int]] = []
@@ -185,7 +185,7 @@ def _saved_changes(points: list[tuple[float, int]]) -> list[tuple[float, str, in
 
 
 def _non_model_changes(window: Window) -> list[tuple[float, str, int]]:
-    """A moment tells what is needed up to the next one of its segment; behind that, the least of the window stays."""
+    """Return changes of bytes beside chunks: what a moment needs, up to the next of its segment, else the least."""
     stays = min((moment.non_model_bytes for moment in window.moments), default=0)
     points = [(moment.at, moment.non_model_bytes) for moment in window.moments]
     points += [(segment.end, stays) for segment in window.segments]
@@ -199,7 +199,7 @@ def _non_model_changes(window: Window) -> list[tuple[float, str, int]]:
 def _steps(
     changes: list[tuple[float, str, int]], roles: list[str], start: float, clock: Clock
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Running sums of `changes` per role, one entry for each microsecond in which something changed."""
+    """Return running sums of `changes` per role, one entry for each microsecond in which something changed."""
     sums = dict.fromkeys(roles, 0)
     points = [(clock(start), tuple(sums.values()))]
     for at, role, nbytes in sorted(changes):
@@ -213,7 +213,7 @@ def _steps(
 
 
 def _blocks(window: Window, blocks: Sequence[BlockFacts]) -> list[dict[str, Any]]:
-    """Each block's facts with what it cost in the window: bytes that came, and seconds that were waited for it.
+    """Return each block's facts with what it cost in the window: bytes that came, and seconds that were waited for it.
 
     The stalls within a chunk's update, if they are of no block, are those of its weights."""
     stalled = union((stall.start, stall.end) for stall in window.stalls if stall.block < 0)

@@ -58,7 +58,7 @@ class Window:
 
 
 def last_window(events: EventLog) -> Window | None:
-    """The last whole step of `events`; without one, from the last forward on; None if nothing ran."""
+    """Return the last whole step of `events`; without one, from the last forward on; None if nothing ran."""
     segments, inference = _copied(events.segments), only_infers(events)
     ends = [span.end for span in segments if span.what == "step"]
     if len(ends) >= 2:
@@ -81,8 +81,8 @@ def only_infers(events: EventLog) -> bool:
 
 
 def history(events: EventLog) -> dict[str, Any]:
-    """The last steps, or forwards of a model that is not trained, as columns: seconds from the end of the one before,
-    what compute waited in them, and the tokens that were fed."""
+    """Return the last steps, or forwards of a model that is not trained, as columns: seconds from the end of the one
+    before, what compute waited in them, and the tokens that were fed."""
     of = "forward" if only_infers(events) else "step"
     stalls, fed = _copied(events.stalls), _copied(events.fed)
     full = [log[0][0] for log in (stalls, fed) if log and len(log) == events.stalls.maxlen]
@@ -128,14 +128,14 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
 
 
 def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
-    """Of `entries`, which last or have a time, those that touch [start, end]."""
+    """Return of `entries`, which last or have a time, those that touch [start, end]."""
     if entries and hasattr(entries[0], "end"):
         return [each for each in entries if each.end > start and each.start < end]
     return [each for each in entries if start <= each.at < end]
 
 
 def _copied(entries: deque[Entry]) -> list[Entry]:
-    """A copy of a log that other threads append to: one that grows meanwhile is copied anew."""
+    """Return a copy of a log that other threads append to: one that grows meanwhile is copied anew."""
     try:
         return list(entries)
     except RuntimeError:  # mutated during iteration
@@ -146,7 +146,7 @@ def _copied(entries: deque[Entry]) -> list[Entry]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points of time as disjoint intervals in order; empty ones are left out."""
+    """Return the same points of time as disjoint intervals in order; empty ones are left out."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -157,17 +157,17 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """What of `intervals` lies within [start, end]."""
+    """Return what of `intervals` lies within [start, end]."""
     return [(max(low, start), min(high, end)) for low, high in intervals if high > start and low < end]
 
 
 def length(disjoint: Iterable[Interval]) -> float:
-    """Their total length."""
+    """Return the total length of disjoint intervals."""
     return sum(end - start for start, end in disjoint)
 
 
 def overlap(disjoint: list[Interval], start: float, end: float) -> float:
-    """How much of [start, end] the intervals of a `union` cover. O(log n + overlapping)."""
+    """Return how much of [start, end] the intervals of a `union` cover. O(log n + overlapping)."""
     index = max(0, bisect_left(disjoint, (start, start)) - 1)
     covered = 0.0
     while index < len(disjoint) and disjoint[index][0] < end:
@@ -178,7 +178,7 @@ def overlap(disjoint: list[Interval], start: float, end: float) -> float:
 
 
 def without(disjoint: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """What of the intervals of one `union` is not covered by those of another. O(n + m)."""
+    """Return what of the intervals of one `union` is not covered by those of another. O(n + m)."""
     left: list[Interval] = []
     first = 0
     for start, end in disjoint:

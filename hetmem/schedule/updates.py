@@ -19,9 +19,9 @@ would wait for ever.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import insort_left
+from bisect import insort_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -33,53 +33,13 @@ _GIVEN_UP = 8
 """Times that updates give memory up for one wait: its copy crosses two tiers, and reads under way end first."""
 
 
-class Turns(Generic[T]):
-    """Orders what waits: the lowest `number` first, and of equal ones the first that came. One that a thread waits for
-    goes before all others."""
-
-    def __init__(self, number: Callable[[T], int]) -> None:
-        self._number = number
-        self.waiting: list[T] = []
-        """The next one last."""
-        self._first: int | None = None
-
-    def __iter__(self) -> Iterator[T]:
-        """Iterate in the order of their numbers."""
-        return reversed(self.waiting)
-
-    def add(self, one: T) -> None:
-        """Let `one` wait. O(number of those that do)."""
-        insort_left(self.waiting, one, key=lambda other: -self._number(other))
-
-    def put_first(self, number: int) -> None:
-        """Let those with `number` be next as soon as they are ready, if any wait: a thread waits for them."""
-        if any(self._number(one) == number for one in self.waiting):
-            self._first = number
-
-    def next(self, ready: Callable[[T], bool]) -> T | None:
-        """Return the first of those that are `ready`; None if none is."""
-        first = None
-        for one in reversed(self.waiting):
-            is_first = self._first is not None and self._number(one) == self._first
-            if (first is None or is_first) and ready(one):
-                first = one
-                if is_first or self._first is None:
-                    break
-        return first
-
-    def take(self, one: T) -> T:
-        """Take `one` out and return it."""
-        self.waiting.remove(one)
-        if self._first is not None and self._number(one) == self._first:
-            self._first = None
-        return one
-
-
 class HostUpdates(ABC, Generic[T]):
     """Updates by the workers of the host."""
 
     def __init__(self, number: Callable[[T], int]) -> None:
-        self._queue: Turns[T] = Turns(number)
+        self._number = number
+        self._queue: list[T] = []
+        """In the order of their numbers, and of equal ones as they came: see note "turns"."""
         self._opening: deque[T] = deque()
         self._running: list[T] = []
         self._pumping = False
@@ -89,7 +49,11 @@ class HostUpdates(ABC, Generic[T]):
     @property
     def idle(self) -> bool:
         """Whether nothing is queued or under way."""
-        return not (self._queue.waiting or self._opening or self._running)
+        return not (self._queue or self._opening or self._running)
+
+    def _put(self, update: T) -> None:
+        """Queue `update`."""
+        insort_right(self._queue, update, key=self._number)
 
     @abstractmethod
     def _is_free(self, update: T) -> bool:
@@ -116,8 +80,11 @@ class HostUpdates(ABC, Generic[T]):
         """Command: compute `update`, which is open."""
 
     def _carry_out(self, command: Callable[[], None]) -> None:
-        """Carry `command` out, in the middle of whatever the thread that trains does."""
-        command()
+        """Carry `command` out, and all that can be done then, in the middle of whatever the thread that trains does."""
+        following: Callable[[], None] | None = command
+        while following is not None:
+            following()
+            following = self._next()
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
@@ -125,30 +92,30 @@ class HostUpdates(ABC, Generic[T]):
             return
         self._pumping = True
         try:
-            while (command := self._next()) is not None:
+            if (command := self._next()) is not None:
                 self._carry_out(command)
         finally:
             self._pumping = False
 
     def _next(self) -> Callable[[], None] | None:
         """What can be done now: an update can open, or run; None if there is nothing."""
-        update = self._queue.next(self._is_free) if self._may_open() else None
+        update = next(filter(self._is_free, self._queue), None) if self._may_open() else None
         if update is not None:
             return partial(self._open, update)
         return self._run_first if self._opening and self._is_open(self._opening[0]) else None
 
     def _may_open(self) -> bool:
         """Whether an update may open; see the note "openings"."""
-        if not self._queue.waiting or len(self._opening) + len(self._running) >= AT_ONCE:
+        if not self._queue or len((*self._opening, *self._running)) >= AT_ONCE:
             return False
         return not self._opening or self._has_places(self._opening[-1])  # those before had places when it opened
 
     def _open(self, update: T) -> None:
-        self._queue.take(update)
+        self._queue.remove(update)
         try:
             self._ask(update)
         except BaseException:
-            self._queue.add(update)
+            self._put(update)
             raise
         self._opening.append(update)
 
@@ -166,5 +133,5 @@ class HostUpdates(ABC, Generic[T]):
         while self._opening:
             update = self._opening.pop()
             self._unask(update)
-            self._queue.add(update)
+            self._put(update)
         return gives

@@ -15,10 +15,10 @@ from hetmem import testing
 from tests.forked import Forks
 
 MOST: dict[str, tuple[int, int, int]] = {
-    "whole on the device, float32": (3_430, 195, 1_010),
-    "whole on the device, bfloat16": (3_500, 335, 1_320),
-    "homes on the host, all copies": (10_130, 6_700, 14_450),
-    "homes on the host, a third of the copies": (19_470, 13_780, 27_100),
+    "whole on the device, float32": (1_960, 197, 800),
+    "whole on the device, bfloat16": (2_060, 337, 1_115),
+    "homes on the host, all copies": (9_950, 6_690, 10_290),
+    "homes on the host, a third of the copies": (19_300, 13_620, 9_170),
 }
 """Of forward, backward and step, of a model of 147 weights: what was measured, and three in a hundred more, as a
 transfer may be over a moment earlier or later."""
@@ -74,19 +74,21 @@ def test_functions_without_weights_cost_nothing() -> None:
     assert calls[-1] == calls[-2] + 100
 
 
-def test_a_token_of_a_model_that_is_whole_on_the_device_costs_no_call_for_its_parts() -> None:
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16])
+def test_a_token_of_a_model_that_is_whole_on_the_device_costs_no_call_for_its_parts(mixed: torch.dtype | None) -> None:
     """Beside plain torch's: some for the forward, however many modules there are."""
 
     def more(layers: int) -> int:
-        plain = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
-        managed = hetmem.manage(copy.deepcopy(plain), hetmem.Budget(device="64MiB", host=0), device=hetmem.SimDevice())
-        x = torch.randn(1, 8)
+        plain, limits = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers))), "64MiB"
+        budget, device = hetmem.Budget(device=limits, host=limits), hetmem.SimDevice()
+        managed = hetmem.manage(copy.deepcopy(plain), budget, device=device, mixed_precision=mixed)
+        plain, x = plain.to(mixed), torch.randn(1, 8, dtype=mixed)
         with torch.no_grad():
-            for _ in range(4):
+            for _ in range(8):
                 assert torch.equal(managed(x), plain(x))
             return counted(lambda: managed(x))[1] - counted(lambda: plain(x))[1]
 
-    assert more(2) == more(20) <= 400
+    assert more(20) <= more(2) <= 500
 
 
 def test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
 import threading
 import time
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import testing
-from hetmem.errors import ManageError, StoreError
+from hetmem.errors import StoreError
 from tests.engine.harness import STREAMED, WIDTH, adamws, assert_same, loss_of, mlp, pair, streamed, vector_batches
 from tests.faults.disk import EIO, FaultyDisk, once
 from tests.optim.stories import Twins, one, twins
@@ -177,9 +176,20 @@ def test_after_a_forward_of_a_part_the_rest_is_still_waited_for(placement: str, 
         assert_same(expected.detach(), got.detach(), "parameter")
 
 
-def if_waited_for(original: Callable[..., bool], updates: Any, job: Any) -> bool:
-    """Of the updates that are queued, have only that of a chunk that is waited for begin."""
-    return updates._queue._first == job.chunk.spec.index and original(updates, job)
+class Late:
+    """Has updates that trail begin only as far as what was looked at last, from those of `managed[first]` on."""
+
+    def __init__(self, managed: nn.Module, first: int) -> None:
+        chunk_of = testing.of(managed).chunk_of
+        self.chunks = {parameter: chunk_of(parameter) for parameter in managed.parameters()}
+        self.last = max(self.chunks[parameter] for parameter in managed[first].parameters())
+
+    def may_begin(self, original: Callable[..., bool], updates: Any, job: Any) -> bool:
+        return job.chunk.spec.index <= self.last and original(updates, job)
+
+    def look(self, parameter: nn.Parameter, seen: list[torch.Tensor], gradient: torch.Tensor) -> None:
+        self.last = max(self.last, self.chunks.get(parameter, 0))
+        _look(parameter, seen, gradient)
 
 
 @streamed
@@ -189,14 +199,15 @@ def test_hooks_of_a_backward_read_and_write_what_the_last_step_made(
 ) -> None:
     """Before anything of the model is met there, between its weights, and after a part was computed once more."""
     both, read = stepped(placement, tmp_path), []
-    with testing.around("is an update free", if_waited_for):
+    late = Late(both.managed, 0)
+    with testing.around("is an update free", late.may_begin):
         for module, _ in both.sides:
             seen: list[torch.Tensor] = []
             x = torch.ones(2, WIDTH, requires_grad=True)
             hidden = module[0](x) if use_reentrant is None else checkpoint(module[0], x, use_reentrant=use_reentrant)
-            hidden.register_hook(partial(_look, module[2].bias, seen))
-            module[0].bias.register_hook(partial(_look, module[2].weight, seen))
-            x.register_hook(partial(_look, module[4].weight, seen))
+            hidden.register_hook(partial(late.look, module[2].bias, seen))
+            module[0].bias.register_hook(partial(late.look, module[2].weight, seen))
+            x.register_hook(partial(late.look, module[4].weight, seen))
             hidden.square().sum().backward()
             read.append(seen)
         assert len(read[0]) == 3
@@ -277,12 +288,13 @@ def test_another_thread_that_reads_waits_for_what_trails(tmp_path: Path) -> None
 def test_a_hook_of_a_backward_on_another_thread_waits_too(tmp_path: Path) -> None:
     both = stepped("host", tmp_path)
     seen: list[torch.Tensor] = []
-    both.managed[0].weight.register_hook(partial(_look, both.managed[2].weight, seen))
+    late = Late(both.managed, 0)
+    both.managed[0].weight.register_hook(partial(late.look, both.managed[2].weight, seen))
 
     def backward_and_read() -> None:
         both.managed[0](torch.ones(2, WIDTH)).sum().backward()
 
-    with testing.around("is an update free", if_waited_for):
+    with testing.around("is an update free", late.may_begin):
         assert not in_thread(backward_and_read)
         assert_same(both.plain[2].weight, seen[0], "read in a hook")
 
@@ -298,17 +310,6 @@ def test_an_error_of_the_disk_reaches_who_reads_and_nothing_is_lost(
         parameters_to_vector(both.managed.parameters())
     assert_same(parameters_to_vector(both.plain.parameters()), parameters_to_vector(both.managed.parameters()), "all")
     both.right.synchronize()
-    both.assert_same()
-
-
-def test_another_process_is_told_to_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread goes on in a fork: it would wait for ever."""
-    both = stepped("host", tmp_path)
-    own = os.getpid()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: own + 1)
-        with pytest.raises(ManageError, match="in another process"):
-            both.managed[0].weight + 1
     both.assert_same()
 
 

@@ -204,11 +204,8 @@ def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
 
 
 @streamed
-@pytest.mark.parametrize("waited_for", ["nothing", "an update", "a copy"])
-def test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted(
-    waited_for: str, placement: str, tmp_path: Path
-) -> None:
-    """Gradients arrive in the opposite order. A chunk that somebody waits for is updated first."""
+def test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted(placement: str, tmp_path: Path) -> None:
+    """Gradients arrive in the opposite order."""
     both = twins(pair(mlp, placement, tmp_path), overlap="forward")
     batches = vector_batches(3, 4, 64)
     both.train(batches[:2])
@@ -217,7 +214,6 @@ def test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted(
         for module, optimizer in both.sides:
             loss_of(module, batches[2]).backward()
             optimizer.step()
-    weight = both.managed[4].weight
     opened: list[int] = []
 
     def note(original: Callable[..., None], updates: Any, job: Any) -> None:
@@ -225,16 +221,10 @@ def test_what_is_left_of_a_step_is_done_in_the_order_in_which_it_is_wanted(
         original(updates, job)
 
     with testing.around("open an update", note):
-        if waited_for == "an update":
-            weight.detach()
-        elif waited_for == "a copy":
-            with torch.no_grad():
-                torch.nn.functional.linear(torch.ones(1, 64), weight)
         both.right.synchronize()
     everyone = [chunk.index for chunk in testing.of(both.managed).chunks()]
     assert len(everyone) > 3
-    first = [] if waited_for == "nothing" else [testing.of(both.managed).chunk_of(weight)]
-    assert opened == first + [index for index in everyone if index not in first]
+    assert opened == everyone
     both.assert_same()
 
 

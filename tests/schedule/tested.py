@@ -49,7 +49,6 @@ from hetmem.schedule.residency import Residency
 from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
-from hetmem.schedule.updates import Turns
 
 __all__ = [
     "ALIGNMENT_ELEMENTS",
@@ -95,7 +94,6 @@ __all__ = [
     "Supply",
     "Tier",
     "TraceBook",
-    "Turns",
     "UseSequence",
     "Write",
     "build_layout",
