@@ -188,7 +188,9 @@ def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
     if plan is not None and not hasattr(plan, "fits"):
         raise ManageError(f"plan must be what hetmem.plan returned, or the path of its file, got {plan!r}")
     if plan is not None and not plan.fits:
-        raise ManageError("the plan does not fit: it says what is missing and what to do; run one that fits")
+        raise ManageError(
+            "the plan does not fit: print it for the bytes that are missing and what helps; run one that fits"
+        )
     return plan
 
 
@@ -296,17 +298,12 @@ def release(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
     with interception.runtime.turn.held("release"):
         try:
-            _wait_for_what_is_begun(interception)  # an interrupt comes here, if anywhere, and nothing is changed yet
+            interception.settle_for_reading()  # an interrupt comes here, if anywhere, and nothing is changed yet
+            interception.runtime.traffic.executor.quiesce()
         except Exception:
             _end(module)
             raise
         _end(module)
-
-
-def _wait_for_what_is_begun(interception: Interception) -> None:
-    """Wait for updates that go on after a step, for writes, and for gradients on their way."""
-    interception.settle_for_reading()
-    interception.runtime.traffic.executor.quiesce()
 
 
 def _end(module: torch.nn.Module) -> None:

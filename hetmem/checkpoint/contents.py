@@ -180,7 +180,9 @@ def of_model(model: torch.nn.Module) -> ModelState:
     state = ModelState({}, {}, {})
     for name, value in model.state_dict(keep_vars=True).items():
         if name.startswith((OPTIMIZER, EXTRA)) or name == "__metadata__":
-            raise CheckpointError(f"the model has a tensor called {name!r}: such names are those of other things")
+            raise CheckpointError(
+                f"the model has a tensor called {name!r}, a name that a checkpoint keeps for itself: rename it"
+            )
         if torch.nn.parameter.is_lazy(value):
             raise CheckpointError(f"{name} has no shape yet: call the model once before")
         if id(value) not in own:

@@ -29,6 +29,7 @@ from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored, parse_
 from hetmem.errors import CheckpointError, StoreError
 from hetmem.memory import mapping
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.memory.nvme_io import Move
 
 _INDEX = ".safetensors.index.json"
 _SHOWN = 5
@@ -37,26 +38,24 @@ _SHOWN = 5
 
 def write_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
     """Write all of `memory` at `offset`. Raises `StoreError` with path, offset and bytes."""
-    done = 0
-    try:
-        while done < memory.nbytes:
-            done += os.pwrite(fd, memory[done:], offset + done)
-    except OSError as error:
-        raise _failure(error, f"cannot write {memory.nbytes} bytes at offset {offset} of {path!r}", done) from error
+    _move(f"cannot write {memory.nbytes} bytes at offset {offset} of {path!r}", os.pwritev, fd, memory, offset)
 
 
 def read_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
     """Fill all of `memory` from `offset` on. Raises `StoreError` with path, offset and bytes, also at the end of the
     file."""
+    _move(f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}", os.preadv, fd, memory, offset)
+
+
+def _move(failure: str, move: Move, fd: int, memory: memoryview, offset: int) -> None:
     done = 0
     try:
         while done < memory.nbytes:
-            moved = os.preadv(fd, [memory[done:]], offset + done)
-            if not moved:
+            if not (moved := move(fd, [memory[done:]], offset + done)):
                 raise OSError(errno.EIO, "end of file")
             done += moved
     except OSError as error:
-        raise _failure(error, f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}", done) from error
+        raise _failure(error, failure, done) from error
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
     if os.path.isdir(path):
         raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file, and a checkpoint takes the place of it")
+        raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file that a checkpoint could replace")
     unfinished = f"{path}.partial"
     fd = _open_alone(unfinished)
     try:

@@ -71,34 +71,28 @@ def save(
     is as it was then. Save between steps: another thread that trains waits meanwhile. Gradients are not saved.
     """
     with all_of(model, "a checkpoint"):
-        _save(path, model, optimizer, extra)
+        state, encoder = of_model(model), Encoder()
+        refuse_half_stepped(
+            model,
+            "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
+        )
+        metadata: dict[str, Any] = {"tied": state.tied}
+        if optimizer is not None:
+            metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
+        tensors = dict(state.tensors)
+        tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
+        objects = {name: made for name, made in state.made.items() if name not in tensors}
+        metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
+        metadata["extra"] = encoder.encode(extra, "extra")
+        tensors |= encoder.tensors
 
-
-def _save(
-    place: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: Any
-) -> None:
-    state, encoder = of_model(model), Encoder()
-    refuse_half_stepped(
-        model,
-        "save after optimizer.step(), not between backward() and step(), and call a step that failed again first",
-    )
-    metadata: dict[str, Any] = {"tied": state.tied}
-    if optimizer is not None:
-        metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
-    tensors = dict(state.tensors)
-    tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
-    objects = {name: made for name, made in state.made.items() if name not in tensors}
-    metadata["objects"] = {name: encoder.encode(made, f"{EXTRA}:object {name}") for name, made in objects.items()}
-    metadata["extra"] = encoder.encode(extra, "extra")
-    tensors |= encoder.tensors
-
-    texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
-    stored = arrange(tensors)
-    blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
-    path = os.fspath(place)
-    with replacing(path, len(blank) + data_nbytes(stored)) as fd:
-        checks = write_tensors(fd, path, len(blank), stored, tensors)
-        write_at(fd, path, memoryview(header(stored, texts, checks)), 0)
+        texts = {f"hetmem.{name}": json.dumps(value) for name, value in metadata.items()}
+        stored = arrange(tensors)
+        blank = header(stored, texts, {one.name: [0] * len(one.blocks()) for one in stored})
+        file = os.fspath(path)
+        with replacing(file, len(blank) + data_nbytes(stored)) as fd:
+            checks = write_tensors(fd, file, len(blank), stored, tensors)
+            write_at(fd, file, memoryview(header(stored, texts, checks)), 0)
 
 
 Targets = list[tuple[Stored, torch.Tensor]]

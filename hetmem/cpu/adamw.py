@@ -44,7 +44,7 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 COPIES = (None, *GRADIENTS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AdamWStep:
     """The hyper-parameters of one update, as `torch.optim.AdamW` names them; `step` is the one being made, from 1.
 

@@ -117,16 +117,14 @@ class Batch:
         self.tasks = self._unfinished = len(tasks)
         self._begun = 0
         self._lock = threading.Lock()
-        self._finished = threading.Event()
+        self._unended = threading.Lock()  # held until the batch is done
+        self._unended.acquire()
+        self.done = False
+        """Whether every task has ended, with an error or without."""
         self._first_error: BaseException | None = None
         self.ended = 0.0  # in seconds of `time.perf_counter`
         if not tasks:
             self._end()
-
-    @property
-    def done(self) -> bool:
-        """Whether every task has ended, with an error or without."""
-        return self._finished.is_set()
 
     @property
     def error(self) -> BaseException | None:
@@ -139,7 +137,8 @@ class Batch:
         Any thread may join, any number of times; not a task of the same batch, which would wait for itself.
         """
         self.drain()
-        self._finished.wait()
+        with self._unended:
+            pass
         if self._first_error is not None:
             raise self._first_error
 
@@ -177,7 +176,8 @@ class Batch:
     def _end(self) -> None:
         after, self._after = self._after, None
         self.ended = time.perf_counter()
-        self._finished.set()  # first: what `after` wakes must find the batch done
+        self.done = True  # first: what `after` wakes must find the batch done
+        self._unended.release()
         if after is not None:
             try:
                 after()
@@ -252,7 +252,8 @@ class WorkerPool:
 
     def _share(self, batch: Batch, helpers: int) -> None:
         if helpers > 0:
-            with self._lock, suppress(RuntimeError):  # a limit of threads: `join` does the work
-                self._workers.start()
+            if not self._workers:
+                with self._lock, suppress(RuntimeError):  # a limit of threads: `join` does the work
+                    self._workers.start()
             if self._workers:
                 self._workers.submit(partial(_drain, batch, helpers - 1, self._workers.submit))

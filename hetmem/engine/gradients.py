@@ -306,7 +306,7 @@ class GradientSink:
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
         if on_nvme and not any(listener.begins_early for listener in self.listeners):
-            self._sends.complete.comes(chunk, id(managed), _awaited, adds=adds)
+            self._sends.complete.comes(chunk, id(managed), _awaited)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)

@@ -31,7 +31,7 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
-from hetmem.engine.write_check import WriteCheck
+from hetmem.engine.write_check import TRAINS, WriteCheck
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
@@ -139,7 +139,7 @@ class Runtime:
         homes of those that are trained before the next forward, which makes their copies anew."""
         self.writes.stepped = True
         for chunk in self.chunks if not self.memory.resident else ():
-            if any(managed.parameter.requires_grad for managed in chunk.parameters):
+            if any(map(TRAINS, chunk.parameters)):
                 self.traffic.hold(chunk)
 
     def after_step(self) -> None:

@@ -377,7 +377,9 @@ class Traffic:
         self.residency.suspend(block)
         self.hold(chunk)
         try:
-            found = self.device_copy(chunk) is not None  # may wait, and an interrupt come in
+            while self.residency.state(block, DEVICE) is CopyState.LOADING:
+                self.wait_for_one()  # in which an interrupt may come
+            found = self.residency.state(block, DEVICE) is CopyState.VALID
             if found and not keep_copy:
                 self.execute(self.residency.invalidate(block, Tier.DEVICE))
         except BaseException:
@@ -390,10 +392,11 @@ class Traffic:
         """End `begin_update`. With `renew` a copy on the device is wanted again."""
         self.updating.discard(chunk)
         block = chunk.operand_block
-        if block >= 0:
-            self.execute(self.residency.resume(block))
-            if renew:
-                self.execute(self.residency.prefetch(block, Tier.DEVICE))
+        commands = [] if block < 0 else self.residency.resume(block)
+        if renew:
+            commands += self.residency.prefetch(block, Tier.DEVICE)
+        if commands:
+            self.execute(commands)
 
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
@@ -415,6 +418,8 @@ class Traffic:
 
     def wait_for_update(self, chunk: Chunk) -> None:
         """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""
+        if chunk not in self.updating:
+            return
         if not wait_until(self.executor, lambda: chunk not in self.updating):
             raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 

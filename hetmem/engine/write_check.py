@@ -38,7 +38,7 @@ from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
-_TRAINS = attrgetter("parameter.requires_grad")
+TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, attrgetter("version")),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
@@ -90,7 +90,7 @@ class WriteCheck:
         for managed in self.all_counted(self._parameters):
             counted.setdefault(managed.chunk, []).append(managed)
         first = self._gradients_wanted is None  # before which nothing was watched
-        due = {each for each in chunks if first or (trained and any(map(_TRAINS, each.parameters)))}
+        due = {each for each in chunks if first or (trained and any(map(TRAINS, each.parameters)))}
         self.stepped, self._gradients_wanted = False, torch.is_grad_enabled()
         due.update(managed.chunk for managed in self.touched)
         self.touched.clear()
@@ -295,7 +295,9 @@ class WriteCheck:
                 managed.grad_version = managed.grad_home._version
                 written = True
         home = chunk.homes.get(Role.GRAD)
-        torn = home is not None and home.block is not None and self._traffic.executor.torn_reads.torn(home.block)
+        if home is None or home.tier is not Tier.NVME:
+            return  # nothing is staged
+        torn = home.block is not None and self._traffic.executor.torn_reads.torn(home.block)
         if written or torn or self._staged_differs(chunk, taken):
             self._traffic.superseded(chunk, Role.GRAD)
 

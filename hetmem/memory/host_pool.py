@@ -209,7 +209,7 @@ class HostPool:
         if start + taken > self._reserved_up_to():
             raise CapacityError(
                 f"the host pool has no room: {format_size(taken)} wanted, {format_size(self.free_bytes)} left "
-                f"of {format_size(self.capacity_bytes)}"
+                f"of {format_size(self.capacity_bytes)}. Raise Budget(host=…)"
             )
         self.reserved_bytes = start + taken
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes + self.lent_bytes)

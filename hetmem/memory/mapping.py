@@ -168,7 +168,7 @@ class Mapping:
             self._pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             raise CapacityError(
-                f"cannot map {nbytes} bytes ({format_size(nbytes)}) of host memory: {error}. Lower the host budget, "
+                f"cannot map {nbytes} bytes ({format_size(nbytes)}) of host memory: {error}. Lower Budget(host=…), "
                 "or raise the limit of address space (ulimit -v)"
             ) from error
         if nbytes >= _HUGE_PAGE_BYTES:

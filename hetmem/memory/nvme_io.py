@@ -114,7 +114,7 @@ class StoreFile:
             raise StoreError(
                 error.errno,
                 f"cannot reserve {sized(nbytes)} in {self.directory!r}: {error.strerror}; {sized(free)} were free"
-                f"{missing}. Free disk space or lower the NVMe budget",
+                f"{missing}. Free disk space or lower Budget(nvme=…)",
             ) from error
 
     def trim(self) -> None:

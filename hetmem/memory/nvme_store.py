@@ -161,7 +161,9 @@ class NvmeStore:
             if self.reserved_bytes + lent + sum(lengths) > self.capacity_bytes:
                 room = f"{sized(self.reserved_bytes)} of {sized(self.capacity_bytes)} are reserved"
                 room += f", and {sized(lent)} lent to activations" if lent else ""
-                raise CapacityError(f"no room for {sized(sum(lengths))} in the NVMe store: {room}. Raise its budget")
+                raise CapacityError(
+                    f"no room for {sized(sum(lengths))} in the NVMe store: {room}. Raise Budget(nvme=…)"
+                )
             ends = [file.reserved_bytes for file in self._files]
             first = self._first + (len(set(ends)) == 1 and ends[0] > 0)
             left = self._left(ends)
@@ -177,7 +179,7 @@ class NvmeStore:
                 left[self._files[index].disk] -= nbytes
             if any(end > file.loans.lowest for file, end in zip(self._files, ends, strict=True)):
                 what = f"no room for {sized(sum(lengths))} in one piece of the NVMe store"
-                raise CapacityError(f"{what}, beside what is lent to activations. Raise its budget")
+                raise CapacityError(f"{what}, beside what is lent to activations. Raise Budget(nvme=…)")
             self._allocate(ends)
             self._first = first
             return extents

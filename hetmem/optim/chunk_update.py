@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, compress
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,12 +31,12 @@ Opened = dict[Role, torch.Tensor]
 ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
 _LAYOUT, _DTYPE, _NBYTES = attrgetter("layout"), attrgetter("dtype"), attrgetter("nbytes")
 _COUNT = attrgetter("is_cpu", "dtype", "ndim")
-_GRADIENT, VERSION = attrgetter("grad"), attrgetter("_version")
+_ROLES, _GRADIENT, VERSION = attrgetter("roles"), attrgetter("grad"), attrgetter("_version")
 
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Return whether both hold the same objects, in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
+    return [*map(id, some)] == [*map(id, others)]
 
 
 class GroupOptions:
@@ -66,6 +66,7 @@ class Members:
         in_order = sorted(members, key=lambda member: member[0].offset)
         self.managed, self._groups = [managed for managed, _ in in_order], [group for _, group in in_order]
         self.parameters = [managed.parameter for managed in self.managed]
+        self.nbytes = sum(managed.numel * managed.chunk.dtype.itemsize for managed in self.managed)
         self._distinct = list(dict.fromkeys(self._groups))
         self._some: tuple[list[bool], Members] | None = None
 
@@ -179,12 +180,7 @@ class ChunkUpdate:
 
     def __post_init__(self) -> None:
         self.chunk = self.members.managed[0].chunk
-        self.roles = tuple(dict.fromkeys(chain.from_iterable({part.roles: None for part in self.parts})))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parameters that are updated."""
-        return sum(part.managed.numel * part.managed.chunk.dtype.itemsize for part in self.parts)
+        self.roles = tuple(dict.fromkeys(chain.from_iterable(map(_ROLES, self.parts))))
 
     def updates(self, managed: ManagedParameter) -> bool:
         """Whether `managed` is one of the parts."""
@@ -246,6 +242,8 @@ class WholeUpdate:
     grads: list[torch.Tensor]
     states: list[list[torch.Tensor]]
     steps: list[torch.Tensor]
+    made_with: tuple[list[int], float] | None = None
+    """Versions of the gradients, and their factor, with which it was carried out."""
 
     def square_sums(self, workers: WorkerPool) -> list[Sums | torch.Tensor]:
         """Sum up the squares of the gradients; see `hetmem.cpu.norm`."""
@@ -257,7 +255,17 @@ class WholeUpdate:
         return [sums for _, sums in made]
 
     def carry_out(self, rule: Rule, scale: float) -> None:
-        """Update all, or raise with nothing changed."""
+        """Update all, or raise with nothing changed. In a step that is repeated what is made stays so: the update of
+        another group has failed. Raises RuntimeError if it was made with another factor."""
+        made, self.made_with = self.of.made, ([*map(VERSION, self.grads)], scale)
+        if made is not None and are_same(made.grads, self.grads) and made.made_with is not None:
+            if made.made_with == self.made_with:
+                return
+            if made.made_with[0] == self.made_with[0]:
+                raise RuntimeError(
+                    f"the last step() has updated {self.managed[0].name} …, whose gradients are the same, and failed "
+                    f"then; those of others have changed, and so has the factor of all: call forget_step()"
+                )
         runtime, began = self.of.runtime, self.of.runtime.events.here()
         chunks = dict.fromkeys(managed.chunk for managed in self.managed) if runtime.memory.uses_copies else {}
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):
@@ -267,6 +275,7 @@ class WholeUpdate:
                 managed.version = managed.counter._version
         runtime.statistics.updated_bytes[Way.RESIDENT] += sum(map(_NBYTES, self.params))
         runtime.events.updated("all chunks", began)
+        self.of.made = self
 
 
 class WholeGroup:
@@ -274,6 +283,8 @@ class WholeGroup:
 
     def __init__(self, runtime: Runtime, managed: list[ManagedParameter], roles: tuple[Role, ...]) -> None:
         self.runtime, self._managed = runtime, managed
+        self.made: WholeUpdate | None = None
+        """What was carried out in a step that has not ended."""
         self.parameters = [each.parameter for each in managed]
         self._names = [role.name for role in roles]
         self._dtypes = [each.chunk.dtype for each in managed]

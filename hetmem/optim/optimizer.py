@@ -192,6 +192,7 @@ class OffloadedOptimizer(Optimizer):
             for stepper in work:  # those that are done must know too that this step may be tried again
                 stepper.failed = True
             raise
+        self._forget_made()
         for stepper in work:
             stepper.end(updated=grad_scale is not None)
         if self.loss_scale is not None:
@@ -278,7 +279,8 @@ class OffloadedOptimizer(Optimizer):
     @property
     def half_stepped(self) -> bool:
         """Whether updates of a step are made that has not ended: during backward, or in a step that failed."""
-        return any(stepper.half_stepped for stepper in self._steppers.values())
+        made = any(known is not None and known[1].made for known in self._whole.values())
+        return made or any(stepper.half_stepped for stepper in self._steppers.values())
 
     @HELD_BACK
     def forget_step(self) -> None:
@@ -294,8 +296,15 @@ class OffloadedOptimizer(Optimizer):
                 for stepper in self._steppers.values():
                     stepper.refuse_ruined()
             finally:
+                self._forget_made()
                 for stepper in self._steppers.values():
                     stepper.forget()
+
+    def _forget_made(self) -> None:
+        """End a step that is over, or is not tried again, of groups that are whole on the device."""
+        for known in self._whole.values():
+            if known is not None:
+                known[1].made = None
 
     def beside_states(self) -> dict[str, Any]:
         """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""

@@ -255,7 +255,7 @@ class Stepper:
         """Whether the model is whole on the device, and a step is updated at once, with nothing begun before it."""
         memory = self.runtime.memory
         early = self.begins_early and memory.uses_copies
-        return memory.resident and not (early or self.failed or self._progress)
+        return memory.resident and not (early or self._progress)
 
     def begun(self) -> Iterable[ManagedParameter]:
         updates = {*self._progress.values(), self._passes.ruined}
@@ -273,6 +273,7 @@ class Stepper:
 
     def update(self, chunks: Work, grad_scale: float) -> None:
         """Update `chunks`; gradients count `grad_scale` times."""
+        trails = self._trails
         with self._remembering_a_failure():
             wanted = self._wanted(chunks)
             for update in wanted:
@@ -281,9 +282,9 @@ class Stepper:
             for update in wanted:
                 if not update.begun:
                     self._add_update(update, grad_scale)
-                if not self._trails:  # else what the next forward uses first has its turn first
+                if not trails:  # else what the next forward uses first has its turn first
                     self._updates.pump()
-            if self._trails:
+            if trails:
                 self._updates.pump()
                 for update in self._progress.values():
                     update.use_up_gradients()  # behind all that may fail: a step that is repeated needs them
@@ -299,7 +300,7 @@ class Stepper:
     def end(self, *, updated: bool) -> None:
         """End the step for all models of the optimizer; it is not tried again."""
         self._updates.owe()  # no step repeats what trails and fails from here on
-        if updated:
+        if updated and (self._trails or self._optimizer.gradients is Gradients.STREAMED):
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.leave(self._progress.values())
         self.forget()
@@ -390,8 +391,9 @@ class Stepper:
     def _add_update(self, update: ChunkUpdate, grad_scale: float) -> None:
         if update.summing:
             self._updates.finish()
-        self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, of other parameters there
-        self.ensure_homes(update.chunk, update.roles)
+        if not update.chunk.homes.keys() >= {*update.roles}:
+            self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, of other parameters there
+            self.ensure_homes(update.chunk, update.roles)
         try:
             self._passes.begin_update(update, grad_scale)
             self._updates.add(update)

@@ -23,7 +23,7 @@ from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.placement import Way
 from hetmem.schedule.trace import Tier
 
-_AT_HOME = attrgetter("at_home")
+_AT_HOME, _ROLES = attrgetter("at_home"), attrgetter("roles")
 
 
 class Prepared:
@@ -70,6 +70,7 @@ class Passes:
     def __init__(self, optimizer: SteppingOptimizer, interception: Interception) -> None:
         self._made_by, self._interception = weakref.ref(optimizer), interception
         self._runtime = interception.runtime
+        self._rule, self._states = optimizer.rule, optimizer.states
         self.ruined: ChunkUpdate | None = None
         """What has failed half-way: no step goes on from there."""
         self.prepared: dict[Chunk, Prepared] = {}
@@ -85,9 +86,9 @@ class Passes:
 
     def _see_gradients(self, update: ChunkUpdate) -> None:
         """Note that the gradients have arrived: a write to them from now on, before `step`, changes what was used."""
-        self._notice_disturbance(update, update.opened)
         if self._optimizer.overlap is Overlap.OFF:
             return
+        self._notice_disturbance(update, update.opened)
         vanish = self._vanish(update)
         for part in update.parts:
             part.version = part.gradient._version
@@ -157,14 +158,14 @@ class Passes:
 
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""
-        for role in self._optimizer.states.written(chunk):
+        for role in self._states.written(chunk):
             self._runtime.traffic.superseded(chunk, role)
 
     # ---- squares -----------------------------------------------------------------------------------------------
 
     def begin_sums(self, update: ChunkUpdate) -> None:
         """Make `update` a pass that sums up the squares of its gradients."""
-        update.needs = {Role.GRAD: True} if any(part.at_home for part in update.parts) else {}
+        update.needs = {Role.GRAD: True} if True in map(_AT_HOME, update.parts) else {}
         update.tasks, update.done = self._sum_tasks, self._summed
         update.writes, update.summing = False, True
 
@@ -197,25 +198,25 @@ class Passes:
         update.needs = {Role.PARAM: True}
         if Role.COMPUTE in chunk.homes:
             update.needs[Role.COMPUTE] = len(parts) < len(chunk.parameters)
-        update.needs |= {Role.GRAD: True} if any(part.at_home for part in parts) else {}
+        update.needs |= {Role.GRAD: True} if True in map(_AT_HOME, parts) else {}
         update.needs |= {role: chunk.homes[role].written for role in update.roles}
         update.tasks, update.done = self._update_tasks, self._updated
         update.begun, update.scale, update.writes = True, grad_scale, True
 
     def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
         """Remember everything that can be undone."""
-        optimizer, prepared = self._optimizer, self.prepared.get(update.chunk)
-        if prepared is not None and prepared.renew(update, optimizer.states.entries):
+        prepared = self.prepared.get(update.chunk)
+        if prepared is not None and prepared.renew(update, self._states.entries):
             return prepared.updates
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
-        states = [optimizer.states.of(part.managed) for part in update.parts]
+        states = [self._states.of(part.managed) for part in update.parts]
         update.remember_numbers(states, homes)
-        merges = optimizer.rule.has_kernel and Role.GRAD in update.opened
+        merges = self._rule.has_kernel and Role.GRAD in update.opened
         runs = self._runs(update, states, merges=merges)
         updates = [self._update_of(update.parts[run], states[run], update) for run in runs]
         self.prepared.pop(update.chunk, None)
         if merges and not update.staged and all(part.at_home for part in update.parts):
-            self.prepared[update.chunk] = Prepared(update, optimizer.states.entries, states, runs, updates)
+            self.prepared[update.chunk] = Prepared(update, self._states.entries, states, runs, updates)
         return updates
 
     @staticmethod
@@ -237,7 +238,7 @@ class Passes:
 
     def _update_tasks(self, update: ChunkUpdate) -> list[Task]:
         self._see_gradients(update)
-        rule = self._optimizer.rule
+        rule = self._rule
         if update.opened[Role.PARAM].device.type != "cpu":
             rule.on_device(self._begin(update), as_host=not self._runtime.memory.resident)
             return []
@@ -280,7 +281,7 @@ class Passes:
                     made |= part.managed.parts(role, opened[role])
                     for part_of_role in part.managed.parts(role, opened[role]).values():
                         part_of_role.zero_()
-                    self._optimizer.states.show(part.managed, role)
+                    self._states.show(part.managed, role)
         return frozenset(made)
 
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
@@ -290,19 +291,19 @@ class Passes:
         elif not done:
             update.begun = False
             update.restore_numbers()
-        for part in update.parts if not done or not all(part.roles for part in update.parts) else ():
+        for part in update.parts if not done or () in set(map(_ROLES, update.parts)) else ():
             if not done or not part.roles:
-                self._optimizer.states.forget_empty(part.managed)
+                self._states.forget_empty(part.managed)
         if not done:
             return
         for role in update.roles:
             chunk.homes[role].written = True
         way = Way.RESIDENT if chunk.homes[Role.PARAM].tier is Tier.DEVICE else Way.HOST
-        self._runtime.statistics.updated_bytes[way] += update.nbytes
-        torch.autograd.graph.increment_version([part.managed.parameter for part in update.parts])
-        for part in update.parts:
-            part.managed.version += 1
+        self._runtime.statistics.updated_bytes[way] += update.members.nbytes
+        torch.autograd.graph.increment_version(update.members.parameters)
+        for managed in update.members.managed:
+            managed.version += 1
         gradients = chunk.homes.get(Role.GRAD)
         if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
             self._notice_disturbance(update, {})
-        self._interception.gradients.retire(chunk, {part.managed for part in update.parts})
+        self._interception.gradients.retire(chunk, update.members.managed)

@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import attrgetter
 
 from hetmem import torch_private
 from hetmem.base.weak import weakly
@@ -20,6 +21,8 @@ from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
+
+_CHUNK = attrgetter("chunk")
 
 
 class Updates(HostUpdates[ChunkUpdate]):
@@ -39,7 +42,7 @@ class Updates(HostUpdates[ChunkUpdate]):
 
     def _carry_out(self, command: Callable[[], None]) -> None:
         with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
-            command()
+            super()._carry_out(command)
 
     def finish(self) -> None:
         """Carry everything out, and lend a hand. Raises the error of a transfer or of a task; what could not be begun
@@ -104,11 +107,11 @@ class Updates(HostUpdates[ChunkUpdate]):
             update.done(update, False)
 
     def _is_free(self, update: ChunkUpdate) -> bool:
-        under_way = any(other.chunk is update.chunk for other in (*self._opening, *self._running))
+        under_way = update.chunk in map(_CHUNK, (*self._opening, *self._running))
         return not under_way and not self._traffic.gradients.arriving(update.chunk)
 
     def _has_places(self, update: ChunkUpdate) -> bool:
-        return all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
 
     def _ask(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
@@ -128,11 +131,12 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._traffic.unask_role(update.chunk, role)
 
     def _is_open(self, update: ChunkUpdate) -> bool:
-        return all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
 
     def _run(self, update: ChunkUpdate) -> None:
         update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
-        update.opened |= {role: self._traffic.asked_role(update.chunk, role) for role in update.staged}
+        for role in update.staged:
+            update.opened[role] = self._traffic.asked_role(update.chunk, role)
         try:
             tasks = update.tasks(update)
         except BaseException:
@@ -149,22 +153,19 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._running.remove(update)
         batch, update.batch = update.batch, None  # whose errors hold frames
         assert batch is not None
-        try:
+        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             if batch.error is not None:
                 homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
                 update.ruined = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: in staging
-                raise batch.error
-        except BaseException:
-            self._close(update, failed=True)
-            raise
-        self._close(update, failed=False)
-        self._runtime.events.updates.append(Span(f"chunk {update.chunk.spec.index}", update.began, batch.ended))
-        self._go_on()
-
-    def _go_on(self) -> None:
-        if self.idle:
-            self._traffic.executor.forget(self._owner())
-        self.pump()
+                try:
+                    raise batch.error
+                finally:
+                    self._close(update, failed=True)
+            self._close(update, failed=False)
+            self._runtime.events.updates.append(Span(f"chunk {update.chunk.spec.index}", update.began, batch.ended))
+            if self.idle:
+                self._traffic.executor.forget(self._owner())
+            self.pump()
 
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Give everything back, the last thing first, and all of it whatever raises."""
@@ -181,8 +182,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))
         update.opened = {}
-        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
-            _call_all(iter(back))
+        _call_all(iter(back))
 
     def _close_role(self, update: ChunkUpdate, role: Role, *, failed: bool) -> None:
         """Drop what was half computed in staging: its home is as it was."""

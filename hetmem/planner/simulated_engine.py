@@ -325,7 +325,7 @@ class SimulatedGradients:
             return arrangement
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
-            sends.complete.comes(chunk, parameter, self._awaited, adds=parameter in self.arrivals)
+            sends.complete.comes(chunk, parameter, self._awaited)
         load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
         self._notes.staged(block)
         self._traffic.open_staged(block, load=load)

@@ -11,8 +11,9 @@ import html
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,8 +169,14 @@ def _trace_events(timeline: dict[str, Any]) -> Iterator[Event]:
     for block, at in zip(faults["block"], faults["at_us"], strict=True):
         name = f"fault: {_label(timeline, block)}"
         yield {"ph": "i", "name": name, "pid": _PROCESS, "tid": _TRAINING, "ts": at, "s": "t"}
-    yield from _updates(timeline["updates"])
-    yield from _transfers(timeline)
+    updates = zip(*(timeline["updates"][key] for key in ("from_us", "until_us", "what")), strict=True)
+    yield from _lanes(_OPTIMIZER, "Host optimizer", [(*update, {}) for update in updates])
+    crossed: list[list[tuple[int, int, str, dict[str, Any]]]] = [[] for _ in _LINKS]
+    columns = [timeline["transfers"][key] for key in ("from_us", "until_us", "link", "block", "bytes")]
+    for start, end, link, block, nbytes in zip(*columns, strict=True):
+        crossed[link].append((start, end, _label(timeline, block), {"bytes": nbytes}))
+    for link, rows in enumerate(crossed):
+        yield from _lanes(_FIRST_LINK + link * _LANES_PER_LINK, TERM_NAMES[_LINKS[link]], rows)
     for tier, memory in timeline["memory"].items():
         for index, at in enumerate(memory["at_us"]):
             values = {role: column[index] for role, column in memory["bytes"].items()}
@@ -186,39 +193,16 @@ def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
         yield _complete(timeline["operators"][operator], _TRAINING, at[index], end)
 
 
-def _lane(free_at: list[int], start: int, end: int) -> int:
-    """Return the first lane that is free from `start` on, or a new one: events of one track must nest."""
-    lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))
-    free_at[lane : lane + 1] = [end]
-    return lane
-
-
-def _updates(updates: dict[str, Any]) -> Iterator[Event]:
-    """Yield updates of chunks, which threads make at the same time, on tracks that nest."""
-    yield _named("thread_name", _OPTIMIZER, "Host optimizer")
-    named, free_at = 1, list[int]()
-    for start, end, what in sorted(zip(*(updates[key] for key in ("from_us", "until_us", "what")), strict=True)):
-        track = _OPTIMIZER + _lane(free_at, start, end)
-        if len(free_at) > named:
-            named = len(free_at)
-            yield _named("thread_name", track, f"Host optimizer {named}")
-        yield _complete(what, track, start, end)
-
-
-def _transfers(timeline: dict[str, Any]) -> Iterator[Event]:
-    """Yield transfers; those in flight at once go to lanes of their own."""
-    moved = timeline["transfers"]
-    free_at: dict[int, list[int]] = {}
-    columns = zip(*(moved[key] for key in ("from_us", "until_us", "link", "block", "bytes")), strict=True)
-    for start, end, link, block, nbytes in sorted(columns):
-        lanes = free_at.setdefault(link, [])
-        known = len(lanes)
-        lane = _lane(lanes, start, end)
-        track = _FIRST_LINK + link * _LANES_PER_LINK + lane
-        if lane == known:
-            yield _named("thread_name", track, f"{TERM_NAMES[_LINKS[link]]} {lane + 1}")
-        event = _complete(_label(timeline, block), track, start, end)
-        yield {**event, "args": {"bytes": nbytes}}
+def _lanes(first: int, name: str, rows: Iterable[tuple[int, int, str, dict[str, Any]]]) -> Iterator[Event]:
+    """Yield `rows` of start, end, name and arguments on tracks from number `first` on, as many as were under way at
+    once: events of one track must nest."""
+    free_at: list[int] = []
+    for start, end, what, arguments in sorted(rows, key=itemgetter(0, 1)):
+        lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))
+        if lane == len(free_at):
+            yield _named("thread_name", first + lane, f"{name} {lane + 1}")
+        free_at[lane : lane + 1] = [end]
+        yield {**_complete(what, first + lane, start, end), "args": arguments}
 
 
 def _label(timeline: dict[str, Any], block: int) -> str:

@@ -63,10 +63,7 @@ function fillVerdict() {
       element("span", "figure quiet", formatShare(step.terms[term] / step.seconds)));
     byId("terms").append(row);
   }
-  const total = element("p", "total quiet", `The full width is the whole ${step.of}, `);
-  total.append(shows(element("span"), "step.seconds", "seconds"),
-    `. No ${step.of} can be shorter than its longest term; the longest takes `, shows(element("span"), "step.overlap", "share"), " of it.");
-  byId("terms").append(total);
+  byId("terms").append(element("p", "total quiet", `The full width is the whole ${step.of}. No ${step.of} can be shorter than its longest term.`));
 }
 
 function fillNumbers() {
@@ -77,7 +74,7 @@ function fillNumbers() {
     ...(step.tokens ? [["Tokens a second", "step.tokens_per_second", "count", `${step.tokens.toLocaleString("en-US")} in the ${step.of}`]] : []),
     ["Overlap", "step.overlap", "share", `longest term / ${step.of} time`],
     [`Stalled in the ${step.of}`, "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
-    [`Host waits in the ${step.of}`, "step.host_wait_seconds", "seconds", "the training thread"],
+    ...("launching" in step.terms ? [[`Host waits in the ${step.of}`, "step.host_wait_seconds", "seconds", "the training thread"]] : []), // else its stalls
     [`Faults in the ${step.of}`, "step.faults", "count", "uses that found no copy on its way"],
   ];
   const numbers = [

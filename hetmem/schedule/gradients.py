@@ -202,19 +202,14 @@ class Complete(Generic[ChunkT]):
     def __init__(self) -> None:
         self._missing: dict[ChunkT, set[int]] = {}
         self._came_again: set[ChunkT] = set()
-        self._added_to: set[ChunkT] = set()
 
     def begin(self) -> None:
         """A backward begins: none has come."""
         self._missing.clear()
 
-    def comes(self, chunk: ChunkT, parameter: int, awaited: Callable[[ChunkT], Collection[int]], *, adds: bool) -> None:
+    def comes(self, chunk: ChunkT, parameter: int, awaited: Callable[[ChunkT], Collection[int]]) -> None:
         """A gradient of `parameter` is on its way to `chunk`, where one of each that is `awaited` comes, by whatever
-        numbers; it `adds` to what an earlier backward has left."""
-        if adds:
-            self._added_to.add(chunk)
-        elif chunk in self._added_to:
-            return  # the next backward will want what this one leaves
+        numbers."""
         missing = self._missing.get(chunk)
         if missing is None:
             missing = self._missing[chunk] = set(awaited(chunk))

@@ -80,8 +80,11 @@ class HostUpdates(ABC, Generic[T]):
         """Command: compute `update`, which is open."""
 
     def _carry_out(self, command: Callable[[], None]) -> None:
-        """Carry `command` out, in the middle of whatever the thread that trains does."""
-        command()
+        """Carry `command` out, and all that can be done then, in the middle of whatever the thread that trains does."""
+        following: Callable[[], None] | None = command
+        while following is not None:
+            following()
+            following = self._next()
 
     def pump(self) -> None:
         """Go on as far as that needs no waiting."""
@@ -89,7 +92,7 @@ class HostUpdates(ABC, Generic[T]):
             return
         self._pumping = True
         try:
-            while (command := self._next()) is not None:
+            if (command := self._next()) is not None:
                 self._carry_out(command)
         finally:
             self._pumping = False
@@ -103,7 +106,7 @@ class HostUpdates(ABC, Generic[T]):
 
     def _may_open(self) -> bool:
         """Whether an update may open; see the note "openings"."""
-        if not self._queue or len(self._opening) + len(self._running) >= AT_ONCE:
+        if not self._queue or len((*self._opening, *self._running)) >= AT_ONCE:
             return False
         return not self._opening or self._has_places(self._opening[-1])  # those before had places when it opened
 

@@ -32,7 +32,7 @@ class Disk:
     last one, or any later ones.
     """
 
-    CALLS = ("pwrite", "fsync", "replace", "posix_fallocate", "ftruncate", "unlink")
+    CALLS = ("pwritev", "fsync", "replace", "posix_fallocate", "ftruncate", "unlink")
 
     def __init__(self, folder: Path, *, stops_at: int = -1, fault: Callable[[], None] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -119,7 +119,7 @@ def test_the_order_of_a_save(path: Path) -> None:
     calls = calls_of_a_save(path)
     assert calls[:2] == ["ftruncate", "posix_fallocate"]
     assert calls[-3:] == ["fsync", "replace", "fsync"]
-    assert set(calls[2:-3]) == {"pwrite"}
+    assert set(calls[2:-3]) == {"pwritev"}
     assert [entry.name for entry in path.parent.iterdir()] == ["c"]
 
 
@@ -159,7 +159,7 @@ def test_an_error_of_the_disk_at_any_moment_keeps_the_old_one_and_leaves_nothing
         ):
             hetmem.save(path, model(2), extra="extra")
         assert caught.value.errno == (errno.ENOSPC if fault is full else errno.EIO)
-        if call == "pwrite":
+        if call == "pwritev":
             assert caught.match(r"cannot write \d+ bytes at offset \d+ of .* after 0 bytes")
         is_new = number == len(calls) - 1  # it has its name, and only the directory may not be on the disk
         assert value_of(path) == (2 if is_new else 1)
@@ -181,8 +181,8 @@ def test_a_disk_without_room_is_known_before_anything_is_written(path: Path, mon
 
 
 def test_writes_that_take_less_than_asked_go_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, memory, offset: real(fd, memory[:7], offset))
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, offset: real(fd, [parts[0][:7]], offset))
     hetmem.save(path, model(2), extra="extra")
     assert value_of(path) == 2
 

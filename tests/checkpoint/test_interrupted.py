@@ -130,7 +130,7 @@ def test_nothing_is_written_behind_a_save_that_was_interrupted_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow write went on with a number of a file that was closed, and so into the file that was opened next."""
-    busy, written, real = threading.Event(), threading.Event(), os.pwrite
+    busy, written, real = threading.Event(), threading.Event(), os.pwritev
 
     def slow(*arguments: Any) -> int:
         busy.set()
@@ -146,7 +146,7 @@ def test_nothing_is_written_behind_a_save_that_was_interrupted_twice(
             os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(os, "pwritev", slow)
     presses = threading.Thread(target=press)
     presses.start()
     try:
