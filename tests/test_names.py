@@ -22,9 +22,9 @@ PUBLIC = {
     "pin pool remarks tell_refusals torch_device watched",
     "Plan": "activation_bytes activation_choices activations advice approximations at_peak best binding "
     "budget budget_bytes "
-    "capacity_bytes checkpointing chunk_bytes chunk_waste code combined constructor "
-    "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords "
-    "link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model "
+    "capacity_bytes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "
+    "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
+    "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model "
     "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "
     "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds "
     "terms to_dict tokens tokens_per_second with_nvme",

@@ -22,7 +22,7 @@ from hetmem.intercept import registry
 from hetmem.planner.model import checkpointed, divided, trace
 from hetmem.planner.reservation import ROLES, arrange
 from hetmem.planner.step_program import Rehearsal
-from hetmem.planner.workload import Kind
+from hetmem.planner.workload import Kind, Setting
 from hetmem.schedule.placement import Capacities
 
 WIDTH, VOCABULARY = 64, 512
@@ -175,7 +175,8 @@ def test_the_homes_that_a_run_moves_to_the_device_are_the_planned_ones(
 ) -> None:
     workload = trace(planner.TracedCall(lambda: GPT(**model), BATCH, mixed_precision=mixed_precision))
     capacities = Capacities(8 * MIB, host, nvme, 3 * MIB)
-    planned = Rehearsal(workload, arrange(workload, capacities, 128 * KIB), capacities, planner.load_profile("l4"))
+    setting = Setting(capacities, None, hardware=planner.load_profile("l4"))
+    planned = Rehearsal(workload, arrange(workload, capacities, 128 * KIB), setting)
     directory = {"nvme": nvme, "nvme_dir": tmp_path} if nvme else {}
     budget = hetmem.Budget(device=8 * MIB, host=host, device_chunks=3 * MIB, **directory)
     run = hetmem.manage(GPT(**model), budget, device="sim", chunk_bytes=128 * KIB, mixed_precision=mixed_precision)
@@ -315,7 +316,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_says_all_there_is_to_know() -> None:
     text = str(small_plan())
-    for word in ("fits", "device", "host", "<- binds", "tokens/s", "paste (", "overlap"):
+    for word in ("fits", "device", "host", "<- binds", "tokens/s", "paste (", "largest model of this shape", "overlap"):
         assert word in text
     refused = planner.plan(GPT, BATCH, hetmem.Budget(device="2MiB", host="2MiB", device_chunks="1MiB"))
     for word in ("DOES NOT FIT", "missing: ", "on host", "cheapest: add an NVMe directory"):

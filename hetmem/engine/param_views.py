@@ -201,13 +201,14 @@ class Bindings:
         """Return whether `managed` is watched because the model computes."""
         return self._away > 0 and type(managed.parameter) is managed.watched_kind
 
-    def leave_home(self, *, backward: bool = False) -> None:
+    def leave_home(self, *, stay: bool = False) -> None:
         """Begin compute: parameters that are not bound rest. A custom function of autograd takes a parameter as it is,
-        and expects its gradient on the device, and of the dtype, that it then has. In a `backward` parameters stay at
-        home, as a graph from outside of forwards has saved the parameters themselves."""
+        and expects its gradient on the device, and of the dtype, that it then has. `stay`: they stay at home, in a
+        backward, as a graph from outside of forwards has saved the parameters themselves, and where modules have
+        working weights in their place."""
         self._away += 1
         if self._away == 1:
-            self.rests = not backward
+            self.rests = not stay
             self.rest([managed for managed in self.by_id.values() if not managed.bound])
 
     def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:

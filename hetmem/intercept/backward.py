@@ -165,7 +165,7 @@ def _begin_of(interception: Interception) -> None:
         runtime.marks.pause()
         runtime.renew_touched()
     interception.working.begin_backward()
-    runtime.bindings.leave_home(backward=True)
+    runtime.bindings.leave_home(stay=True)
     interception.gradients.rest_again()
 
 

@@ -298,8 +298,16 @@ class Faults:
                 value = value.data
             self._runtime.uses.data_set(managed, value)
 
+    def within_unknown_memory(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call `func` where not all is known of the memory that a forward needs."""
+        _refuse_to_hand_out(func, args)
+        try:
+            return run_again([self._runtime], func, args, kwargs)
+        finally:
+            self._runtime.monitor.left = False
 
-def refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
+
+def _refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
     """Raise `ManageError` for `other.data = weight`, `torch.tensor(weight)` and the like, which call no
     `__torch_function__` for the weight: where no mode is around they would get its stand-in."""
     if func not in _CALL_NO_FUNCTION or not isinstance(args[-1], Watched):

@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from operator import attrgetter
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,7 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
-_HOOKS = attrgetter("hooks")
+_HOOKS_OF = itemgetter(2)
 
 Hooked = Any
 """The `Interception` that is told, held weakly: it imports this."""
@@ -94,48 +94,44 @@ class PartHooks:
     def __init__(self, parts: Iterable[torch.nn.Module], handles: Sequence[Any]) -> None:
         names = ("_forward_pre_hooks", "_forward_hooks")
         places = ((vars(part), name) for part in parts for name in names)
-        self._places = [_HooksOfPart(*place, handle) for place, handle in zip(places, handles, strict=True)]
-        self._off: list[_HooksOfPart] = []
+        self._handles = list(handles)
+        self._places: list[_HooksOfPart] = [
+            (names, name, names[name], OrderedDict(), handle.id)
+            for (names, name), handle in zip(places, handles, strict=True)
+        ]
+        self._off: dict[int, _HooksOfPart] = {}
 
     def take_off(self) -> None:
         """Take the hooks off every part that has no others, until `put_back`."""
         if self._off:
             return
-        off: list[_HooksOfPart] = []
-        for place, count in zip(self._places, map(len, map(_HOOKS, self._places)), strict=True):
-            if count == 1 and place.handle.id in place.hooks and place.names[place.name] is place.hooks:
-                place.names[place.name] = place.none
-                off += (place,)
-        self._off = off
+        counts = map(len, map(_HOOKS_OF, self._places))
+        for at, (place, alone) in enumerate(zip(self._places, counts, strict=True)):
+            names, name, hooks, none, number = place
+            if alone == 1 and number in hooks and names[name] is hooks:
+                names[name] = none
+                self._off[at] = place
 
     def put_back(self) -> None:
         """Have them where they were, before those that came meanwhile."""
-        off, self._off = self._off, []
-        for place in off:
-            if place.none:
-                place.take_in()
-            if place.names[place.name] is place.none:
-                place.names[place.name] = place.hooks
+        off, self._off = self._off, {}
+        for at, (names, name, hooks, none, _) in off.items():
+            if names[name] is none:
+                names[name] = hooks if not none else self._joined(at)
+
+    def _joined(self, at: int) -> OrderedDict[int, Any]:
+        """Return the dictionary to which the program has added hooks, whose handles know it, with its own as first."""
+        names, name, hooks, joined, number = self._places[at]
+        joined[number] = hooks[number]
+        joined.move_to_end(number, last=False)
+        self._handles[at].hooks_dict_ref = weakref.ref(joined)
+        self._places[at] = names, name, joined, OrderedDict(), number
+        return joined
 
 
-class _HooksOfPart:
-    """The dictionary `hooks` that `names`, the `__dict__` of a part, has under `name`, with the hook of `handle` in it,
-    and `none`, which is empty."""
-
-    __slots__ = ("handle", "hooks", "name", "names", "none")
-
-    def __init__(self, names: dict[str, Any], name: str, handle: Any) -> None:
-        self.names, self.name, self.handle = names, name, handle
-        self.hooks: OrderedDict[int, Any] = names[name]
-        self.none: OrderedDict[int, Any] = OrderedDict()
-
-    def take_in(self) -> None:
-        """Take `none`, to which the program has added hooks whose handles know it, in the place of `hooks`."""
-        number = self.handle.id
-        self.none[number] = self.hooks[number]
-        self.none.move_to_end(number, last=False)
-        self.handle.hooks_dict_ref = weakref.ref(self.none)
-        self.hooks, self.none = self.none, OrderedDict()
+_HooksOfPart = tuple[dict[str, Any], str, "OrderedDict[int, Any]", "OrderedDict[int, Any]", int]
+"""The `__dict__` of a part, a name in it, the dictionary of hooks that is there, one that is empty, and the number that
+a hook of hetmem's has in the first one."""
 
 
 class BeforeStateDict(_OfThisModule):

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from itertools import chain, compress
 from operator import attrgetter, not_
 from types import FrameType
@@ -31,7 +30,7 @@ from hetmem.intercept.diagnostics import (
     refuse_a_surrounding,
 )
 from hetmem.intercept.dynamo import Tracing, hook_forwards, opaque, set_compiler
-from hetmem.intercept.faults import Faults, refuse_to_hand_out, run_again
+from hetmem.intercept.faults import Faults
 from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
@@ -85,7 +84,6 @@ class Interception:
         self.backwards = 0
         """How many backwards run, one within the other."""
         self._handles: list[Any] = []
-        self._parts = PartHooks((), ())
         self.removed = False
         self._regions = Regions(runtime, self.leases, self._tracing)
         self._buffers = weakref.WeakMethod(module.buffers)
@@ -251,7 +249,7 @@ class Interception:
         memory = self.runtime.memory
         leaves = may_lack_memory and (memory.uses_copies or memory.may_leave_device)
         if leaves:
-            compute.enter_functions(self._watched)
+            compute.enter_functions(self._faults.within_unknown_memory)
         if not memory.uses_copies:
             if compute.task < 0 and (leaves or self.activations is not None):
                 self._saved.enter(compute)
@@ -264,7 +262,7 @@ class Interception:
             self.gradients.rest_again()
         else:
             with self.runtime.unwatched():
-                self.runtime.bindings.leave_home()
+                self.runtime.bindings.leave_home(stay=compute.works)
         if not compute.works:
             self._saved.enter(compute)
 
@@ -276,15 +274,7 @@ class Interception:
             if compute.task < 0:
                 bindings.leave_home()
         for _ in range(self.backwards):
-            bindings.leave_home(backward=True)
-
-    def _watched(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call `func` where not all is known of the memory that a forward needs."""
-        refuse_to_hand_out(func, args)
-        try:
-            return run_again([self.runtime], func, args, kwargs)
-        finally:
-            self.runtime.monitor.left = False
+            bindings.leave_home(stay=True)
 
     @HELD_BACK.covers
     @opaque

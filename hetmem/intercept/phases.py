@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -22,29 +22,36 @@ _FORWARDS = 32
 calls no backward, has any number."""
 _PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
 """Classes of inputs that hold no others."""
+_HOLD_NOTHING = {type(None), bool, int, float, str, torch.dtype, torch.device}
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
 
 
-def tensors_within(value: object, depth: int = 3) -> Iterator[torch.Tensor]:
-    """The tensors of an input, also of an object that holds some, as a cache of keys and values does."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not isinstance(value, (torch.nn.Module, type)):
-        held = (
-            value
-            if isinstance(value, (list, tuple))
-            else (value if isinstance(value, dict) else _fields(value)).values()
-        )
-        for each in held:
-            yield from tensors_within(each, depth - 1)
+def tensors_within(value: object, depth: int = 3) -> list[torch.Tensor]:
+    """Return the tensors of an input, also of an object that holds some, as a cache of keys and values does: looked at
+    for each token that is generated."""
+    found: list[torch.Tensor] = []
+    level: list[Any] = [value]
+    for _ in range(depth + 1):
+        above, level = level, []
+        for each in above:
+            kind = type(each)
+            if kind is torch.Tensor or (kind not in _HOLD_NOTHING and isinstance(each, torch.Tensor)):
+                found += (each,)
+            elif kind is list or kind is tuple:
+                level += each
+            elif kind not in _HOLD_NOTHING and not isinstance(each, (torch.nn.Module, type)):
+                level += _held_by(each)
+    return found
 
 
-def _fields(value: object) -> dict[str, Any]:
-    try:
-        return vars(value)
-    except TypeError:
-        return {}
+def _held_by(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    fields: dict[str, Any] = getattr(value, "__dict__", {})
+    return fields.values()
 
 
 def signature(
@@ -66,7 +73,7 @@ def signature(
         else:
             kinds.append(type(leaf))
             if held:
-                nbytes += sum(each.numel() * each.itemsize for each in tensors_within(leaf))
+                nbytes += sum([each.numel() * each.itemsize for each in tensors_within(leaf)])
     key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), tuple(kinds))
     return key, nbytes, tokens
 

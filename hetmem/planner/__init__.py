@@ -39,14 +39,15 @@ from hetmem.planner.model import (
     divided,
     hugging_face_call,
     in_bfloat16,
+    repeated_layers,
     trace,
     trace_real,
     traced,
     with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
-from hetmem.planner.search import Setting
-from hetmem.planner.workload import Updating, Workload, smaller
+from hetmem.planner.search import cheapest_mix
+from hetmem.planner.workload import Setting, Updating, Workload, smaller
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
@@ -98,10 +99,10 @@ def plan(
     computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
     `overlap`, `gradients`, `moments`, `stochastic_rounding`: what `hetmem.AdamW` will be made with (the last one: for
     a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for `manage`; with
-    other than "keep" `.activation_choices` says for each choice whether it fits, and the seconds of a step. Other
-    keywords as for `manage`. No memory is taken and nothing runs: bytes, and seconds by the simulator with the rates of
-    `hardware`. `real`: run one forward and backward on the processor of this machine, for a model whose control flow
-    depends on values; that takes their time and memory.
+    other than "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many
+    times as large a batch or sequence would. Other keywords as for `manage`. No memory is taken and nothing runs:
+    bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and backward on the
+    processor of this machine, for a model whose control flow depends on values; that takes their time and memory.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
     takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
@@ -156,6 +157,8 @@ class _Request:
             raise PlanError(f"checkpointing must be True or False, got {self.checkpointing!r}")
         if self.checkpointing and self.real:
             raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
+        if self.checkpointing and self.inference:
+            raise PlanError("forwards alone keep nothing that could be computed again: leave checkpointing out")
         refuse_activations(self.activations)
 
     def updating(self) -> Updating:
@@ -196,29 +199,45 @@ def plan_within(
     inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
     told("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
-    kept = trace_real(call) if how.real else trace(call, results, inference=inference)
-    peaks = {"as written": kept.peak_live_bytes}
-    told("tracing it with checkpointed layers")
-    kept_light = None if how.real or inference or not (compares or checkpointing) else checkpointed(call, results)
-    if kept_light is not None and kept_light.peak_live_bytes < kept.peak_live_bytes:
-        peaks["with checkpointing"] = kept_light.peak_live_bytes
+    kept_light: Workload | None
     if checkpointing:
-        if kept_light is None:
-            raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
-        kept = kept_light
+        kept = kept_light = _checkpointed(call, results)
+        peaks = {"with checkpointing": kept.peak_live_bytes}
+    else:
+        kept = trace_real(call) if how.real else trace(call, results, inference=inference)
+        peaks = {"as written": kept.peak_live_bytes}
+        told("tracing it with checkpointed layers")
+        kept_light = None if how.real or inference or not compares else checkpointed(call, results)
+        if kept_light is not None and kept_light.peak_live_bytes < kept.peak_live_bytes:
+            peaks["with checkpointing"] = kept_light.peak_live_bytes
+
+    alone = hardware.host_to_device.by_the_caller
 
     def moved(kept: Workload | None, how: str = activations) -> Workload | None:
         """`kept` as `manage(activations=how)` computes it."""
         if kept is None or how == "keep" or inference:
             return kept
-        by_the_caller = hardware.host_to_device.by_the_caller
-        return moving(kept, capacities, all_leave=how == "offload", by_the_caller=by_the_caller)
+        return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
 
     workload, light = moved(kept) or kept, moved(kept_light)
+    mix = None
+    if activations == "auto" and kept.saved and compares and not (inference or alone):
+        told("comparing what may become of each layer's activations")
+        of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
+
+        @functools.cache
+        def with_first(recomputed: int) -> Workload | None:
+            return checkpointed(call, results, recomputed) if recomputed else kept
+
+        mix = cheapest_mix(with_first, count, asked)
     told("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
         found = tuple(_variants(call, kept_light, kept, results, asked, checkpointing, moved))
+    if mix is not None:
+        mixes = mix.workload
+        text = f"checkpoint the first {mix.recomputed} of the {count} layers"
+        found = (Variant("mix", text, lambda: mixes, how.micro_batches), *found)
     if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
         found = (*found, Variant("move", text, lambda: moved(kept, "auto"), how.micro_batches))
@@ -236,17 +255,19 @@ def plan_within(
         return made
     told("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
-    better = combined(decision, lighter)
+    others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
+    others += [] if mix is None else [(mix.workload, mix.capacities)]
+    better = combined(decision, others)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        made = replace(made, combined=as_plan(better, checkpointing=lightened).to_dict())
+        mixed = mix.told(of, count) if mix is not None and better.workload is mix.workload else None
+        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
         if kept_light is not None and not checkpointing:
             ways |= {"checkpointed": (kept_light, "keep"), "checkpointed, auto": (kept_light, "auto")}
-        choices = activation_choices({name: (of, moved(of, way) or of) for name, (of, way) in ways.items()}, asked)
-        made = replace(made, activation_choices=choices)
+        made = replace(made, activation_choices=activation_choices(ways, moved, asked))
     told("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
@@ -254,6 +275,15 @@ def plan_within(
 
     changes = approximations(light or workload, capacities, better or decision, adapted)
     return replace(made, approximations=tuple(asdict(choice) for choice in changes))
+
+
+def _checkpointed(call: TracedCall, results: Results) -> Workload:
+    """As `checkpointed`, which was asked for. Raises `PlanError` where it cannot be done."""
+    light = checkpointed(call, results)
+    if light is None:
+        trace(call, results)  # which says why, if the model refuses the call
+        raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
+    return light
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:

@@ -7,7 +7,7 @@ such that nothing lies elsewhere for it. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -18,19 +18,37 @@ from hetmem.planner.decide import Decision
 from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, MARGIN_SHARE, TIERS, Plan
 from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, judged
-from hetmem.planner.workload import Updating, Workload
+from hetmem.planner.search import Judged, arranged, first_that_fits, has_room, judged, not_whole
+from hetmem.planner.workload import Setting, Updating, Workload, resized
 from hetmem.schedule.placement import MARGIN_SHARE as IDLE_SHARE
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 
+_TIMES = 64.0
+"""So many times as large a batch is not looked beyond, nor a part of it below."""
 
-def activation_choices(ways: Mapping[str, tuple[Workload, Workload]], asked: Setting) -> tuple[dict[str, Any], ...]:
-    """For each of `ways`, a workload and what moving makes of it: the `choice`, the seconds of a step (None if it does
-    not fit), and the bytes that move, that stay, and that move to NVMe."""
+
+def activation_choices(
+    ways: Mapping[str, tuple[Workload, str]],
+    moved: Callable[[Workload | None, str], Workload | None],
+    asked: Setting,
+) -> tuple[dict[str, Any], ...]:
+    """For each of `ways`, a workload and what `manage(activations=…)` does with it: the `choice`, the seconds of a step
+    (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
     found = []
-    for choice, (kept, workload) in ways.items():
+    for choice, (kept, how) in ways.items():
+        workload = moved(kept, how) or kept
         best = first_that_fits(workload, asked, steps=2)
+        lower, upper = 1 / _TIMES, _TIMES
+
+        def fits(factor: float, kept: Workload = kept, how: str = how) -> bool:
+            larger = resized(kept, lambda nbytes: int(factor * nbytes))
+            made = moved(larger, how) or larger
+            return any(has_room(made, setting) for setting in dict.fromkeys((asked, not_whole(made, asked))))
+
+        for _ in range(12):
+            middle = math.sqrt(lower * upper)
+            lower, upper = (middle, upper) if fits(middle) else (lower, middle)
         moves = sum(move.nbytes for move in workload.moves)
         found.append(
             {
@@ -39,6 +57,9 @@ def activation_choices(ways: Mapping[str, tuple[Workload, Workload]], asked: Set
                 "moved_bytes": moves,
                 "kept_bytes": sum(each.nbytes for each in kept.saved) - moves,
                 "nvme_bytes": best.arrangement.spilled_bytes if isinstance(best, Judged) else 0,
+                "times": lower,
+                "rows": int(kept.rows * lower),
+                "sequence": int(kept.tokens / kept.rows * lower),
             }
         )
     return tuple(found)
@@ -53,6 +74,7 @@ def plan_of(
     checkpointing: bool = False,
     inference: bool = False,
     activations: str = "keep",
+    layers: dict[str, Any] | None = None,
 ) -> Plan:
     """The plan that `decision` of `call` amounts to."""
     workload, best, asked = decision.workload, decision.candidate, decision.asked
@@ -60,8 +82,9 @@ def plan_of(
     roles = _roles(decision)
     peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
     terms = {"compute": asked.compute_seconds(workload)}
-    given, chunk_bytes, binding = capacities, None, None
+    given, chunk_bytes, binding, bound_rows = capacities, None, None, None
     if best is not None:
+        bound_rows = _compute_bound_rows(best.result.terms, workload.rows, terms["compute"])
         terms, peaks["device"] = best.result.terms, best.result.device_peak_bytes
         binding = max(terms, key=lambda name: terms[name])
         given, chunk_bytes = needed(workload, best, peaks)
@@ -88,6 +111,7 @@ def plan_of(
         activations=activations,
         activation_bytes=activation_bytes,
         activation_choices=(),
+        layers=layers,
         chunk_waste=best.arrangement.ground.layout.waste if best else 0.0,
         slot_bytes=best.arrangement.ground.staging_slot_bytes if best else 0,
         chunk_bytes=chunk_bytes,
@@ -102,6 +126,8 @@ def plan_of(
         at_peak=tuple({"what": what, "bytes": nbytes} for what, nbytes in workload.at_peak),
         peak_operator=workload.peak_operator,
         logits_bytes=workload.logits_bytes,
+        compute_bound_rows=bound_rows,
+        largest_parameters=decision.largest_parameters,
         missing_bytes=dict(decision.missing_bytes),
         reasons=decision.reasons,
         advice=decision.advice,
@@ -145,6 +171,13 @@ def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]
         device[role] = device.get(role, 0) + gone
         if not left[role]:
             del left[role]
+
+
+def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> int:
+    """`work`, what the device computes, grows with the batch; what moves does not, nor what the thread does beside."""
+    others = max(seconds for name, seconds in terms.items() if name != "compute")
+    beside = max(0.0, terms["compute"] - work)
+    return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows
 
 
 def needed(workload: Workload, best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | None]:

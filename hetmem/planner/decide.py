@@ -14,8 +14,8 @@ from itertools import product
 
 from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import Judged, Setting, arranged, first_that_fits, has_room, judged, search
-from hetmem.planner.workload import Updating, Workload
+from hetmem.planner.search import Judged, arranged, first_that_fits, has_room, judged, search
+from hetmem.planner.workload import Setting, Updating, Workload
 from hetmem.schedule.placement import PAGE_BYTES, WORTH, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 
@@ -53,6 +53,7 @@ class Decision:
     workload: Workload
     asked: Setting
     candidate: Judged | None
+    largest_parameters: int
     missing_bytes: dict[str, int] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
@@ -64,15 +65,19 @@ def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ())
     """The fastest way to run `workload` within what is `asked`; or what is missing, and which `variants` would fit."""
     best = search(workload, asked)
     if isinstance(best, Judged):
-        return Decision(workload, asked, best)
+        return Decision(workload, asked, best, largest_parameters(workload, asked, best))
     missing = _missing(workload, asked)
     ways = _ways_out(workload, asked, missing, variants)
     streamed = None if "device" in missing else _without_gradients(workload, asked)
     if isinstance(streamed, Judged):
         ways = [f"{_STREAMED}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *ways]
+    largest, states = largest_parameters(workload, asked, None), best.state_bytes or _state_bytes(workload, asked)
+    return Decision(workload, asked, None, largest, missing, (str(best),), tuple(ways), states)
+
+
+def _state_bytes(workload: Workload, asked: Setting) -> int:
     how = asked.updating
-    states = best.state_bytes or state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
-    return Decision(workload, asked, None, missing, (str(best),), tuple(ways), states)
+    return state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
 
 
 def _fitting(variants: Sequence[Variant], asked: Setting) -> list[Alternative]:
@@ -101,6 +106,29 @@ def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | 
     if asked.updating.streamed_gradients or asked.micro_batches > 1:
         return None
     return first_that_fits(workload, asked.updated(overlapped=True, trails=False, streamed_gradients=True))
+
+
+def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
+    """About as many parameters as a model of this shape may have: homes, and what a forward leaves for the backward,
+    grow with its layers until they fill the tiers. `best` is how this one fits; if it does not, a larger one does not.
+    """
+    if not workload.numel:
+        return 0
+    capacities = asked.capacities
+    ground = best.arrangement.ground if best is not None else None
+    padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.0
+    widest = max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
+    copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
+    staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
+    homes = padding * _state_bytes(workload, asked)
+    kept, beside = workload.kept_bytes, workload.peak_live_bytes - workload.kept_bytes
+    device = max(0, capacities.usable_bytes - beside - copies)
+    elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - staging)
+    streamed = min((elsewhere + device) / max(1.0, homes + kept), device / max(1, kept))
+    cast = padding * workload.numel * max(workload.compute_itemsizes) * workload.mixed_precision
+    whole = (capacities.usable_bytes - beside) / max(1.0, homes + cast + kept)
+    found = int(workload.numel * max(streamed, whole, 0))
+    return found if best is not None else min(found, workload.numel)
 
 
 # ---- what is missing ---------------------------------------------------------------------------------------------
@@ -176,9 +204,10 @@ def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | Non
     return found if isinstance(found, Judged) and found.result.seconds < limit else None
 
 
-def combined(decision: Decision, light: Workload | None) -> Decision | None:
-    """`decision` with all done that is faster, or fits, together and has the same bits: layers that are checkpointed,
-    as in `light`, and updates that go on behind the backward. None if it is that already."""
+def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | None]]) -> Decision | None:
+    """`decision` with all done that is faster, or fits, together and has the same bits: one of `others`, where other
+    layers are checkpointed, within what is said with it, and updates that go on behind the backward. None if it is
+    that already."""
     best, workload, how = decision.candidate, decision.workload, decision.asked.updating
     asked = replace(decision.asked, chunk_bytes=None) if best is None else best.setting
     ways = [how] if how.overlapped or not workload.trainable else [how, replace(how, overlapped=True)]
@@ -186,14 +215,14 @@ def combined(decision: Decision, light: Workload | None) -> Decision | None:
         ways.append(replace(how, overlapped=True, streamed_gradients=True))
     limit = math.inf if best is None else WORTH * best.result.seconds
     found = None
-    for made, updating in product((workload, light), ways):
-        if made is None or (made is workload and updating == how):
+    for (made, within), updating in product(((workload, None), *others), ways):
+        if made is workload and updating == how:
             continue
-        setting = replace(asked, updating=updating)
+        setting = replace(asked, capacities=within or asked.capacities, updating=updating)
         candidate = _quicker(made, setting, limit)
         if candidate is not None:
-            limit = candidate.result.seconds
-            found = Decision(made, replace(decision.asked, updating=updating), candidate)
+            limit, largest = candidate.result.seconds, max(decision.largest_parameters, made.numel)
+            found = Decision(made, replace(decision.asked, updating=updating), candidate, largest)
     return found
 
 

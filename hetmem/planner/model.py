@@ -66,10 +66,11 @@ def traced(call: TracedCall, results: Results | None = None) -> Workload | None:
         return None
 
 
-def checkpointed(call: TracedCall, results: Results | None = None) -> Workload | None:
-    """The same with every repeated layer checkpointed; None if the model has no repeated layers or refuses it."""
+def checkpointed(call: TracedCall, results: Results | None = None, first: int | None = None) -> Workload | None:
+    """The same with every repeated layer checkpointed, or the `first` ones; None if the model has no repeated layers or
+    refuses it."""
     model = _build(call.build_model)
-    layers = _repeated(model)
+    layers = [layer for _, layer in _repeated(model)][:first]
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint,
@@ -84,15 +85,26 @@ def checkpointed(call: TracedCall, results: Results | None = None) -> Workload |
         return None
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
-    """The layers of each list of some of one class; of lists within such layers none."""
-    found: list[nn.Module] = []
+def repeated_layers(call: TracedCall) -> tuple[str, int]:
+    """The repeated layers of `model` as a Python expression, and how many there are."""
+    found = _repeated(_build(call.build_model))
+    return " + ".join(_expression(path) for path in dict.fromkeys(path for path, _ in found)), len(found)
+
+
+def _repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers of each list of some of one class, and the list's path; of lists within such layers none."""
+    found: list[tuple[str, nn.Module]] = []
     within: tuple[str, ...] = ()
     for path, part in model.named_modules():
         if isinstance(part, nn.ModuleList) and len(part) > 1 and not path.startswith(within or ("\n",)):
-            found += part
+            found += [(path, layer) for layer in part]
             within += (f"{path}.",)
-    return [] if len({type(layer) for layer in found}) == len(found) else found
+    return [] if len({type(layer) for _, layer in found}) == len(found) else found
+
+
+def _expression(path: str) -> str:
+    dotted = all(part.isidentifier() for part in path.split("."))
+    return f"list(model.{path})" if dotted else f'list(model.get_submodule("{path}"))'
 
 
 class _Recomputed(nn.Module):

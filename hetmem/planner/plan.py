@@ -57,7 +57,8 @@ class Plan:
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
     holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
-    fit). `budget_bytes[tier]`: what a run is to be given, the peak and a margin of `MARGIN_SHARE` (on the device a
+    fit). `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
+    `budget_bytes[tier]`: what a run is to be given, the peak and a margin of `MARGIN_SHARE` (on the device a
     little more, which is never filled); of what does not fit, the `capacity_bytes` that it was planned within.
     `at_peak`: the largest of what is on the device beside chunks when that is most, at `peak_operator`: `what` and the
     `bytes` of all such tensors; `logits_bytes`, those of them that are as wide as the vocabulary.
@@ -70,7 +71,10 @@ class Plan:
     `step_seconds` of each, the fastest first. `advice`: of what does not fit, what would, the cheapest first.
     `combined`: the plan, as of `to_dict`, with all done that is faster together and has the same bits; None if this one
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
-    `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), and `kept_bytes`.
+    `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
+    many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
+    `layers`: where some of the `count` repeated layers `of` the model are planned to be checkpointed, how many of the
+    first (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
@@ -96,6 +100,7 @@ class Plan:
     activations: str
     activation_bytes: dict[str, int]
     activation_choices: tuple[dict[str, Any], ...]
+    layers: dict[str, Any] | None
     chunk_waste: float
     slot_bytes: int
     chunk_bytes: int | None
@@ -110,6 +115,8 @@ class Plan:
     at_peak: tuple[dict[str, Any], ...]
     peak_operator: str
     logits_bytes: int
+    compute_bound_rows: int | None
+    largest_parameters: int
     missing_bytes: dict[str, int]
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
@@ -176,7 +183,14 @@ class Plan:
         else:
             lines += ["@hetmem.managed(", *arguments, ")", f"class {self.model}({self.model}):", "    pass", ""]
             lines += [f"model = {self.model}(...)  # what it takes"]
-        if self.checkpointing:
+        if self.layers:
+            lines += [
+                "from functools import partial",
+                "from torch.utils.checkpoint import checkpoint",
+                f"for layer in ({self.layers['of']})[:{self.layers['recomputed']}]:",
+                "    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)",
+            ]
+        elif self.checkpointing:
             lines += ["model.gradient_checkpointing_enable()  # or: checkpoint every layer"]
         if not self.inference and len(self.constructor) < _CODE_WIDTH:
             lines.append(self.constructor)
@@ -336,7 +350,9 @@ def _tiers(plan: Plan) -> Iterator[str]:
         how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
         moved = f"{format_size(each['moved_bytes'])} moved"
         moved += f", {format_size(each['nvme_bytes'])} of it to NVMe" if each["nvme_bytes"] else ""
-        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept")
+        most = f"batches or sequences up to {each['times']:.2f} times as large fit: {each['rows']:,} rows"
+        most += f", or a sequence of {each['sequence']:,}" if plan.tokens > plan.rows else ""
+        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept; {most}")
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")
@@ -364,6 +380,8 @@ def _time(plan: Plan) -> Iterator[str]:
         )
     if plan.link_bytes.get("nvme_write"):
         yield _wrapped(_wear(plan))
+    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
+    yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
 
 
 def _wear(plan: Plan) -> str:
@@ -389,6 +407,8 @@ def _refusal(plan: Plan) -> Iterator[str]:
     yield f"missing: {missing}"
     yield from (_wrapped(f"because {reason}") for reason in plan.reasons)
     yield from (_wrapped(f"{'cheapest' if at == 0 else 'or'}: {advice}") for at, advice in enumerate(plan.advice))
+    if plan.largest_parameters < plan.parameters:
+        yield f"what fits has about {_count(plan.largest_parameters)} parameters of this shape"
 
 
 def _choices(plan: Plan) -> Iterator[str]:
@@ -410,5 +430,10 @@ def _block(plan: Plan, best: Plan) -> Iterator[str]:
         peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
         how += f", all with the same bits; peaks {peaks}"
     yield ""
+    if best.layers is not None:
+        said = best.layers
+        which = f"checkpoint the first {said['recomputed']} of the {said['count']} layers"
+        moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
+        yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")
     yield textwrap.indent(best.code(), "    ")

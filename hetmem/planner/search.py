@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import MIB, round_up
+from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
-from hetmem.planner.workload import StepResult, Updating, Workload
+from hetmem.planner.workload import Setting, StepResult, Workload
 from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
 from hetmem.schedule.placement import WORTH, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
@@ -24,30 +25,6 @@ from hetmem.schedule.trace import Tier
 MAXIMUM_SLOTS = 8192
 """Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more
 or lie elsewhere, which makes steps up to an eighth longer; so it is done only where the time would be felt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What a run can be told, the machine that it is on, and the forwards and backwards of a step. `chunk_bytes`: None
-    = the size that the run finds by itself."""
-
-    capacities: Capacities
-    chunk_bytes: int | None
-    hardware: HardwareProfile
-    micro_batches: int = 1
-    updating: Updating = field(default_factory=Updating)
-
-    def updated(self, **how: Any) -> Setting:
-        """The same, but for what `how` says of its `updating`."""
-        return replace(self, updating=replace(self.updating, **how))
-
-    def within(self, **capacities: Any) -> Setting:
-        """The same, but for what is said of its `capacities`."""
-        return replace(self, capacities=replace(self.capacities, **capacities))
-
-    def compute_seconds(self, workload: Workload) -> float:
-        """How long the device computes in a step of `workload` when nothing keeps it waiting."""
-        return self.micro_batches * workload.compute_seconds(self.hardware.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +102,7 @@ def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | 
 def _rehearsed(workload: Workload, arrangement: Arrangement, setting: Setting, steps: int) -> StepResult | NoRoom:
     """One plan asks for many steps twice, in budgets that come to the same."""
     try:
-        return rehearse(
-            workload, arrangement, setting.capacities, setting.hardware,
-            micro_batches=setting.micro_batches, updating=setting.updating, steps=steps,
-        )  # fmt: skip
+        return rehearse(workload, arrangement, setting, steps)
     except NoRoom as refusal:
         return refusal
 
@@ -210,3 +184,55 @@ def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> 
         return arranged(workload, replace(setting, chunk_bytes=size))
     except NoRoom:  # there is little of some tier: then larger chunks have no place
         return arrangement
+
+
+# ---- what becomes of the activations of repeated layers ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """A `workload` whose first `recomputed` layers are checkpointed, and of which something may move; what it runs
+    within, and the seconds of a step."""
+
+    recomputed: int
+    workload: Workload
+    capacities: Capacities
+    seconds: float
+
+    def told(self, layers: str, count: int) -> dict[str, Any]:
+        """What a plan says of it, of the `count` layers that the expression `layers` lists."""
+        moved = sum(move.nbytes for move in self.workload.moves)
+        kept = sum(each.nbytes for each in self.workload.saved) - moved
+        return {"of": layers, "count": count, "recomputed": self.recomputed, "moved_bytes": moved, "kept_bytes": kept}
+
+
+def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> Mix | None:
+    """The mix with the shortest step of those that recompute some layers; None where recomputing none is as good.
+    `kept(count)` is the workload with the first `count` of `layers` checkpointed, and nothing moved."""
+
+    def judge(count: int) -> Iterator[Mix]:
+        workload = kept(count)
+        if workload is None:
+            return
+        for setting in dict.fromkeys((asked, whole_device(asked))):
+            made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
+            found = judged(made, setting)
+            if isinstance(found, Judged):
+                yield Mix(count, made, setting.capacities, found.result.seconds)
+
+    plain = kept(0)
+    assert plain is not None
+    best = none_recomputed = _shortest(None, judge(0))
+    if best is not None and WORTH * best.seconds <= asked.compute_seconds(plain):
+        return None
+    for count in sorted({layers * part // 4 for part in range(1, 5)} - {0}):
+        best = _shortest(best, judge(count))
+    return None if best is none_recomputed else best
+
+
+def _shortest(best: Mix | None, others: Iterable[Mix]) -> Mix | None:
+    """`best`, unless one of `others` is worth doing in its place."""
+    for other in others:
+        if best is None or other.seconds < WORTH * best.seconds:
+            best = other
+    return best

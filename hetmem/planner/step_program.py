@@ -7,10 +7,11 @@ counterpart of `engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from operator import sub
 
-from hetmem.base.hardware import HardwareProfile, ThreadCosts
+from hetmem.base.hardware import ThreadCosts
 from hetmem.errors import CapacityError
 from hetmem.planner.activations import SimulatedActivations
 from hetmem.planner.reservation import ROLES, Arrangement, moved, to_the_device
@@ -24,30 +25,23 @@ from hetmem.planner.simulated_engine import (
     Update,
 )
 from hetmem.planner.simulator import SimulatedTraffic
-from hetmem.planner.workload import Event, Kind, Phase, StepResult, Updating, Workload
+from hetmem.planner.workload import Event, Kind, Phase, Setting, StepResult, Workload
 from hetmem.schedule.blocks import Block, in_flight_bytes
-from hetmem.schedule.placement import COPY_BYTES, UPDATE_BYTES, Capacities, NoRoom
+from hetmem.schedule.placement import COPY_BYTES, UPDATE_BYTES, NoRoom
 from hetmem.schedule.trace import STEP, Tier
 
 
 class Rehearsal:
-    """A run in the making. `step()` is one optimizer step; the steps before the last learn what comes next.
+    """A run in the making as `setting` says. `step()` is one optimizer step; the steps before the last learn what comes
+    next.
 
-    `updating`: see there. An `arrangement` with gradients that are lent homes is for streamed ones.
+    An `arrangement` with gradients that are lent homes is for streamed ones.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        arrangement: Arrangement,
-        capacities: Capacities,
-        hardware: HardwareProfile,
-        *,
-        micro_batches: int = 1,
-        updating: Updating | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, arrangement: Arrangement, setting: Setting) -> None:
         self._workload, self._arrangement = workload, arrangement
-        self._hardware, self._micro_batches = hardware, micro_batches
+        capacities, hardware, micro_batches = setting.capacities, setting.hardware, setting.micro_batches
+        self._hardware, self._micro_batches, self._how = hardware, micro_batches, setting.updating
         ground = arrangement.ground
         self._traffic = SimulatedTraffic(
             {Tier.DEVICE: ground.device_slots, Tier.HOST: ground.staging_slots},
@@ -75,7 +69,6 @@ class Rehearsal:
         self._gone: list[int] = []
         self._gradients = workload.gradients()
         self._usual = {number: micro_batches * count for number, count in self._gradients.items()}
-        self._how = updating or Updating()
         self._begun: set[int] = set()
         self._updates = SimulatedUpdates(self._traffic, hardware.host.cores, self._notes)
         awaited = None if self._how.overlapped else self._members
@@ -358,16 +351,7 @@ class Rehearsal:
                 yield Staged(self._blocks[role, chunk], not (fresh or written), role != "grad")
 
 
-def rehearse(
-    workload: Workload,
-    arrangement: Arrangement,
-    capacities: Capacities,
-    hardware: HardwareProfile,
-    *,
-    micro_batches: int = 1,
-    updating: Updating | None = None,
-    steps: int = 4,
-) -> StepResult:
+def rehearse(workload: Workload, arrangement: Arrangement, setting: Setting, steps: int = 4) -> StepResult:
     """The last of `steps` steps: the first ones learn the trace and fill the tiers. Once one is as the one before, the
     others are too. Raises `NoRoom`.
 
@@ -377,18 +361,14 @@ def rehearse(
     Updates that trail behind a step delay the next one, which leaves fewer behind it, and so on: steps are long and
     short by turns at first. So with such updates there are more, and what the last ones take in the mean counts.
     """
-    if micro_batches > sum(_REHEARSED):
+    if setting.micro_batches > sum(_REHEARSED):
         few, more = (
-            rehearse(
-                workload, arrangement, capacities, hardware,
-                micro_batches=count, updating=updating, steps=steps,
-            )
-            for count in _REHEARSED
-        )  # fmt: skip
+            rehearse(workload, arrangement, replace(setting, micro_batches=count), steps) for count in _REHEARSED
+        )
         each = _REHEARSED[-1] - _REHEARSED[0]
-        return more.continued(few, (micro_batches - _REHEARSED[-1]) / each)
-    run = Rehearsal(workload, arrangement, capacities, hardware, micro_batches=micro_batches, updating=updating)
-    if updating is not None and updating.trails:
+        return more.continued(few, (setting.micro_batches - _REHEARSED[-1]) / each)
+    run = Rehearsal(workload, arrangement, setting)
+    if setting.updating.trails:
         return StepResult.mean([run.step() for _ in range(2 * steps)][-steps:]).steady()
     last = run.step()
     for _ in range(steps - 1):
@@ -398,5 +378,5 @@ def rehearse(
     return last.steady()
 
 
-_REHEARSED = (3, 6)
-"""Micro-batches of two steps whose difference is what three more take. With (2, 6) homes on NVMe were 1 % off."""
+_REHEARSED = (4, 7)
+"""Micro-batches of two steps whose difference is what three more take. With (3, 6) homes on NVMe were 0.3 % off."""

@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import takewhile
+from typing import Any
 
-from hetmem.base.hardware import DeviceProfile
+from hetmem.base.hardware import DeviceProfile, HardwareProfile
 from hetmem.schedule.layout import ParameterSpec
+from hetmem.schedule.placement import Capacities
 from hetmem.schedule.saved import SavedInterval
 
 
@@ -153,6 +156,12 @@ class Workload:
         """The most that is not parameters at one time."""
         return max((event.peak_bytes for event in self.events), default=0)
 
+    @property
+    def kept_bytes(self) -> int:
+        """What the layers of a forward leave for the backward."""
+        live = [event.live_bytes for event in takewhile(lambda e: e.kind is not Kind.BACKWARD, self.events)]
+        return max(0, live[-1] - live[0]) if live else 0
+
     def gradients(self) -> Counter[int]:
         """How often a gradient of each parameter is made."""
         return Counter(event.parameters[0] for event in self.events if event.kind is Kind.GRADIENT)
@@ -197,6 +206,30 @@ class Updating:
     def on_host_only(self) -> bool:
         """Whether the device cannot make such updates."""
         return self.moments != "float32" or self.stochastic_rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run can be told, the machine that it is on, and the forwards and backwards of a step. `chunk_bytes`: None
+    = the size that the run finds by itself."""
+
+    capacities: Capacities
+    chunk_bytes: int | None
+    hardware: HardwareProfile
+    micro_batches: int = 1
+    updating: Updating = field(default_factory=Updating)
+
+    def updated(self, **how: Any) -> Setting:
+        """The same, but for what `how` says of its `updating`."""
+        return replace(self, updating=replace(self.updating, **how))
+
+    def within(self, **capacities: Any) -> Setting:
+        """The same, but for what is said of its `capacities`."""
+        return replace(self, capacities=replace(self.capacities, **capacities))
+
+    def compute_seconds(self, workload: Workload) -> float:
+        """How long the device computes in a step of `workload` when nothing keeps it waiting."""
+        return self.micro_batches * workload.compute_seconds(self.hardware.device)
 
 
 @dataclass(frozen=True, slots=True)

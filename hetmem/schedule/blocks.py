@@ -300,7 +300,10 @@ class SlotMap:
         found, may_go = list[int](), {None, *ranks}
         first: tuple[int, ...] = ()
         for start in self._places(span):
-            if self._owner[start] in may_go and may_go.issuperset(self._owner[start : start + span]):
+            owner = self._owner[start]
+            if owner is not None and ranks.get(owner, ()) <= first:
+                continue  # no later than what was found; or it stays
+            if may_go.issuperset(self._owner[start : start + span]):
                 blocks = [block for block in dict.fromkeys(self._owner[start : start + span]) if block is not None]
                 rank = min(map(ranks.__getitem__, blocks))
                 if rank > first:

@@ -235,3 +235,4 @@ def test_parameters_without_elements_are_planned_like_others(width: int, device:
     budget = hetmem.Budget(device=device, host="1MiB")
     found = hetmem.plan(lambda: Gates(width), (torch.ones(2, 8, device="meta"),), budget)
     assert (found.parameters, found.fits) == (9 * width, device == "1MiB")  # the other has no room for a chunk
+    assert not found.fits or (found.largest_parameters > 0) == (width > 0)

@@ -108,10 +108,10 @@ def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None
     batch = torch.zeros(4, 32, dtype=torch.int64)
     plan = planner.plan(GPT, batch, STREAMED, checkpointing=True)
     own = planner.plan(lambda: GPT(saves=True), batch, STREAMED)
-    for name in ("fits", "peak_bytes", "role_bytes", "flops", "link_bytes"):
+    for name in ("fits", "peak_bytes", "role_bytes", "flops", "link_bytes", "largest_parameters"):
         assert getattr(plan, name) == getattr(own, name), name
     assert plan.step_seconds == pytest.approx(own.step_seconds, rel=0.01)
-    assert plan.activation_bytes["as written"] > plan.role_bytes["device"]["activations"]
+    assert plan.activation_bytes == {"with checkpointing": own.activation_bytes["as written"]}
     assert "every layer checkpointed" in " ".join(str(plan).split())
     assert "checkpoint every layer" in plan.code()
     plan.save(tmp_path / "plan.json")

@@ -71,8 +71,8 @@ class Watched(Rehearsal):
         room = Capacities(64 * MIB, 48 * MIB, 512 * MIB, 8 * MIB)
         drive = replace(HARDWARE, nvme_read=Rate(1e9), nvme_write=Rate(1e9))
         layers = workload(LAYERS, activation=0)
-        made = arranged(layers, Setting(room, chunk_bytes, updating=how))
-        super().__init__(layers, made, room, drive, updating=how, micro_batches=micro_batches)
+        setting = Setting(room, chunk_bytes, hardware=drive, micro_batches=micro_batches, updating=how)
+        super().__init__(layers, arranged(layers, setting), setting)
         self.on_nvme = self._on_nvme("grad")
         self.read_early: list[int] = []
         self.left: list[int] = []

@@ -191,33 +191,29 @@ def test_what_is_faster_together_is_found_and_what_gains_nothing_is_left_as_it_i
     host = replace(HARDWARE.host, update_bytes_per_second=1e8)
     slow = replace(HARDWARE, host=host, device=replace(HARDWARE.device, matrix_flops={"float32": 1e10}))
     decision = decide(workload(), ROOM, slow, chunk_bytes=MIB)
-    better = combined(decision, None)
+    better = combined(decision, [])
     assert better is not None
     assert better.asked.updating == Updating(overlapped=True)
     assert seconds(better) < 0.97 * seconds(decision)
-    assert combined(decide(workload(), ROOM, replace(HARDWARE, host=host), chunk_bytes=MIB), None) is None
+    assert combined(decide(workload(), ROOM, replace(HARDWARE, host=host), chunk_bytes=MIB), []) is None
     light = workload(activation=0)
-    lighter = combined(decide(workload(activation=8 * MIB), Capacities(64 * MIB, 64 * MIB), slow), light)
+    lighter = combined(decide(workload(activation=8 * MIB), Capacities(64 * MIB, 64 * MIB), slow), [(light, None)])
     assert lighter is not None
     assert lighter.workload is light
 
 
 def test_streamed_gradients_are_found_where_host_memory_is_worth_more_to_what_lies_on_nvme() -> None:
-    """Not where nothing lies there, nor with several backwards in a step."""
+    """Not where nothing lies there."""
     made = workload(24, activation=MIB // 8)
     on_disk, disk = Capacities(12 * MIB, 64 * MIB, 512 * MIB), Rate(1e9)
     hardware = replace(HARDWARE, nvme_read=disk, nvme_write=disk)
     decision = decide(made, on_disk, hardware, chunk_bytes=MIB)
-    better = combined(decision, None)
+    better = combined(decision, [])
     assert better is not None
     assert better.asked.updating.streamed_gradients
     assert seconds(better) < 0.8 * seconds(decision)
-    for other in (
-        decide(made, replace(on_disk, host_bytes=512 * MIB), hardware, chunk_bytes=MIB),
-        decide(made, on_disk, hardware, chunk_bytes=MIB, micro_batches=2),
-    ):
-        better = combined(other, None)
-        assert better is None or not better.asked.updating.streamed_gradients
+    better = combined(decide(made, replace(on_disk, host_bytes=512 * MIB), hardware, chunk_bytes=MIB), [])
+    assert better is None or not better.asked.updating.streamed_gradients
 
 
 def test_the_share_that_is_updated_on_the_device_is_that_of_the_homes_there() -> None:
@@ -227,6 +223,35 @@ def test_the_share_that_is_updated_on_the_device_is_that_of_the_homes_there() ->
     assert result.result.device_updates == moved["param"] / (8 * MIB)
     assert 0 < result.result.device_updates < 1
     assert moved["param"] == moved["grad"] == moved["exp_avg"] == moved["exp_avg_sq"]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    "room",
+    [
+        Capacities(24 * MIB, 200 * MIB),
+        Capacities(8 * MIB, 1000 * MIB),
+        Capacities(24 * MIB, 40 * MIB, 300 * MIB),
+        Capacities(256 * MIB, 4 * MIB),
+    ],
+    ids=["host", "activations", "nvme", "device"],
+)
+def test_a_model_of_nearly_the_largest_size_fits_and_one_much_larger_does_not(room: Capacities, mixed: bool) -> None:
+    largest = decide(workload(mixed=mixed, activation=MIB // 4), room, HARDWARE).largest_parameters
+    layers = largest / (256 * 1024)
+    assert layers > 8
+    for factor, fits in ((0.9, True), (1.1, False)):
+        larger = workload(round(factor * layers), mixed=mixed, activation=MIB // 4)
+        assert (decide(larger, room, HARDWARE).candidate is not None) == fits
+
+
+def test_the_largest_model_is_no_larger_than_one_that_does_not_fit() -> None:
+    """A refusal for one large parameter says nothing of all the others."""
+    made = workload(4)
+    specs = (replace(made.parameters[0], numel=24 * made.parameters[0].numel), *made.parameters[1:])
+    decision = decide(replace(made, parameters=specs), Capacities(64 * MIB, 16 * MIB, 512 * MIB, 8 * MIB), HARDWARE)
+    assert decision.candidate is None
+    assert decision.largest_parameters <= decision.workload.numel
 
 
 def test_of_the_sizes_near_another_one_the_least_wasteful_is_taken() -> None:

@@ -17,6 +17,7 @@ from hetmem.base.hardware import HardwareProfile
 from hetmem.planner import load_profile
 from hetmem.planner.plan import Plan
 from tests.activations.test_offload import INPUTS, KIB, ROWS, SAVED, WIDTH, Deep, family
+from tests.engine.harness import assert_same_weights
 from tests.engine.lazy_device import ClockedDevice, Products
 from tests.planner.tested import TracedCall, trace
 
@@ -127,11 +128,19 @@ def test_peaks_of_models_are_those_of_a_run(name: str) -> None:
     assert plan.role_bytes["host"]["activations"] > 0
 
 
-def test_each_choice_says_whether_it_fits() -> None:
+def test_each_choice_says_whether_it_fits_and_how_large_a_batch_may_be() -> None:
     choices = {each["choice"]: each for each in planned(1024 * KIB).activation_choices}
     assert choices["keep"]["step_seconds"] is None
+    assert choices["keep"]["times"] < 1 < choices["auto"]["times"] <= choices["offload"]["times"]
     assert 0 == choices["keep"]["moved_bytes"] < choices["auto"]["moved_bytes"] < choices["offload"]["moved_bytes"]
     assert choices["auto"]["step_seconds"] <= choices["offload"]["step_seconds"]
+    rows = choices["auto"]["rows"]
+    assert rows == int(ROWS * choices["auto"]["times"])
+    budget = hetmem.Budget(device=1024 * KIB, host="64MiB", device_chunks=192 * KIB)
+    model = hetmem.manage(Deep(), budget, device="sim", chunk_bytes=16 * KIB, activations="auto")
+    model(torch.zeros(rows * 9 // 10, WIDTH)).backward()
+    with pytest.raises(hetmem.errors.DeviceOutOfMemoryError):
+        model(torch.zeros(rows * 3 // 2, WIDTH)).backward()
 
 
 def beside(link: float) -> HardwareProfile:
@@ -145,6 +154,26 @@ def beside(link: float) -> HardwareProfile:
     return replace(
         machine, device=device, host=host, thread=type(machine.thread)(), both_ways_bytes_per_second=2 * link, **links
     )
+
+
+def mixed(link: float) -> Plan:
+    budget = hetmem.Budget(device=2457 * KIB, host="32MiB")
+    return hetmem.plan(Deep, (BATCH,), budget, beside(link), chunk_bytes=16 * KIB, activations="auto")
+
+
+@pytest.mark.parametrize(("link", "moves"), [(1.5e7, True), (5e6, False)])
+def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(link: float, moves: bool) -> None:
+    """States that do not fit beside all activations would take the host some 180 ms to update."""
+    plan = mixed(link)
+    best = plan.best
+    assert best.layers is not None
+    assert best.layers["recomputed"] > 0
+    assert (best.layers["moved_bytes"] > 0) == moves
+    kept = next(each["step_seconds"] for each in plan.activation_choices if each["choice"] == "keep")
+    assert best.step_seconds is not None
+    assert best.step_seconds < 0.75 * kept
+    assert best.device_update_share == 1
+    assert f"checkpoint the first {best.layers['recomputed']} of the 6 layers" in " ".join(str(plan).split())
 
 
 @pytest.mark.parametrize(
@@ -190,6 +219,32 @@ def test_times_and_peaks_are_those_of_a_run_on_a_clock(size: int, activations: A
     assert sent == plan.link_bytes["device_to_host"]
 
 
+def test_the_pasted_block_computes_the_first_layers_again() -> None:
+    plan = mixed(1.5e7).best
+    assert plan.layers is not None
+    written: dict[str, Any] = {"hetmem": hetmem, "torch": torch, "Deep": Deep}
+    exec(plan.code().replace("Deep(...)", "Deep()"), written)
+    model, plain = written["model"], Deep()
+    with torch.no_grad():
+        for managed, parameter in zip(model.parameters(), plain.parameters(), strict=True):
+            parameter.copy_(managed)
+    calls: list[int] = []
+    for at, block in enumerate(model.blocks):
+        block.up.register_forward_hook(lambda module, args, output, at=at: calls.append(at))
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    batch = torch.randn(ROWS, WIDTH)
+    for _ in range(3):
+        for module, update in ((model, written["optimizer"]), (plain, optimizer)):
+            module(batch).backward()
+            update.step()
+            update.zero_grad()
+    assert_same_weights(plain, model)
+    first = plan.layers["recomputed"]
+    assert [calls.count(at) for at in range(6)] == [6] * first + [3] * (6 - first)
+    assert hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"] <= plan.budget_bytes["device"]
+    hetmem.release(model)
+
+
 def test_a_plan_that_does_not_fit_says_that_moving_would_help() -> None:
     plan = planned(1024 * KIB, "keep")
     assert not plan.fits
@@ -218,5 +273,5 @@ def test_the_command_line_says_each_choice(capsys: pytest.CaptureFixture[str]) -
     arguments = ["plan", f"{__name__}:build", "--input", f"{ROWS}x{WIDTH}:float32", *sizes, "--activations", "auto"]
     assert main(arguments) == 0
     said = " ".join(capsys.readouterr().out.split())
-    for part in ("activations=keep: does not fit", "activations=auto:", 'activations="auto"'):
+    for part in ("activations=keep: does not fit", "activations=auto:", "times as large fit", 'activations="auto"'):
         assert part in said

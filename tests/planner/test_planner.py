@@ -97,7 +97,7 @@ def test_gradients_cross_the_link_once_for_each_micro_batch() -> None:
     room = Capacities(12 * MIB, 64 * MIB)
     arrangement = arrange(workload(), room, MIB)
     for micro_batches in (1, 3):
-        result = rehearse(workload(), arrangement, room, HARDWARE, micro_batches=micro_batches)
+        result = rehearse(workload(), arrangement, Setting(room, None, hardware=HARDWARE, micro_batches=micro_batches))
         assert result.bytes["device_to_host"] == micro_batches * 8 * MIB
 
 
@@ -135,7 +135,7 @@ def test_steps_are_rehearsed_until_they_are_alike(room: Capacities) -> None:
     few, many = (judge(workload(), setting, HARDWARE, 1, steps=steps).result for steps in (4, 12))
     assert few.seconds == pytest.approx(many.seconds, rel=1e-3)
     assert few.moved_bytes == many.moved_bytes
-    run = Rehearsal(workload(), arranged(workload(), setting), room, HARDWARE)
+    run = Rehearsal(workload(), arranged(workload(), setting), replace(setting, hardware=HARDWARE))
     last = [run.step() for _ in range(8)][-1]
     assert many.seconds == pytest.approx(last.steady().seconds, rel=1e-3)
     assert (many.moved_bytes, many.device_updates) == (last.moved_bytes, last.device_updates)
@@ -234,7 +234,8 @@ def test_copies_at_home_halve_what_goes_to_the_device() -> None:
     moved = []
     for wanted in (False, True):
         asked = replace(room, home_copies=wanted)
-        moved.append(rehearse(workload(mixed=True), arrange(workload(mixed=True), asked, MIB), asked, HARDWARE).bytes)
+        made = arrange(workload(mixed=True), asked, MIB)
+        moved.append(rehearse(workload(mixed=True), made, Setting(asked, None, hardware=HARDWARE)).bytes)
     assert moved[0]["host_to_device"] == 2 * moved[1]["host_to_device"] > 0
     assert moved[0]["device_to_host"] == moved[1]["device_to_host"]
 

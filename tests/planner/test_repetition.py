@@ -40,9 +40,8 @@ ROOMS = {
 
 
 def steps(room: Capacities, count: int, how: Updating, on: HardwareProfile) -> StepResult:
-    setting = Setting(room, MIB, updating=how)
-    made = arranged(workload(13), setting)
-    return rehearse(workload(13), made, room, on, micro_batches=count, updating=how)
+    setting = Setting(room, MIB, hardware=on, micro_batches=count, updating=how)
+    return rehearse(workload(13), arranged(workload(13), setting), setting)
 
 
 @pytest.mark.pairs

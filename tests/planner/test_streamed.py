@@ -16,7 +16,7 @@ import hetmem
 from hetmem import testing
 from hetmem.base.hardware import ProfileError
 from hetmem.errors import ManageError
-from tests.planner.tested import KIB, MIB, Capacities, Rate, Rehearsal, Updating, arrange, planner, trace_real
+from tests.planner.tested import KIB, MIB, Capacities, Rate, Rehearsal, Setting, Updating, arrange, planner, trace_real
 from tests.test_planning import BATCH, GPT
 
 LINKS = ("host_to_device", "device_to_host")
@@ -37,7 +37,7 @@ def test_each_step_of_a_run_moves_what_was_planned(
     streamed = gradients == "streamed"
     arrangement = arrange(workload, capacities, chunk_bytes, streamed_gradients=streamed)
     updating = Updating(overlapped=True, streamed_gradients=streamed)
-    planned = Rehearsal(workload, arrangement, capacities, MACHINE, updating=updating)
+    planned = Rehearsal(workload, arrangement, Setting(capacities, None, hardware=MACHINE, updating=updating))
     budget = hetmem.Budget(device=12 * MIB, host=16 * MIB, device_chunks=device_chunks, home_copies=home_copies)
     model = hetmem.manage(GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
     optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients=gradients)

@@ -283,7 +283,7 @@ def test_after_a_step_parameters_are_on_nvme_and_states_may_be_on_their_way(over
     made = arrange(workload(), room, MIB)
     assert set(made.homes["param"].values()) == {HOST, NVME}
     drive = replace(SLOW, nvme_write=Rate(3e7))
-    run = Rehearsal(workload(), made, room, drive, updating=Updating(overlapped))
+    run = Rehearsal(workload(), made, Setting(room, None, hardware=drive, updating=Updating(overlapped)))
     for _ in range(3):
         run.step()
         for (role, _), block in run._blocks.items():
@@ -325,7 +325,8 @@ def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
     slow = replace(SLOW, host=replace(SLOW.host, update_bytes_per_second=2e7))
     room = Capacities(24 * MIB, 256 * MIB, 0, 12 * MIB)
     made = arrange(workload(16), room, MIB, streamed_gradients=True)
-    run = Rehearsal(workload(16), made, room, slow, updating=Updating(overlapped=True, streamed_gradients=True))
+    how = Updating(overlapped=True, streamed_gradients=True)
+    run = Rehearsal(workload(16), made, Setting(room, None, hardware=slow, updating=how))
     held: list[int] = []
     retire = run._sink.retire
 
@@ -357,5 +358,6 @@ def test_steps_with_updates_that_trail_are_taken_in_the_mean(
 
     monkeypatch.setattr(Rehearsal, "step", by_turns)
     arrangement = arrange(workload(), ON_NVME, MIB)
-    result = rehearse(workload(), arrangement, ON_NVME, SLOW, updating=Updating(overlapped=True, trails=trails))
+    how = Updating(overlapped=True, trails=trails)
+    result = rehearse(workload(), arrangement, Setting(ON_NVME, None, hardware=SLOW, updating=how))
     assert (result.bytes["nvme_write"], result.stall_seconds, result.seconds) == (expected, expected, 1e3 * expected)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from hetmem import planner
 from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError, search, step_program
+from hetmem.planner import Plan, PlanError, search, step_program, workload
 from hetmem.planner.decide import Decision, Variant, combined
 from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
@@ -27,15 +27,17 @@ from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Schedule, Tier
 
-Setting = functools.partial(search.Setting, hardware=planner.load_profile("h100"))
+Setting = functools.partial(workload.Setting, hardware=planner.load_profile("h100"))
 """What is judged on the machine that `judge` is told."""
 
 
-def judge(of: Workload, setting: search.Setting, on: HardwareProfile, micro_batches: int, *, steps: int = 4) -> Judged:
+def judge(
+    of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int, *, steps: int = 4
+) -> Judged:
     return search.judge(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
 
 
-def judged(of: Workload, setting: search.Setting, on: HardwareProfile, micro_batches: int) -> Judged | NoRoom:
+def judged(of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int) -> Judged | NoRoom:
     return search.judged(of, replace(setting, hardware=on, micro_batches=micro_batches))
 
 
@@ -49,7 +51,7 @@ def decide(
     updating: Updating | None = None,
     variants: Sequence[Variant] = (),
 ) -> Decision:
-    asked = search.Setting(within, chunk_bytes, on, micro_batches, updating or Updating())
+    asked = workload.Setting(within, chunk_bytes, on, micro_batches, updating or Updating())
     return decide_within(of, asked, variants)
 
 
