@@ -85,8 +85,7 @@ class Rehearsal:
             for chunk, tier in arrangement.homes.get(role, {}).items():
                 if arrangement.ground.device_slots:
                     home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
-                    span = arrangement.ground.chunks[chunk].span
-                    block = Block(f"{role} of chunk {chunk}", home, span, on_demand=role == "grad")
+                    block = Block(f"{role} of chunk {chunk}", home, arrangement.ground.chunks[chunk].span)
                     number = self._traffic.add(block, arrangement.role_bytes(chunk, role))
                     self._blocks[role, chunk] = number
                     if tier is Tier.DEVICE:
