@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Protocol
 
 from hetmem import torch_private
 from hetmem.base.config import turn_timeout_seconds
