@@ -63,7 +63,7 @@ class Segments(Protocol):
         """Note that something happened within a backward."""
 
 
-class Marks(Protocol):
+class MarksParameters(Protocol):
     """Marks the parameters of one model between its calls, so that uses of them are seen."""
 
     step_runs: Callable[[], bool]
@@ -113,7 +113,7 @@ class Runtime:
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.marks: Marks
+        self.marks: MarksParameters
         """The parameters that are marked between calls of the model; set by what intercepts these."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
