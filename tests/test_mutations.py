@@ -155,6 +155,13 @@ MUTATIONS = {
         "                self._add_update(update, grad_scale)\n",
         "tests/faults/test_step_retry.py::test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once",
     ),
+    "update a group that is whole on the device twice when that of another one failed": Mutation(
+        "optim/chunk_update.py",
+        "            if made.made_with == self.made_with:\n                return\n",
+        "",
+        "tests/optim/test_whole_step.py::"
+        "test_a_group_is_updated_once_where_that_of_another_one_fails_and_the_step_is_repeated[repeated]",
+    ),
     "update tiles twice when others of their chunk failed": Mutation(
         "optim/update_queue.py",
         "update.writes and any(home.tier is not Tier.NVME for home in homes)",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -26,10 +26,30 @@ from hetmem.memory.nvme_store import LentExtent
 from hetmem.schedule.blocks import in_flight_bytes
 
 
+class Mover(Protocol):
+    """What brings storages back."""
+
+    def bring(self, storage: SavedStorage, view: SavedView) -> torch.Tensor:
+        """Return the bytes of `storage`, which compute asked for from now on may read on the device."""
+        ...
+
+    def met(self, storage: SavedStorage) -> None:
+        """Note that a node asks for `storage`, which has not left."""
+        ...
+
+    def note(self, storage: SavedStorage) -> None:
+        """Log where `storage` lies, if that has changed."""
+        ...
+
+    def forget(self, storage: SavedStorage) -> None:
+        """Note that no graph keeps `storage` any more; called by the garbage collector too, on any thread."""
+        ...
+
+
 class SavedStorage:
     """A storage of the device, whatever views of it are saved. Until it leaves, its views hold it; from then on
     `device` does, a flat tensor over it or over what was fetched, `home` its bytes in host memory, and `extent`
-    those on NVMe. `mover`: its `offload.Activations`."""
+    those on NVMe."""
 
     __slots__ = (
         "__weakref__",
@@ -48,7 +68,7 @@ class SavedStorage:
         "views",
     )
 
-    def __init__(self, mover: Any, number: int, memory: torch.UntypedStorage) -> None:
+    def __init__(self, mover: Mover, number: int, memory: torch.UntypedStorage) -> None:
         self.mover, self.number, self.address, self.nbytes = mover, number, memory._cdata, memory.nbytes()
         self._memory: torch.UntypedStorage | None = memory  # Python's object counts as a holder, by itself or for torch
         self.views: list[weakref.ref[SavedView]] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
-from hetmem.engine.shortage import Refusals, Shortage
+from hetmem.engine.shortage import MovingActivations, Refusals, Shortage
 from hetmem.engine.traffic import Traffic
 from hetmem.memory.device import lies_in_a_slot
 from hetmem.memory.live_bytes import DeviceMonitor
@@ -181,7 +180,7 @@ class DeviceRoom(ChunkLimit):
         return moves is not None and moves.give_way()
 
     @property
-    def _activations(self) -> Any:
+    def _activations(self) -> MovingActivations | None:
         return None if self.shortage.activations is None else self.shortage.activations()
 
     def transit_grew(self) -> None:

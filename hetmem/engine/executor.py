@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,19 @@ class _ClearsFrames(ContextDecorator):
 _CLEARS_FRAMES = _ClearsFrames()
 
 
+class Worker(Protocol):
+    """Updates of one optimizer, behind what the program does."""
+
+    def give_way(self, *, again: bool) -> bool:
+        """Give memory up; return False if there is none to give, or if nothing came of it `again` and again."""
+
+    def pump(self) -> None:
+        """Go on as far as that needs no waiting."""
+
+    def close(self) -> None:
+        """End all work."""
+
+
 class Executor:
     """Tells `engine` to copy, and `residency` what became of it; waits for copies and for jobs, which are no
     commands."""
@@ -69,8 +82,8 @@ class Executor:
         self.updating: set[Chunk] = set()
         """Chunks whose parameters other threads write at home."""
         self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
-        self.workers: WeakOnes[Any] = WeakOnes()
-        """The `optim.update_queue.Updates` of each optimizer, which go on whenever something has ended."""
+        self.workers: WeakOnes[Worker] = WeakOnes()
+        """They go on whenever something has ended."""
         self._memory = memory
         self._residency = residency
         self._engine = engine
@@ -140,7 +153,7 @@ class Executor:
             at_work.discard(owner)
 
     def make_way(self, worker: object = None, *, again: bool = False) -> bool:
-        """Have one worker, other than `worker`, `give_way`; return False if none does."""
+        """Have one worker, other than `worker`, give memory up (see `Worker.give_way`); return False if none does."""
         return any(other.give_way(again=again) for other in self.workers if other is not worker)
 
     def end_workers(self) -> None:

@@ -331,7 +331,10 @@ class GradientCopies:
         home = chunk.homes[Role.GRAD]
         if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
             try:
-                self.send_now(home, work, nbytes)
+                if home.tier is Tier.DEVICE:
+                    work()
+                else:
+                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
             finally:
                 if home.tier is Tier.NVME:
                     self._end_lease(home)

@@ -28,7 +28,7 @@ from hetmem.engine.gradient_views import (
     show_widened,
     take_gradient,
 )
-from hetmem.engine.runtime import Runtime
+from hetmem.engine.runtime import Runtime, Segments
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
 
@@ -95,10 +95,9 @@ class ArrivalHooks(NamedTuple):
 
 
 class GradientSink:
-    """Takes the gradients of one model from autograd, and sends them home. `segments`: its
-    `intercept.phases.StepSegments`."""
+    """Takes the gradients of one model from autograd, and sends them home."""
 
-    def __init__(self, runtime: Runtime, segments: Any, hooks: ArrivalHooks) -> None:
+    def __init__(self, runtime: Runtime, segments: Segments, hooks: ArrivalHooks) -> None:
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)

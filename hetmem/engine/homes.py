@@ -330,7 +330,7 @@ class Memory:
         span = chunk.spec.span
         if role.dtype is not None:  # it is only ever staged, in slots that are for elements of the widest dtype
             span = -(-chunk.home_nbytes(role) // self.host_pool.slot_bytes) if self.host_pool.slot_bytes else 1
-        return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, span, on_demand=role is Role.GRAD)
+        return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, span)
 
     def device_slots(self, non_model_bytes: int) -> int:
         """Return how many slots chunks may take while everything else takes `non_model_bytes`."""

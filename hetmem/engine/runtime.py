@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from threading import get_ident
-from typing import Any
+from typing import Protocol
 
 from hetmem import torch_private
 from hetmem.base.config import turn_timeout_seconds
@@ -51,6 +51,42 @@ class TrainingPhase(Enum):
     STEP = "step"
 
 
+class Segments(Protocol):
+    """Tells the segments of one model's steps apart."""
+
+    unseen: bool
+    """Whether no mode sees what is done in this backward."""
+    backward_began: Callable[[], None]
+    backward_ended: Callable[[], None]
+
+    def on_backward(self) -> None:
+        """Note that something happened within a backward."""
+
+
+class MarksParameters(Protocol):
+    """Marks the parameters of one model between its calls, so that uses of them are seen."""
+
+    step_runs: Callable[[], bool]
+
+    def begin(self) -> None:
+        """Mark what a step leaves to be updated."""
+
+    def begin_step(self) -> None:
+        """Mark frozen parameters alone."""
+
+    def pause(self) -> None:
+        """Begin compute: none is marked."""
+
+    def resume(self) -> None:
+        """End compute: mark again."""
+
+    def look_again(self) -> None:
+        """Mark anew, after all updates were waited for."""
+
+    def stop(self) -> None:
+        """Mark no more."""
+
+
 class Runtime:
     """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
 
@@ -77,8 +113,8 @@ class Runtime:
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.marks: Any
-        """The `intercept.watched.ParameterMarks` that marks parameters between calls of the model, set by that."""
+        self.marks: MarksParameters
+        """The parameters that are marked between calls of the model; set by what intercepts these."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
         self.planned_optimizer: Mapping[str, str] = {}

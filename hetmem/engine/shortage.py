@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 from hetmem import torch_private
 from hetmem.base.units import MIB, format_size, round_down, round_up
@@ -86,14 +86,33 @@ def _micro_batches(moments: Sequence[Needs], *, trains: bool) -> Iterator[str]:
 _NAMED = 3
 
 
+class MovingActivations(Protocol):
+    """Activations of one model that may leave the device."""
+
+    @property
+    def ahead_bytes(self) -> int:
+        """What chunks are to leave to activations that come before they are asked for."""
+
+    def give_way(self) -> bool:
+        """Drop one storage that lies at home as well; return False if there is none."""
+
+    def make_room(self, nbytes: int) -> bool:
+        """Let `nbytes` leave; return whether anything does."""
+
+    def needs(self, own_bytes: int) -> None:
+        """Note that so much is needed beside chunks and what crosses the links."""
+
+    def shortage(self) -> str:
+        """Return a sentence on why storages that could have left did not; "" if all could."""
+
+
 class Shortage:
     """The facts of one runtime at the moment at which it has no room for `operator`."""
 
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
-        self.activations: weakref.ref[Any] | None = None
-        """The `activations.offload.Activations` that may leave, if any may: they hold the runtime, which must not hold
-        them."""
+        self.activations: weakref.ref[MovingActivations] | None = None
+        """The activations that may leave, if any may: they hold the runtime, which must not hold them."""
 
     def error(
         self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0

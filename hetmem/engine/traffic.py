@@ -231,7 +231,7 @@ class Traffic:
     def open_role(self, chunk: Chunk, role: Role, *, load: bool) -> torch.Tensor:
         """Return `role` of `chunk` in host (or device) memory as a flat tensor, to be closed by `close_role`; with
         `load=False` its content is undefined where it was not in staging already."""
-        block = self._reach(chunk, role)
+        block = self._reach(chunk, role, load=load)
         if block is None:
             return chunk.flat(role)
         slot = self.acquire(block, Tier.HOST, load=load)
@@ -245,15 +245,15 @@ class Traffic:
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
         """Begin what `open_role` does without waiting: see `role_is_there`. Nothing is begun if this raises."""
-        block = self._reach(chunk, role)
+        block = self._reach(chunk, role, load=load)
         if block is not None:
             self.ask(block, Tier.HOST, load=load)
 
-    def _reach(self, chunk: Chunk, role: Role) -> int | None:
+    def _reach(self, chunk: Chunk, role: Role, *, load: bool) -> int | None:
         """Return the block of a role on NVMe, whose use the trace notes; None for any other role."""
         block = staged_block(chunk.homes[role])
         if block is not None:
-            self._tracer.host_use(block)
+            self._tracer.host_use(block, reads=load)
             self.residency.reach((block,), Tier.HOST)
         return block
 

@@ -237,7 +237,7 @@ class SimulatedUpdates(HostUpdates[Update]):
 
     def _ask(self, update: Update) -> None:
         for part in update.staged:
-            self._notes.staged(part.block)
+            self._notes.staged(part.block, reads=part.load)
             self._traffic.ask(part.block, load=part.load)
 
     def _unask(self, update: Update) -> None:
@@ -327,7 +327,7 @@ class SimulatedGradients:
         if self._awaited is not None:
             sends.complete.comes(chunk, parameter, self._awaited)
         load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
-        self._notes.staged(block)
+        self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
         return arrangement

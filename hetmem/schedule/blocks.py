@@ -34,13 +34,11 @@ from hetmem.schedule.trace import NEVER, Tier
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One role of one chunk. `span` slots in a row hold a copy; `home` is the tier of the authoritative copy. It is
-    fetched ahead of its use unless it is `on_demand`: gradients, which a backward overwrites, mostly unread."""
+    """One role of one chunk. `span` slots in a row hold a copy; `home` is the tier of the authoritative copy."""
 
     label: str
     home: Tier
     span: int = 1
-    on_demand: bool = False
 
 
 class CopyState(Enum):

@@ -222,7 +222,8 @@ class Cache:
 
     def missing(self, lookahead: int, most: int) -> list[int]:
         """Return the first blocks, `most` at most, that the next `lookahead` uses read and that have no copy on this
-        tier, each once, in order, without those `on_demand` or `held`."""
+        tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
+        """
         schedule, copies, held = self.schedule, self.copies, self.held
         start, end = schedule.position, schedule.horizon(lookahead)
         if start < self.complete:
@@ -230,6 +231,7 @@ class Cache:
         if start >= end:
             return []
         missing: list[int] = []
+        comes_by_itself: set[int] = set()
         complete = True
         for at, blocks in enumerate(schedule.between(start, end), start):
             for block in blocks:
@@ -239,12 +241,14 @@ class Cache:
                 continue
             if complete:
                 complete, self.complete = False, at
+            if schedule.overwrites and not schedule.reads(at):
+                comes_by_itself.update(block for block in blocks if block not in copies)
+                continue
             for block in blocks:
-                if block in copies or block in missing or block in held or self._blocks[block].on_demand:
-                    continue
-                missing.append(block)
-                if len(missing) >= most:
-                    return missing
+                if block not in copies and block not in missing and block not in comes_by_itself and block not in held:
+                    missing.append(block)
+                    if len(missing) >= most:
+                        return missing
         if complete:
             self.complete = self._complete_from(end, 4 * lookahead)
         return missing

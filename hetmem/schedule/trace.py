@@ -11,10 +11,10 @@ one. Another batch size or sequence length has the same: the order of uses does 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from operator import is_
 
 NEVER = 1 << 62
@@ -71,12 +71,14 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentTrace:
-    """The moments of one segment on the device, and the blocks it used in host staging, each in order. `opening` is
+    """The moments of one segment on the device, and the blocks it used in host staging, each in order. Those at the
+    places `overwritten` were overwritten as a whole: what they held before was not read. `opening` is
     what was before the first moment: it uses no blocks."""
 
     key: Hashable
     moments: tuple[Moment, ...] = ()
     host_blocks: tuple[int, ...] = ()
+    overwritten: frozenset[int] = frozenset()
     opening: Moment = Moment("begin", ())
 
     def worst(self) -> tuple[int, tuple[int]]:
@@ -90,19 +92,22 @@ class SegmentTrace:
 
 
 class UseSequence:
-    """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. `times`
+    """A sequence of uses, `blocks[i]` at once, and where each is: `positions` of a block, `places` of a use. Those at
+    the indices `overwritten` write their blocks without reading them, so that nothing is prefetched for them. `times`
     says when each comes, on a clock that the uses of another tier have too; one round takes `period`. Made once for all
     schedules of the same uses; O(uses)."""
 
-    __slots__ = ("_visits", "blocks", "period", "places", "positions", "times")
+    __slots__ = ("_visits", "blocks", "overwritten", "period", "places", "positions", "times")
 
     def __init__(
         self,
         uses: Sequence[tuple[int, ...]],
+        overwritten: Collection[int] = (),
         times: Sequence[int] | None = None,
         period: int | None = None,
     ) -> None:
         self.blocks = tuple(uses)
+        self.overwritten = frozenset(overwritten)
         self.times = range(len(self.blocks)) if times is None else times
         self.period = len(self.blocks) if period is None else period
         self.positions: dict[int, list[int]] = {}
@@ -163,10 +168,14 @@ class Schedule:
         self.barrier = barrier
         self.position = 0
         self._segment = segment
+        self._overwritten = known.overwritten
+        self.overwrites = bool(known.overwritten)
+        """Whether any use writes its blocks without reading them, so that `reads` is to be asked."""
         self.now: tuple[int, ...] = ()
         """The blocks of the use just reached."""
         self.met: set[int] = set()
         """Those of them that are there, so that from now on their next use counts."""
+        self._passed_over: set[int] = set()
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
         self._positions, self._places = known.positions, known.places
         self._times, self._period = known.times, known.period
@@ -185,6 +194,8 @@ class Schedule:
         if not count:
             return False
         at = self.position % count
+        if self._passed_over:
+            self._passed_over.difference_update(blocks)
         if self.uses[at] == blocks and self.position < self._segment:  # as expected
             self.position += 1
             self.met = set()
@@ -203,9 +214,17 @@ class Schedule:
         before, self.position = self.position, 1 + min(near, key=lambda at: abs(at - self.position))
         if self.position < before:
             self._next.clear()
+        elif self._overwritten:
+            self._pass_over(before, self.position - 1)
         self.met.clear()
         self.now = blocks
         return True
+
+    def _pass_over(self, start: int, end: int) -> None:
+        """The uses from `start` up to `end` have not come: what they will overwrite, they still will."""
+        for at, blocks in enumerate(self.between(start, end), start):
+            if at % len(self.uses) in self._overwritten:
+                self._passed_over.update(blocks)
 
     def next_use(self, block: int, start: int | None = None) -> int:
         """The first use of `block` at or after `start`, counted in uses from the start; NEVER if unknown.
@@ -241,6 +260,14 @@ class Schedule:
         """The end of the next `count` uses, those known and not behind the barrier."""
         end = self.position + (count if self._count else 0)
         return end if self.barrier is None or end < self.barrier else self.barrier
+
+    def reads(self, at: int) -> bool:
+        """Whether the use number `at`, counted as `position` is, needs what its blocks hold now. It does not if it
+        overwrites them, nor if a use that does, and comes before it, is late: it was passed over for others."""
+        if not self._overwritten:
+            return True
+        place = at % len(self.uses)
+        return place not in self._overwritten and not self._passed_over.issuperset(self.uses[place])
 
     def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
         """The uses from `start` up to `end`, both counted as `position` is."""
@@ -328,9 +355,17 @@ class TraceBook:
         """The uses of `chain`, which starts with `key`, on the device and in host staging; kept as long as it is."""
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
+            starts = accumulate((len(trace.host_blocks) for trace in chain), initial=0)
             device_times, host_times, period = _times(chain)
-            device = UseSequence([moment.blocks for trace in chain for moment in trace.moments], device_times, period)
-            host = UseSequence([(block,) for trace in chain for block in trace.host_blocks], host_times, period)
+            device = UseSequence(
+                [moment.blocks for trace in chain for moment in trace.moments], (), device_times, period
+            )
+            host = UseSequence(
+                [(block,) for trace in chain for block in trace.host_blocks],
+                [start + at for trace, start in zip(chain, starts, strict=False) for at in trace.overwritten],
+                host_times,
+                period,
+            )
             known = self._uses[key] = chain, device, host
         return known[1], known[2]
 

@@ -47,6 +47,7 @@ class StepTracer:
         self._opening = self._expected = _BEGIN
         self.gradients_sent = 0
         self._host: list[int] = []
+        self._overwritten: set[int] = set()
         self._departures: dict[Hashable, int] = {}
         self._size = 0
         self._measured_sizes: dict[Hashable, int] = {}
@@ -102,7 +103,7 @@ class StepTracer:
         self.is_unseen = measured and not seen
         self._count = 0 if self.known is None else len(self.known.moments)
         self.position = self.gradients_sent = 0
-        self._moments, self._host = [], []
+        self._moments, self._host, self._overwritten = [], [], set()
         self._follows, self._at_once = self.known is not None and not measured, False
         self._opening = _BEGIN
         self._expected = self._opening if self.known is None else self.known.opening.times(self.growth)
@@ -119,8 +120,8 @@ class StepTracer:
         else:
             self._leave_trace()
             same = known is not None and [m.blocks for m in known.moments] == [m.blocks for m in self._moments]
-        on_host = tuple(self._host)
-        if known is not None and same and not self.measured and known.host_blocks == on_host:
+        on_host = (tuple(self._host), frozenset(self._overwritten))
+        if known is not None and same and not self.measured and (known.host_blocks, known.overwritten) == on_host:
             return
         if not self.measured and known is not None:
             if not same:
@@ -134,7 +135,7 @@ class StepTracer:
             self._keep_the_most(key, known if same else None)
             if self._departures.get(key):
                 self._departures[key] += 1
-        self.book.put(SegmentTrace(key, tuple(self._moments), on_host, self._opening))
+        self.book.put(SegmentTrace(key, tuple(self._moments), *on_host, self._opening))
 
     def _keep_the_most(self, key: Hashable, known: SegmentTrace | None) -> None:
         """What was measured just now counts; but what larger inputs have needed at the same moments still holds."""
@@ -216,8 +217,10 @@ class StepTracer:
         else:
             self._opening = moment
 
-    def host_use(self, block: int) -> None:
-        """`block` was used in host staging."""
+    def host_use(self, block: int, *, reads: bool) -> None:
+        """`block` was used in host staging; unless it `reads`, that use overwrites all of it."""
+        if not reads:
+            self._overwritten.add(len(self._host))
         self._host.append(block)
 
     def known_moments(self) -> list[Moment]:

@@ -53,7 +53,9 @@ def other_state(side: Side) -> None:
 
 
 def counted_back(side: Side) -> None:
-    side[1].state[side[0].get_parameter("2.weight")]["step"].fill_(1)
+    """Those that are not the first of what is updated together."""
+    for name in ("0.bias", "2.weight", "2.bias"):
+        side[1].state[side[0].get_parameter(name)]["step"].fill_(1 + (name != "2.weight"))
 
 
 def no_state(side: Side) -> None:
@@ -87,8 +89,12 @@ def optimizers(plain: nn.Module, managed: nn.Module, **options: Any) -> tuple[Si
 
 @pytest.mark.each
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-def test_a_step_has_the_bits_of_torch_whatever_was_done_before_it(act: Callable[[Side], None], tmp_path: Path) -> None:
-    sides = optimizers(*pair(mlp, "resident", tmp_path))
+@pytest.mark.parametrize("placement", ["resident", "host"])
+def test_a_step_has_the_bits_of_torch_whatever_was_done_before_it(
+    act: Callable[[Side], None], placement: str, tmp_path: Path
+) -> None:
+    """What is kept from step to step is what it was, or made anew."""
+    sides = optimizers(*pair(mlp, placement, tmp_path, chunk_bytes=1 << 16))
     for index, batch in enumerate(vector_batches(5, 8, 64)):
         for module, optimizer in sides:
             loss_of(module, batch).backward()

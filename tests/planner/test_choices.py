@@ -123,6 +123,7 @@ def test_a_model_is_planned_with_its_layers_checkpointed(tmp_path: Path) -> None
     [
         ({"checkpointing": "all"}, "checkpointing must be True or False, got 'all'"),
         ({"checkpointing": True, "real": True}, "have the model checkpoint its layers by itself"),
+        ({"checkpointing": True, "inference": True}, "forwards alone keep nothing that could be computed again"),
     ],
 )
 def test_checkpointing_that_nobody_can_plan_is_refused(options: dict[str, Any], expected: str) -> None:

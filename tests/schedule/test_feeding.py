@@ -170,7 +170,7 @@ def test_both_schedules_are_known_before_anything_begins() -> None:
     r = residency(*[NVME] * 8, device=1, host=2, lookahead=1)
     for block in (0, 1):
         answer(r, r.prefetch(block, HOST))
-    assert r.expect({HOST: Schedule(UseSequence([(0,), (1,)], [100, 101], 102))}) == []
+    assert r.expect({HOST: Schedule(UseSequence([(0,), (1,)], (), [100, 101], 102))}) == []
     known = book({"forward": (2, 3, 3, 4, 5, 6, 7, 1)}, host=(0, 0))
     assert r.expect(known.schedules("forward"))[0] == Drop(1, HOST, 1)
 

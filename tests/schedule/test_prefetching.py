@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.read_ahead import simulate
 from benchmarks.replay import Trace, gpt, optimum, replay
 from tests.schedule.stories import DEVICE, HOST, NVME, bring, fetches, read, residency, up, use, visit
-from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, Write
+from tests.schedule.tested import Block, CopyState, Drop, NextUse, Schedule, UseSequence, Write
 
 
 def test_what_comes_next_is_fetched_ahead_a_few_at_a_time_by_the_uses_that_have_not_come() -> None:
@@ -116,13 +116,14 @@ def test_a_prefetch_from_nvme_is_two_steps() -> None:
     assert r.counts.faults[DEVICE] == 0
 
 
-# --- what is fetched on demand alone ----------------------------------------------------------------------------
+# --- what is overwritten ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 4])
-def test_a_gradient_is_not_read_ahead_as_a_backward_overwrites_it(lookahead: int) -> None:
-    r = residency(NVME, Block("grad", NVME, on_demand=True), NVME, host=3, lookahead=lookahead)
-    ahead = r.expect({HOST: Schedule([(0,), (1,), (1,), (2,)])})
+def test_what_a_use_overwrites_is_not_read_ahead_nor_for_the_uses_behind_it(lookahead: int) -> None:
+    """Block 1 is written as a whole and read after that: it comes by itself. The others have to be read."""
+    r = residency(NVME, NVME, NVME, host=3, lookahead=lookahead)
+    ahead = r.expect({HOST: Schedule(UseSequence([(0,), (1,), (1,), (2,)], overwritten=[1]))})
     assert ahead == ([read(0, 0), read(2, 1)] if lookahead == 4 else [read(0, 0)])
     for command in ahead:
         assert r.done(command) == []
@@ -134,6 +135,33 @@ def test_a_gradient_is_not_read_ahead_as_a_backward_overwrites_it(lookahead: int
     r.reach((1,), HOST)
     r.acquire(1, HOST)
     assert r.counts.fetches[HOST] == 2
+
+
+def test_what_is_late_to_be_overwritten_is_not_read_ahead() -> None:
+    """A gradient arrives behind the use that came after it in the last step: its home is old."""
+    r = residency(NVME, NVME, NVME, host=3, lookahead=4)
+    ahead = r.expect({HOST: Schedule(UseSequence([(0,), (1,), (0,), (1,), (2,)], overwritten=[0, 1]), segment=5)})
+    assert ahead == []
+    for load in (False, True):  # 0 is written and read before 1 is written
+        r.reach((0,), HOST)
+        ahead += r.acquire(0, HOST, load=load)
+        ahead += r.release(0, HOST, dirty=not load)
+    assert ahead == [read(2, 1)]
+    r.reach((1,), HOST)
+    r.acquire(1, HOST, load=False)
+    assert r.counts.fetches[HOST] == 1
+
+
+def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
+    r = residency(NVME, NVME, host=2, lookahead=2)
+    assert r.expect({HOST: Schedule(UseSequence([(0,), (1,), (0,)], overwritten=[0]))}) == [read(1, 0)]
+    r.reach((0,), HOST)
+    r.acquire(0, HOST, load=False)
+    assert r.release(0, HOST, dirty=True) == []
+    assert r.settle(0) == [Write(0, 1)]
+    r.done(Write(0, 1))
+    assert r.invalidate(0, HOST) == [Drop(0, HOST, 1)]
+    assert r.done(read(1, 0)) == [read(0, 1)]
 
 
 # --- prefetching costs no fetch -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.schedule.tested import NEVER, Moment, Schedule, SegmentTrace, TraceBook
+from tests.schedule.tested import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 
 blocks = st.integers(0, 4)
 uses = st.lists(st.lists(blocks, min_size=1, max_size=3, unique=True).map(tuple), max_size=8)
@@ -154,6 +154,33 @@ def test_a_newer_trace_takes_the_place_of_the_older_one() -> None:
     assert book.get("a") is newer
     assert [trace.key for trace in book.traces()] == ["a", "b"]
     assert (newer.worst()[0], SegmentTrace("c").worst()[0]) == (5, 0)
+
+
+def test_what_segments_overwrite_lies_at_the_same_places_of_their_schedule() -> None:
+    book = TraceBook()
+    book.put(SegmentTrace("backward", (), (5, 6), frozenset({0})))
+    book.put(SegmentTrace(STEP, (), (5, 7, 6), frozenset({1})))
+    book.follows("backward", STEP)
+    schedule = book.schedules("backward")[Tier.HOST]
+    assert [schedule.reads(at) for at in range(10)] == [False, True, True, False, True] * 2
+
+
+def test_what_is_passed_over_still_overwrites_its_block_and_until_then_nobody_reads_that_ahead() -> None:
+    """Block 1 is written, then read; the use of 2, which came between, is early this time."""
+    schedule = Schedule(UseSequence([(0,), (1,), (2,), (1,), (3,)], overwritten=[1]))
+    assert [schedule.reads(at) for at in range(5)] == [True, False, True, True, True]
+    schedule.reach((0,))
+    schedule.reach((2,))
+    assert [schedule.reads(at) for at in range(3, 10)] == [False, True, True, False, True, False, True]
+    schedule.reach((1,))  # it is late, and written now
+    assert [schedule.reads(at) for at in range(3, 10)] == [True, True, True, False, True, True, True]
+
+
+def test_what_is_passed_over_and_only_read_is_read_ahead_as_ever() -> None:
+    schedule = Schedule(UseSequence([(0,), (1,), (2,), (3,), (1,)], overwritten=[2]))
+    schedule.reach((0,))
+    schedule.reach((2,))
+    assert [schedule.reads(at) for at in range(5)] == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize("start", range(12))
