@@ -38,7 +38,7 @@ POINTS = {
     "unbind": "hetmem.engine.param_views:Bindings.unbind",
     "use of a weight": "hetmem.engine.uses:Uses._moment",
     "step done": "hetmem.engine.runtime:Runtime.after_step",
-    "device copy": "hetmem.engine.traffic:Traffic.device_copy",
+    "device copy": "hetmem.engine.traffic:Traffic.has_copy",
     "home written": "hetmem.engine.traffic:Traffic.superseded",
     "write of the user": "hetmem.engine.write_check:WriteCheck._supersede",
     "ask for a role": "hetmem.engine.traffic:Traffic.ask_role",

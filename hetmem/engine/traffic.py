@@ -206,13 +206,12 @@ class Traffic:
 
     # ---- the device --------------------------------------------------------------------------------------------
 
-    def device_copy(self, chunk: Chunk) -> torch.Tensor | None:
-        """Return the device copy of `chunk` as a flat tensor, once it has arrived; None also of one that waits for
-        room, as the caller may be what it waits for."""
-        block = chunk.operand_block
-        while block >= 0 and self.residency.state(block, Tier.DEVICE) is CopyState.LOADING:
-            self.wait_for_one()
-        return self.executor.placed(chunk)
+    def has_copy(self, block: int) -> bool:
+        """Return whether the device has a copy of `block`, once one that is under way has arrived. One that waits for
+        room does not count, as the caller may be what it waits for."""
+        while self.residency.state(block, DEVICE) is CopyState.LOADING:
+            self.wait_for_one()  # in which an interrupt may come
+        return self.residency.state(block, DEVICE) is CopyState.VALID
 
     def copy_counts(self, chunk: Chunk) -> bool:
         """Return whether operators that are asked for from now on may see the copy on the device."""
@@ -377,9 +376,7 @@ class Traffic:
         self.residency.suspend(block)
         self.hold(chunk)
         try:
-            while self.residency.state(block, DEVICE) is CopyState.LOADING:
-                self.wait_for_one()  # in which an interrupt may come
-            found = self.residency.state(block, DEVICE) is CopyState.VALID
+            found = self.has_copy(block)
             if found and not keep_copy:
                 self.execute(self.residency.invalidate(block, Tier.DEVICE))
         except BaseException:

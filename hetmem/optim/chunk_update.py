@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,10 +18,12 @@ from hetmem.cpu.workers import Batch, Task, WorkerPool
 from hetmem.engine.gradient_views import are_home, take_gradient
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.sampling import Sample
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
 from hetmem.optim.options import Rule
 from hetmem.schedule.placement import Way
 
+_StepperT = TypeVar("_StepperT")
 Sums = np.ndarray[Any, np.dtype[np.float64]]
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
@@ -97,6 +99,46 @@ class Members:
         return [
             Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields
         ]
+
+
+class AllMembers(Generic[_StepperT]):
+    """The `Members` of all groups of an optimizer with `rule`, by what steps them and by chunk: the same objects until
+    groups, what is in these, or models are others."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._members: dict[_StepperT, dict[Chunk, Members]] = {}
+        self._made_of: list[object] = []
+        self.not_managed: list[torch.Tensor] = []
+        """Parameters that no managed model has any more."""
+
+    def of(
+        self,
+        groups: list[dict[str, Any]],
+        steppers: dict[Any, _StepperT],
+        find: Callable[[torch.Tensor], tuple[_StepperT, ManagedParameter]],
+    ) -> dict[_StepperT, dict[Chunk, Members]]:
+        """Return them. `find` adds to `steppers`, and raises `ManageError` for a parameter that is not managed."""
+        made_of = [each for group in groups for each in (group, *group["params"])]
+        if are_same([*made_of, *steppers.values()], self._made_of):
+            return self._members
+        found: dict[_StepperT, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
+        self.not_managed = []
+        for group in groups:
+            options = GroupOptions(group, self._rule)
+            for parameter in group["params"]:
+                try:
+                    stepper, managed = find(parameter)
+                except ManageError:
+                    self.not_managed.append(parameter)
+                    continue
+                found.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, options))
+        self._members = {
+            stepper: {chunk: Members(members) for chunk, members in found.get(stepper, {}).items()}
+            for stepper in steppers.values()
+        }
+        self._made_of = [*made_of, *steppers.values()]
+        return self._members
 
 
 @dataclass(slots=True, eq=False)

@@ -20,14 +20,13 @@ from hetmem.base.weak import weakly
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import refuse_used_up
-from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refuse_a_fork
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.optim.chunk_update import GroupOptions, Members, WholeGroup, WholeUpdate, are_same, on_host
+from hetmem.optim.chunk_update import AllMembers, Members, WholeGroup, WholeUpdate, on_host
 from hetmem.optim.options import (
     Gradients,
     LossScale,
@@ -99,10 +98,7 @@ class OffloadedOptimizer(Optimizer):
         self._steppers: dict[Interception, Stepper] = {}
         self.states = States()
         self._numbers: dict[int, int] = {}
-        self._members: dict[Stepper, dict[Chunk, Members]] = {}
-        self._members_of: list[object] = []
-        """The groups, parameters and steppers of which `_members` were made."""
-        self._strays: list[torch.Tensor] = []
+        self._members = AllMembers[Stepper](self.rule)
         self._whole: dict[int, tuple[Stepper, WholeGroup] | None] = {}
         self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
 
@@ -400,27 +396,7 @@ class OffloadedOptimizer(Optimizer):
         return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
 
     def _all_members(self) -> dict[Stepper, dict[Chunk, Members]]:
-        """All parameters: what was made of them last, unless groups, what is in these, or models are others now."""
-        groups = [each for group in self.param_groups for each in (group, *group["params"])]
-        if are_same([*groups, *self._steppers.values()], self._members_of):
-            return self._members
-        found: dict[Stepper, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
-        self._strays = []
-        for group in self.param_groups:
-            options = GroupOptions(group, self.rule)
-            for parameter in group["params"]:
-                try:
-                    stepper, managed = self._managed(parameter)
-                except ManageError:
-                    self._strays.append(parameter)
-                    continue
-                found.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, options))
-        self._members = {
-            stepper: {chunk: Members(members) for chunk, members in found.get(stepper, {}).items()}
-            for stepper in self._steppers.values()
-        }
-        self._members_of = [*groups, *self._steppers.values()]
-        return self._members
+        return self._members.of(self.param_groups, self._steppers, self._managed)
 
     def _work(self) -> dict[Stepper, Work]:
         """What is to be updated: all that has a gradient, by chunks."""
@@ -428,7 +404,7 @@ class OffloadedOptimizer(Optimizer):
         for stepper, chunks in self._all_members().items():
             found = {chunk: members.with_gradients(type(self).__name__) for chunk, members in chunks.items()}
             work[stepper] = {chunk: members for chunk, members in found.items() if members is not None}
-        for parameter in self._strays:
+        for parameter in self._members.not_managed:
             if parameter.grad is not None:
                 self._managed(parameter)  # raises
         for stepper, chunks in work.items():
