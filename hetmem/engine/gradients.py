@@ -87,10 +87,11 @@ class GradientListener(Protocol):
 
 
 class ArrivalHooks(NamedTuple):
-    """Makes hooks of autograd, for before and after a gradient is accumulated, and orders them among the user's."""
+    """Makes hooks of autograd, for before and after a gradient of the parameter with an `id` is accumulated, and orders
+    them among the user's."""
 
-    before: Callable[[GradientSink, ManagedParameter], Callable[[torch.Tensor], None]]
-    after: Callable[[GradientSink, ManagedParameter], Callable[[torch.Tensor], None]]
+    before: Callable[[GradientSink, int], Callable[[torch.Tensor], None]]
+    after: Callable[[GradientSink, int], Callable[[torch.Tensor], None]]
     order: Callable[[GradientSink, torch.Tensor], list[Any]]
 
 
@@ -129,8 +130,9 @@ class GradientSink:
         if managed.grad_hooked or not managed.parameter.requires_grad:
             return
         managed.grad_hooked = True
-        before = managed.parameter.register_hook(self._hooks.before(self, managed))
-        handle = managed.parameter.register_post_accumulate_grad_hook(self._hooks.after(self, managed))
+        key = id(managed.parameter)
+        before = managed.parameter.register_hook(self._hooks.before(self, key))
+        handle = managed.parameter.register_post_accumulate_grad_hook(self._hooks.after(self, key))
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
         self._handles += (before, handle)
         for key in [key for key in hooks if key != handle.id]:  # go behind ours, as C reads them (not `move_to_end`):

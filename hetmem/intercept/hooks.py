@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from operator import itemgetter
+from itertools import islice, product, repeat, starmap
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,6 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
-_HOOKS_OF = itemgetter(2)
 
 Hooked = Any
 """The `Interception` that is told, held weakly: it imports this."""
@@ -84,7 +83,7 @@ class AfterForward(_OfThisModule):
 
 
 class PartHooks:
-    """The hooks around the forwards of a model's `parts`, by their `handles`, two of each part.
+    """The hooks around the forwards of a model's `parts`; `handles` begin with two of the model and two of each part.
 
     Torch calls a module that has hooks in three times as many calls of Python. A forward of the model whose weights all
     are where operators find them needs those of its own call alone: for its length, each part without others' hooks has
@@ -92,46 +91,41 @@ class PartHooks:
     """
 
     def __init__(self, parts: Iterable[torch.nn.Module], handles: Sequence[Any]) -> None:
-        names = ("_forward_pre_hooks", "_forward_hooks")
-        places = ((vars(part), name) for part in parts for name in names)
-        self._handles = list(handles)
-        self._places: list[_HooksOfPart] = [
-            (names, name, names[name], OrderedDict(), handle.id)
-            for (names, name), handle in zip(places, handles, strict=True)
-        ]
-        self._off: dict[int, _HooksOfPart] = {}
+        self._parts = [*map(vars, parts)]
+        self._handles = handles
+        self._off: list[tuple[Any, dict[str, Any], str, OrderedDict[int, Any], OrderedDict[int, Any]]] = []
+        """Of what was taken off: the handle, the `__dict__` of the part, the name of the dictionary of hooks, that, and
+        the empty one in its place."""
 
     def take_off(self) -> None:
         """Take the hooks off every part that has no others, until `put_back`."""
         if self._off:
             return
-        counts = map(len, map(_HOOKS_OF, self._places))
-        for at, (place, alone) in enumerate(zip(self._places, counts, strict=True)):
-            names, name, hooks, none, number = place
-            if alone == 1 and number in hooks and names[name] is hooks:
+        where = [*product(self._parts, _HOOKS)]
+        hooks = [*starmap(dict.__getitem__, where)]
+        empty: Iterator[OrderedDict[int, Any]] = map(
+            OrderedDict, repeat((), len(where))
+        )  # made by C alone, as all else that is done for each part
+        handles = islice(self._handles, len(_HOOKS), None)
+        for handle, (names, name), found, none, count in zip(handles, where, hooks, empty, map(len, hooks)):  # noqa: B905
+            if count == 1 and handle.id in found:
                 names[name] = none
-                self._off[at] = place
+                self._off += ((handle, names, name, found, none),)
 
     def put_back(self) -> None:
         """Have them where they were, before those that came meanwhile."""
-        off, self._off = self._off, {}
-        for at, (names, name, hooks, none, _) in off.items():
+        off, self._off = self._off, []
+        for handle, names, name, hooks, none in off:
             if names[name] is none:
-                names[name] = hooks if not none else self._joined(at)
-
-    def _joined(self, at: int) -> OrderedDict[int, Any]:
-        """Return the dictionary to which the program has added hooks, whose handles know it, with its own as first."""
-        names, name, hooks, joined, number = self._places[at]
-        joined[number] = hooks[number]
-        joined.move_to_end(number, last=False)
-        self._handles[at].hooks_dict_ref = weakref.ref(joined)
-        self._places[at] = names, name, joined, OrderedDict(), number
-        return joined
+                if none:  # the handles of what the program has added know this dictionary
+                    none[handle.id] = hooks[handle.id]
+                    none.move_to_end(handle.id, last=False)
+                    handle.hooks_dict_ref = weakref.ref(none)
+                else:
+                    names[name] = hooks
 
 
-_HooksOfPart = tuple[dict[str, Any], str, "OrderedDict[int, Any]", "OrderedDict[int, Any]", int]
-"""The `__dict__` of a part, a name in it, the dictionary of hooks that is there, one that is empty, and the number that
-a hook of hetmem's has in the first one."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class BeforeStateDict(_OfThisModule):
@@ -252,8 +246,8 @@ class BeforeArrival:
     __slots__ = ("_key", "_sink")
     __torch_unserialize__ = True  # torch warns of hooks that are lost on pickling; this one is meant to be
 
-    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
-        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
+    def __init__(self, sink: GradientSink, key: int) -> None:
+        self._sink, self._key = weakref.ref(sink), key
 
     def is_of(self, sink: GradientSink) -> bool:
         """Whether it tells `sink`."""
@@ -307,8 +301,8 @@ class AfterArrival:
 
     __slots__ = ("_key", "_sink")
 
-    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
-        self._sink, self._key = weakref.ref(sink), id(managed.parameter)
+    def __init__(self, sink: GradientSink, key: int) -> None:
+        self._sink, self._key = weakref.ref(sink), key
 
     @HELD_BACK.covers
     @opaque

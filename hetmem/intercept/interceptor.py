@@ -97,7 +97,7 @@ class Interception:
     def _install(self, module: torch.nn.Module) -> None:
         tracing = self._tracing
         self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
-        self._parts = PartHooks([*module.modules()][1:], self._handles[2:])
+        self._parts = PartHooks([*module.modules()][1:], self._handles)
         reading = BeforeStateDict(self)
         for part in module.modules():
             self._handles.append(part.register_state_dict_pre_hook(reading))

@@ -297,7 +297,7 @@ class ManagedParameter:
     `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; it
     is `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it may not be used as it is (see
     `intercept.watched`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
-    was asked for within one."""
+    was asked for within one. `stepped_by` stands for the optimizer of hetmem's that steps it."""
 
     parameter: torch.nn.Parameter
     name: str
@@ -331,6 +331,7 @@ class ManagedParameter:
     bound_kind: type = torch.nn.Parameter
     bound: int = 0
     data_taken: bool = False
+    stepped_by: object = None
 
     def open_grad_home(self) -> None:
         """Make `grad_home` a view of where the gradient lives: a new one, unless that of the last step is spare."""

@@ -92,7 +92,6 @@ class OffloadedOptimizer(Optimizer):
         self._reserve(self.param_groups)
 
     def _begin_empty(self) -> None:
-        self.token = object()
         self._all_at_once = False
         self._workers: WorkerPool | None = None
         self._steppers: dict[Interception, Stepper] = {}
@@ -254,7 +253,8 @@ class OffloadedOptimizer(Optimizer):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
-            self._managed(managed.parameter)[0].owners.take([managed], self)
+            self._managed(managed.parameter)
+            self.states.take([managed])
             self.states.load(managed, places, saved)
 
     # ---- what hetmem's have beside that ------------------------------------------------------------------------
@@ -354,8 +354,7 @@ class OffloadedOptimizer(Optimizer):
             self._stepper(interception).refuse_begun(parameters)
         for interception, chunks in kept.items():
             reserve_homes(self, interception, chunks, self._name())
-        for interception, parameters in of.items():
-            self._stepper(interception).owners.take(parameters, self)
+        self.states.take(managed for _, _, managed in found)
 
     def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
         """`parameter` and what `group` has it keep, which has homes now."""
@@ -380,7 +379,7 @@ class OffloadedOptimizer(Optimizer):
                 self._whole[id(group)] = None  # perhaps all has its states, and a place, in the next step
                 return []
             if update.params:
-                known[0].owners.check(self, update.managed)
+                self.states.check(update.managed)
                 found.append((known[0], update))
         return found
 
@@ -407,8 +406,8 @@ class OffloadedOptimizer(Optimizer):
         for parameter in self._members.not_managed:
             if parameter.grad is not None:
                 self._managed(parameter)  # raises
-        for stepper, chunks in work.items():
-            stepper.owners.check(self, chain.from_iterable(members.managed for members in chunks.values()))
+        all_members = chain.from_iterable(map(dict.values, work.values()))
+        self.states.check(chain.from_iterable(members.managed for members in all_members))
         return work
 
     def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,15 +26,21 @@ from hetmem.optim.chunk_update import ADDRESS, VERSION, are_same
 from hetmem.optim.options import Gradients, Overlap, Rule
 from hetmem.schedule.placement import slots_for_staging
 
+_STEPPED_BY = attrgetter("stepped_by")
+
 Places = dict[str, tuple[Role, torch.Tensor]]
 """The homes of a parameter's states, by the names that states have."""
 
 
 class States:
-    """Of one optimizer. `shown` is its `state`: entries by parameter, as torch's optimizers have them."""
+    """The states of one optimizer. `shown` is its `state`: entries by parameter, as torch's optimizers have them. A
+    parameter has one home for states of one name, so one optimizer steps it: the last that was made over it, or has
+    loaded states of it."""
 
     def __init__(self) -> None:
         self.shown: Any = {}
+        self._token = object()
+        """Stands for the optimizer, also when it is gone."""
         self._versions: dict[tuple[int, str], int] = {}
         self.entries: list[object] = []
         """The keys and values of `shown` as `look` saw them: another list if they were others."""
@@ -43,6 +50,30 @@ class States:
         """The entry of `managed` in `shown`, empty if it was never updated."""
         found: dict[str, Any] = self.shown[managed.parameter]
         return found
+
+    def take(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Let the optimizer be the one that steps `parameters`."""
+        for managed in parameters:
+            managed.stepped_by = self._token
+
+    def steps(self, managed: ManagedParameter) -> bool:
+        """Return whether the optimizer steps `managed`."""
+        return managed.stepped_by is self._token
+
+    def check(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Raise RuntimeError if another optimizer steps any of `parameters`; this one steps those that none did."""
+        parameters = [*parameters]
+        if [*map(_STEPPED_BY, parameters)].count(self._token) == len(parameters):
+            return  # as mostly, asked by C alone
+        for managed in parameters:
+            if managed.stepped_by is None:
+                managed.stepped_by = self._token
+            if not self.steps(managed):
+                raise RuntimeError(
+                    f"{managed.name} is another optimizer's, which was made over it, or loaded states of it, after "
+                    f"this one: hetmem keeps the states of one for a parameter. Load a state_dict into this one to go "
+                    f"on with it, or use torch.optim for one of the two"
+                )
 
     def forget_empty(self, managed: ManagedParameter) -> None:
         """torch shows no entry for a parameter of which it keeps nothing."""
@@ -224,8 +255,6 @@ class SteppingOptimizer(Protocol):
     max_grad_norm: float | None
     rule: Rule
     states: States
-    token: object
-    """Stands for the optimizer, also when it is gone."""
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -236,43 +265,6 @@ class SteppingOptimizer(Protocol):
 
     def number_of(self, managed: ManagedParameter) -> int:
         """The place of `managed` among all parameters of the optimizer."""
-
-
-class Owners:
-    """Of the parameters of one managed model: each is stepped by that optimizer of hetmem's which was made over it, or
-    has loaded states of it, last. States of one name have one home for each parameter."""
-
-    def __init__(self) -> None:
-        self._tokens: dict[int, object] = {}
-
-    def take(self, parameters: Iterable[ManagedParameter], owner: SteppingOptimizer) -> None:
-        """Let `owner` be the one that steps `parameters`."""
-        self._tokens |= {id(managed): owner.token for managed in parameters}
-
-    def owns(self, owner: SteppingOptimizer, managed: ManagedParameter) -> bool:
-        """Whether `owner` steps `managed`."""
-        return self._tokens.get(id(managed)) is owner.token
-
-    def check(self, owner: SteppingOptimizer, parameters: Iterable[ManagedParameter]) -> None:
-        """Raise RuntimeError if another optimizer steps any of `parameters`; those that none does are `owner`'s now."""
-        parameters = [*parameters]
-        if [*map(self._tokens.get, map(id, parameters))].count(owner.token) == len(parameters):
-            return  # as mostly, asked by C alone
-        for managed in parameters:
-            if self._tokens.setdefault(id(managed), owner.token) is not owner.token:
-                raise RuntimeError(
-                    f"{managed.name} is another optimizer's, which was made over it, or loaded states of it, after "
-                    f"this one: hetmem keeps the states of one for a parameter. Load a state_dict into this one to go "
-                    f"on with it, or use torch.optim for one of the two"
-                )
-
-
-_owners: weakref.WeakKeyDictionary[Interception, Owners] = weakref.WeakKeyDictionary()
-
-
-def owners_of(interception: Interception) -> Owners:
-    """Those of the model that `interception` manages."""
-    return _owners.setdefault(interception, Owners())
 
 
 def ends_with_its_optimizer(listener: GradientListener, sink: GradientSink) -> Callable[[Any], None]:

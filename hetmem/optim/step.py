@@ -34,7 +34,7 @@ from hetmem.optim.mutation_check import (
     updated_already,
 )
 from hetmem.optim.options import Gradients, Overlap, advice
-from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer, owners_of
+from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
 from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
 
@@ -54,7 +54,7 @@ class Stepper:
         members: Callable[[], dict[Stepper, dict[Chunk, Members]] | None],
     ) -> None:
         self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
-        self._interception, self.owners = interception, owners_of(interception)
+        self._interception = interception
         self.runtime = interception.runtime
         self._updates = Updates(self.runtime, workers, self._made_by)
         self._passes = Passes(optimizer, interception)
@@ -194,7 +194,7 @@ class Stepper:
             parameter = managed.parameter
             if id(parameter) not in groups or not parameter.requires_grad:
                 continue
-            if has_hooks_of_the_user(parameter) or managed in kept or not self.owners.owns(optimizer, managed):
+            if has_hooks_of_the_user(parameter) or managed in kept or not optimizer.states.steps(managed):
                 return False
         return True
 
