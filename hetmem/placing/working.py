@@ -224,14 +224,29 @@ class WorkingWeights:
 
     def begin_backward(self) -> None:
         """Have autograd add gradients up in their homes. Parameters are at home, unless a forward is around this."""
+        if self._given is not None:
+            return
+        self._freeze()
         used = self._used()
-        if not used or self._given is not None:
+        if not used:
             return
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
             self._runtime.traffic.executor.order_behind_standing()
             if self._weights:
                 self._count_versions()
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
+
+    def _freeze(self) -> None:
+        """Have working weights be trained if their parameters are, which may have changed since the forward: torch asks
+        as it accumulates."""
+        with torch_private.NoFunctionsOfSubclasses():
+            if self._weights and [*map(_TRAINS, self._weights)] != [*map(_TRAINS, self._parameters)]:
+                self._over = []  # the next forward makes them anew
+                for parameter, weight in zip(self._parameters, self._weights, strict=True):
+                    weight.requires_grad_(parameter.requires_grad)
+            for managed, older in self._older:
+                if (weight := older()) is not None:
+                    weight.requires_grad_(managed.parameter.requires_grad)
 
     def _used(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
         """Those that are trained, if a graph may refer to any, with their parameters."""

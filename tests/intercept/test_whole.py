@@ -206,7 +206,22 @@ def negative_zeros(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
     return [negative]
 
 
-@pytest.mark.parametrize("program", [late_hook, with_penalties, several, by_parameter, writes, others, negative_zeros])
+def frozen_before_backward(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
+    """Torch asks whether a weight is trained as it accumulates its gradient."""
+    model(tokens).backward()
+    loss, frozen = model(tokens + 1), [model.layer.weight, model.scale][step % 2]
+    frozen.requires_grad_(False)
+    loss.backward(retain_graph=True)
+    frozen.requires_grad_(True)
+    before = [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    return [before]
+
+
+_PROGRAMS = [late_hook, with_penalties, several, by_parameter, writes, others, negative_zeros, frozen_before_backward]
+
+
+@pytest.mark.parametrize("program", _PROGRAMS)
 def test_programs_have_the_bits_that_they_have_where_weights_move(
     program: Callable[[Net, torch.Tensor, int], list[Any]], tmp_path: Path
 ) -> None:
