@@ -245,8 +245,8 @@ class WorkingWeights:
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     weight.requires_grad_(parameter.requires_grad)
             for managed, older in self._older:
-                if (weight := older()) is not None:
-                    weight.requires_grad_(managed.parameter.requires_grad)
+                if (alive := older()) is not None:
+                    alive.requires_grad_(managed.parameter.requires_grad)
 
     def _used(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
         """Those that are trained, if a graph may refer to any, with their parameters."""
