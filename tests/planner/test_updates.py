@@ -37,7 +37,7 @@ DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
 def updates(simulated: SimulatedTraffic, cores: int = 4) -> SimulatedUpdates:
-    notes: Any = SimpleNamespace(staged=lambda block: None)
+    notes: Any = SimpleNamespace(staged=lambda block, *, reads: None)
     return SimulatedUpdates(simulated, cores, notes)
 
 
