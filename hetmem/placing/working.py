@@ -244,6 +244,7 @@ class WorkingWeights:
                 self._over = []  # the next forward makes them anew
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     weight.requires_grad_(parameter.requires_grad)
+            self._older = [each for each in self._older if each[1]() is not None]  # few: graphs that still live
             for managed, older in self._older:
                 if (alive := older()) is not None:
                     alive.requires_grad_(managed.parameter.requires_grad)
