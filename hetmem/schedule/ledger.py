@@ -71,13 +71,9 @@ class Ledger:
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
-    def place(self, block: int, tier: Tier, copy: Copy, slot: int) -> None:
-        """`copy` of `block` lies in the free slots from `slot` on."""
-        copy.slot = slot
-        self.caches[tier].slots.take(slot, self.blocks[block].span, block)
-
-    def let_overwrite(self, copy: Copy) -> None:
-        """`copy`, which has a place, becomes VALID for uses that overwrite it as a whole."""
+    def let_overwrite(self, block: int, tier: Tier, copy: Copy) -> None:
+        """`copy` of `block`, which has a place, becomes VALID for uses that overwrite it as a whole."""
+        self.caches[tier].touch(block)
         copy.fetched = self.tick
         copy.waiting = 0
         copy.state = VALID
@@ -96,7 +92,6 @@ class Ledger:
         if source is HOST and self.blocks[block].home is NVME:  # it is in use while the device is fed from it
             staging = self.caches[HOST]
             staging.copies[block].uses += 1
-            staging.touch(block)
         self._history[block].append((self.tick, "fetch to", tier))
         commands += (_tuple(Fetch, (block, source, tier, copy.slot)),)
 
@@ -106,7 +101,6 @@ class Ledger:
         self.in_flight += 1
         staging = self.caches[HOST]
         staging.writing[block] = copy
-        staging.touch(block)
         self.note(block, "write")
         commands.append(Write(block, copy.slot))
 
@@ -137,6 +131,7 @@ class Ledger:
             self._history[command.block].append((self.tick, "valid on", command.target))
         else:
             copy.dirty = False
+            self.caches[HOST].touch(command.block)
             self.note(command.block, "written")
 
     def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
@@ -170,7 +165,4 @@ class Ledger:
             if fetched.source is HOST and self.blocks[block].home is NVME:
                 staging = self.caches[HOST]
                 staging.copies[block].uses -= 1
-                staging.touch(block)
-        if not copy.uses:  # or it may not be given up, as before
-            cache.touch(block)
         return copy
