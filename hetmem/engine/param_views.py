@@ -37,13 +37,6 @@ class Bindings:
         self._layouts: dict[Chunk, int] = {}
         self._numbers: dict[Any, int] = {}
         """Of layouts of parameters in a chunk: chunks of one layout take turns with the same views of a slot."""
-        self.learn(parameters)
-
-    def learn(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Note the homes of `parameters` in place of all that was known; no device view may be open."""
-        self.by_address.clear()
-        self.by_storage.clear()
-        self._layouts.clear()
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)

@@ -74,6 +74,11 @@ class Cache:
         self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
         self.complete = 0
         """Every use from the position of the schedule up to this one has its copies, in whatever state."""
+        self.too_soon = 0
+        """The device fetches nothing ahead until a copy becomes idle that is used no sooner, or the schedule comes to the
+        use that is `_known_until`: all others were asked for in vain. 0: nothing is known of them. Whatever changes what
+        is missing, or what there is room for, and is no use that the schedule expects, makes it 0."""
+        self._known_until = 0
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None:
@@ -85,6 +90,7 @@ class Cache:
         """Make `copy` the one of `block` on this tier."""
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
+        self.too_soon = 0
         self.touch(block)
         if self._farther is not None:
             self._farther.touch(block)
@@ -93,6 +99,7 @@ class Cache:
     def remove(self, block: int) -> Copy:
         """Forget the copy of `block` on this tier, and return it."""
         self.unused.discard(block)
+        self.too_soon = 0
         self.touch(block)
         if self.complete and (next_use := self.schedule.next_use(block)) < self.complete:
             self.complete = next_use
@@ -102,7 +109,7 @@ class Cache:
 
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
-        self.limit = max(0, min(slots, self.slots.count))
+        self.limit, self.too_soon = max(0, min(slots, self.slots.count)), 0
         if self.limit < self._least:
             self._least = self.limit
             if self._kept_for is not None and self.limit < self._kept_for[1]:
@@ -124,7 +131,7 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """Take `schedule` for what comes next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
-        self.schedule, self.complete = schedule, 0
+        self.schedule, self.complete, self.too_soon = schedule, 0, 0
         self._keep(within)
         self._order.renew()
         if self._farther is not None:
@@ -169,7 +176,7 @@ class Cache:
         last = schedule.position
         if last == first + 1:
             return  # the next one, as all expected
-        self.complete = 0
+        self.complete = self.too_soon = 0
         if last < first:
             first, last = last, first
         self._change(set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ())))
@@ -179,6 +186,11 @@ class Cache:
         self._order.touch_all(blocks)
         if self._farther is not None:
             self._farther._order.touch_all(blocks)
+
+    def idle(self, block: int) -> None:
+        """Note that nothing uses the copy of `block` any more, which has arrived."""
+        if self.too_soon and self.schedule.next_use(block) >= self.too_soon:
+            self.too_soon = 0
 
     def meet(self, block: int) -> None:
         """Note that `block` of the use just reached has a copy, which is in use from now on."""
@@ -281,11 +293,11 @@ class Cache:
         """Return what has to be evicted for a place of `span` slots, by the policy's rank and without `spared`; empty
         if that cannot be done now. Dirty copies are among them, which have to be written first, and on the device
         copies in flight, which have to arrive first: so the choice does not depend on when they do."""
-        return self._victims(span, self._idle(spared, arrived=self.tier is HOST))
+        return self._victims(span, spared, None, arrived=self.tier is HOST)
 
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
         """Return clean, idle copies, without `spared`, that may be evicted now to prefetch a block of `span` slots
-        first needed at `needed_at`; empty if there are not enough.
+        first needed at `needed_at`; empty if there are not enough: then those used before `too_soon` are none.
 
         DEVICE: only copies that were used since they were fetched, and of those Belady's choice at that time, or a copy
         whose next use is at least 90 % as far away (`_ALMOST`); if the choice is in use, wait. The 90 % keep cyclic
@@ -293,60 +305,64 @@ class Cache:
         """
         if needed_at >= NEVER:
             return []
-        least = needed_at + 1
-        if self.tier is DEVICE and not self.kept:
-            position = self.schedule.position
-            awaited = self.schedule.furthest(position - 1 if position else 0, needed_at)
-            least = max(least, position + int(_ALMOST * (awaited - position)))
-        return self._victims(span, self._idle(spared, least))
+        if self.tier is HOST or self.kept:
+            return self._victims(span, spared, needed_at + 1, arrived=True)
+        position = self.schedule.position
+        awaited, its_use = self.schedule.furthest(position - 1 if position else 0, needed_at)
+        least = position + int(_ALMOST * (awaited - position))
+        if least <= needed_at:
+            least = needed_at + 1
+        victims = self._victims(span, spared, least, arrived=True)
+        if not victims:
+            self.too_soon, self._known_until = least, its_use + 2
+        return victims
+
+    def waits(self) -> bool:
+        """Return whether nothing has become idle, since nothing could make room, that can."""
+        return self.too_soon > 0 and self.schedule.position < self._known_until
 
     def excess(self) -> list[int]:
         """Return what has to be evicted because more than `limit` slots are taken and no write makes room."""
         excess = self.slots.used - self.limit
         if excess > 0:
             excess -= self.writing_slots(excess)
-        return self._first(excess, self._idle()) if excess > 0 else []
+        return self._first(excess, (), None, arrived=True) if excess > 0 else []
 
-    def _idle(self, spared: Collection[int] = (), least: int | None = None, *, arrived: bool = True) -> Iterator[Rank]:
-        """Yield the ranks of what is not in use and has `arrived`, or is on its way, the first to go first. Without
-        those in `spared`. With `least` only what is clean, was used since it was fetched, and is used no sooner."""
-        copies, by_next_use = self.copies, self._by_next_use
+    def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
+        """Return what has to go for a place of `span` slots, empty if that is not enough; see `_first`."""
+        missing, victims = self.slots.used + span - self.limit, list[int]()
+        if self._row is not None and span > 1 and self._row.find(span) is None:
+            may_go = {*self._first(self._row.count, spared, least, arrived=arrived)}
+            victims = self._row.emptied_first({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
+            if not victims:
+                return []
+            missing -= sum(map(self._span, victims))
+            spared = {*spared, *victims}
+        if missing <= 0:
+            return victims
+        more = self._first(missing, spared, least, arrived=arrived)
+        return victims + more if sum(map(self._span, more)) >= missing else []
+
+    def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
+        """Return what goes first of what is not in use and has `arrived`, or is on its way: so much as takes `slots`
+        slots together, all there is if that does not suffice. Without `spared`, and without what is not needed: behind
+        a large one that was the last to be chosen, smaller ones may stay. With `least` only what is clean, was used
+        since it was fetched, and is used no sooner."""
+        copies, by_next_use, chosen = self.copies, self._by_next_use, list[int]()
         for rank in reversed(self._order.ranks()):
-            if least is not None and by_next_use and rank[0] < least:
-                return
             block = rank[-1]
             copy = copies[block]
+            if least is not None:
+                if by_next_use and rank[0] < least:
+                    break
+                if copy.dirty or block in self.unused or not (by_next_use or self._next_use(block) >= least):
+                    continue
             if copy.uses or copy.writing or block in spared:
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
                 continue
-            if least is not None and (copy.dirty or block in self.unused):
-                continue
-            if least is None or by_next_use or self._next_use(block) >= least:
-                yield rank
-
-    def _victims(self, span: int, idle: Iterator[Rank]) -> list[int]:
-        """Return those of `idle` that have to go for a place of `span` slots, empty if they are not enough."""
-        missing, victims = self.slots.used + span - self.limit, list[int]()
-        if self._row is not None and span > 1 and self._row.find(span) is None:
-            may_go = [*idle]
-            victims = self._row.emptied_first({rank[-1]: rank[:-2] for rank in may_go}, span)
-            if not victims:
-                return []
-            missing -= sum(map(self._span, victims))
-            idle = iter([rank for rank in may_go if rank[-1] not in victims])
-        if missing <= 0:
-            return victims
-        more = self._first(missing, idle)
-        return victims + more if sum(map(self._span, more)) >= missing else []
-
-    def _first(self, slots: int, idle: Iterator[Rank]) -> list[int]:
-        """Return the first of `idle` that take `slots` slots together, all there are if they do not suffice, without
-        those not needed for that: behind a large one that was the last to be chosen, smaller ones may stay."""
-        chosen: list[int] = []
-        for rank in idle:
-            chosen.append(rank[-1])
-            slots -= self._blocks[rank[-1]].span
+            chosen.append(block)
+            slots -= self._blocks[block].span
             if slots <= 0:
                 break
         for block in reversed(chosen) if slots < 0 else ():
@@ -370,7 +386,8 @@ class Cache:
 
     def _rank(self, block: int) -> Rank:
         copy = self.copies[block]
-        next_use = self._next_use(block)
+        plain = self._nearer is None and not self.kept  # then without one more call, as it is asked often
+        next_use = self.schedule.next_use(block) if plain else self._next_use(block)
         if self._by_next_use:  # as the policy would, without asking it
             return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
         facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)

@@ -104,22 +104,18 @@ class Ledger:
         self.note(block, "write")
         commands.append(Write(block, copy.slot))
 
-    def drop(self, block: int, tier: Tier, commands: list[Command]) -> None:
-        """Forget the copy of `block` on `tier`; raises `StateError` if that loses what was changed."""
+    def drop(self, block: int, tier: Tier, commands: list[Command], *, evicted: bool = False) -> None:
+        """Forget the copy of `block` on `tier`, which would be of use if it is `evicted`; raises `StateError` if that
+        loses what was changed."""
         cache = self.caches[tier]
-        copy = cache.copies[block]
-        if copy.dirty:
+        if cache.copies[block].dirty:
             raise self.illegal(block, tier, "dropping a dirty copy")
-        cache.remove(block)
+        self.counts.evictions[tier] += evicted
+        copy = cache.remove(block)
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
             commands += (_tuple(Drop, (block, tier, copy.slot)),)
         self._history[block].append((self.tick, "dropped on", tier))
-
-    def evict(self, block: int, tier: Tier, commands: list[Command]) -> None:
-        """Drop a copy that would be of use, for another one's sake."""
-        self.counts.evictions[tier] += 1
-        self.drop(block, tier, commands)
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -128,6 +124,8 @@ class Ledger:
         copy = self._answered(command, "done")
         if type(command) is Fetch:
             copy.state = VALID
+            if not copy.uses and command.block not in self.caches[command.target].unused:
+                self.caches[command.target].idle(command.block)
             self._history[command.block].append((self.tick, "valid on", command.target))
         else:
             copy.dirty = False

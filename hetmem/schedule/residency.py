@@ -226,6 +226,8 @@ class Residency:
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses = left = copy.uses - uses
+        if not left:
+            cache.idle(block)
         if dirty:
             cache.touch(block)
             copy.dirty = copy.load = True
@@ -244,8 +246,10 @@ class Residency:
             if block not in cache.copies or (copy := cache.copies[block]).uses - count < copy.waiting:
                 raise self._ledger.illegal(block, DEVICE, "release")
             copy.uses = left = copy.uses - count
-            if not left and (copy.state is STALE or not copy.load):
-                self._ledger.drop(block, DEVICE, commands)
+            if not left:
+                cache.idle(block)
+                if copy.state is STALE or not copy.load:
+                    self._ledger.drop(block, DEVICE, commands)
         if self._supply.waiting or cache.slots.used > cache.limit:
             self._supply.go_on(cache, commands)
         return commands

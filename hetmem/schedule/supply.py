@@ -70,6 +70,7 @@ class Supply:
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
+        self._caches[DEVICE].too_soon = 0
 
     def hold(self, block: int) -> None:
         """The home of `block` may be written to by the user: until `lift` it is fetched where it is asked for, and not
@@ -82,6 +83,7 @@ class Supply:
         lifted = self._held.intersection(self._held if blocks is None else blocks)
         if lifted:
             self._held -= lifted
+            self._caches[DEVICE].too_soon = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
@@ -149,7 +151,8 @@ class Supply:
             if device.kept:
                 self._scan(device, commands)
             elif device.complete < device.schedule.position + self.lookahead:
-                self._begin(device, commands)
+                if not device.waits():
+                    self._begin(device, commands)
             return
         self._begin(cache, commands)
         if cache is device:  # what staging has put off until the clock of the device came near
@@ -199,6 +202,7 @@ class Supply:
         if not self.waiting and block not in cache.copies and block not in self._held:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # it is renewed, for whenever it is used
+            cache.too_soon = 0  # what is missing next may be needed sooner
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
         """Bring in `block`, which is missing in `cache`; False if that has to wait for room."""
@@ -217,9 +221,14 @@ class Supply:
 
     def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> bool:
         """Fetch `block` from `source` into `cache`; False if that has no room."""
-        slot = self._make_room(cache, block, commands, cache.needed(block))
+        span, slots = self._blocks[block].span, cache.slots
+        slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is None:
-            return False
+            for victim in cache.harmless_victims(span, cache.needed(block)):
+                self._ledger.drop(victim, cache.tier, commands, evicted=True)
+            slot = slots.take(span, block) if slots.used + span <= cache.limit else None
+            if slot is None:
+                return False
         copy = cache.add(block, Copy(WAITING, slot, last_use=self._ledger.tick))
         if cache.tier is DEVICE:
             cache.unused.add(block)
@@ -250,7 +259,7 @@ class Supply:
             if cache.copies[block].dirty:
                 self._ledger.write(block, cache.copies[block], commands)
             else:
-                self._ledger.evict(block, cache.tier, commands)
+                self._ledger.drop(block, cache.tier, commands, evicted=True)
 
     def _find_place(
         self, block: int, tier: Tier, copy: Copy, refused: dict[Tier, int], commands: list[Command]
@@ -268,24 +277,19 @@ class Supply:
             copy.slot = slot
         return True
 
-    def _make_room(self, cache: Cache, block: int, commands: list[Command], needed_at: int | None = None) -> int | None:
-        """Have `block` take the first place that is large enough, giving up idle copies for it; None if that must wait.
-
-        With `needed_at` (a prefetch) only clean copies that are needed later than that are given up.
-        """
+    def _make_room(self, cache: Cache, block: int, commands: list[Command]) -> int | None:
+        """Have `block` take the first place that is large enough, giving up idle copies for it; None if that must
+        wait."""
         span, slots = self._blocks[block].span, cache.slots
         slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is not None:
             return slot
-        if needed_at is not None:
-            victims = cache.harmless_victims(span, needed_at)
-        else:
-            # What is staged for another request is spared: two could take it from each other for ever.
-            spared = {other for tier, other in self.waiting if tier is not cache.tier}
-            if not cache.writing or cache.writing_slots(span) < span:
-                victims = cache.victims(span, spared)
-            else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
-                victims = cache.harmless_victims(span, cache.clock() + 2 * self.lookahead, spared)
+        # What is staged for another request is spared: two could take it from each other for ever.
+        spared = {other for tier, other in self.waiting if tier is not cache.tier}
+        if not cache.writing or cache.writing_slots(span) < span:
+            victims = cache.victims(span, spared)
+        else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
+            victims = cache.harmless_victims(span, cache.clock() + 2 * self.lookahead, spared)
         if not victims:
             return None
         copies, waits = cache.copies, False
@@ -296,7 +300,7 @@ class Supply:
         if waits:
             return None
         for victim in victims:
-            self._ledger.evict(victim, cache.tier, commands)
+            self._ledger.drop(victim, cache.tier, commands, evicted=True)
         return slots.take(span, block)
 
     def _no_room(self, block: int, tier: Tier) -> str:

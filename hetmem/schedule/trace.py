@@ -97,7 +97,7 @@ class UseSequence:
     says when each comes, on a clock that the uses of another tier have too; one round takes `period`. Made once for all
     schedules of the same uses; O(uses)."""
 
-    __slots__ = ("_furthest", "_visits", "blocks", "overwritten", "period", "places", "positions", "times")
+    __slots__ = ("_visits", "blocks", "furthest", "overwritten", "period", "places", "positions", "times")
 
     def __init__(
         self,
@@ -117,19 +117,15 @@ class UseSequence:
             for block in blocks:
                 self.positions.setdefault(block, []).append(index)
         self._visits: dict[int, dict[int, int]] | None = None
-        self._furthest: list[int] | None = None
-
-    def furthest(self) -> list[int]:
-        """When each use's blocks are all used again, counted from the start of its round."""
-        if self._furthest is None:
-            count = len(self.blocks)
-            again = {block: count + positions[0] for block, positions in self.positions.items()}
-            self._furthest = [0] * count
-            for at in reversed(range(count)):
-                blocks = self.blocks[at]
-                self._furthest[at] = max([again[block] for block in blocks], default=0)
-                again.update(dict.fromkeys(blocks, at))
-        return self._furthest
+        count = len(self.blocks)
+        self.furthest = [0] * count
+        """By use, when all of its blocks have been used again, counted from the start of its round."""
+        again = {block: count + positions[0] for block, positions in self.positions.items()}
+        for at in range(count - 1, -1, -1):
+            for block in self.blocks[at]:
+                if again[block] > self.furthest[at]:
+                    self.furthest[at] = again[block]
+                again[block] = at
 
     def visits(self) -> dict[int, dict[int, int]]:
         """Where each block is used again and again: the last use of each row of them, by the first. In a row less than
@@ -258,16 +254,18 @@ class Schedule:
             self._next[block] = known
         return known
 
-    def furthest(self, start: int, end: int) -> int:
-        """When the blocks of the uses from `start` up to `end`, a round apart at most, are all used again: the furthest
-        of these uses."""
-        furthest, count = self.known.furthest(), self._count
-        lap, first = divmod(start, count)
+    def furthest(self, start: int, end: int) -> tuple[int, int]:
+        """When the blocks of the uses from `start` up to `end`, a round apart at most, have all been used again, and
+        which of these uses has the one that is used last."""
+        furthest, count = self.known.furthest, self._count
+        first = start % count
         last = first + end - start
-        found = max(furthest[first:last], default=0)
-        if last > count:
-            found = max(found, count + max(furthest[: last - count]))
-        return lap * count + found
+        if start >= end:
+            return start, start
+        if last > count:  # around the end of a round
+            furthest = furthest + [count + again for again in furthest[: last - count]]
+        found = max(furthest[first:last])
+        return start - first + found, start - first + furthest.index(found, first)
 
     def horizon(self, count: int) -> int:
         """The end of the next `count` uses, those known and not behind the barrier."""
