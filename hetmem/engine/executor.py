@@ -355,8 +355,7 @@ class Executor:
         self._met.discard(block)
 
     def _carry_out(self, command: Command) -> None:
-        kind = type(command)
-        if kind is Drop:
+        if type(command) is Drop:
             self._log_change(command.block, command.tier, False)
             if command.tier is DEVICE:
                 chunk, _ = self.chunk_of_block[command.block]
@@ -365,7 +364,7 @@ class Executor:
                     self._memory.device_pool.poison(command.slot)
                     self.mark_use(command.slot)
             return
-        if kind is Fetch:
+        if type(command) is Fetch:
             self._log_change(command.block, command.target, True)
             if command.target is DEVICE:
                 try:
@@ -379,7 +378,7 @@ class Executor:
         extent = chunk.homes[role].extent
         assert extent is not None, f"{chunk.label(role)} is not on NVMe"
         memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
-        if kind is Write:
+        if type(command) is Write:
             self._engine.write(command, extent, memory)
         else:
             self.torn_reads.begin_read(command.block, chunk, role)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from hetmem.schedule.trace import NEVER, Tier
+from hetmem.schedule.trace import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ Rank = tuple[int, ...]
 class Order:
     """The blocks of `copies` by `rank(block)`.
 
-    Call `touch` after a change of what the rank of a block depends on, or of whether it is in `copies`. A question costs
-    O(log blocks) comparisons for each block that was touched since the last one.
+    Call `touch` after a change of what the rank of a block depends on, or of whether it is in `copies`. A question
+    costs O(log blocks) comparisons for each block that was touched since the last one.
     """
 
     def __init__(self, copies: Mapping[int, object], rank: Callable[[int], Rank]) -> None:
@@ -321,7 +321,7 @@ class PlaceMap:
     def take(self, span: int, block: int) -> int | None:
         """Have `block` take the first free place for `span` slots; returns that, or None: only where so many slots are
         not free."""
-        free = self._free[span] if span in self._free else self._of(span)  # noqa: SIM401 - without a call
+        free = self._free[span] if span in self._free else self._of(span)
         if not free:
             return None
         self.used += span

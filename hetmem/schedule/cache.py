@@ -75,9 +75,9 @@ class Cache:
         self.complete = 0
         """Every use from the position of the schedule up to this one has its copies, in whatever state."""
         self.too_soon = 0
-        """The device fetches nothing ahead until a copy becomes idle that is used no sooner, or the schedule comes to the
-        use that is `_known_until`: all others were asked for in vain. 0: nothing is known of them. Whatever changes what
-        is missing, or what there is room for, and is no use that the schedule expects, makes it 0."""
+        """The device fetches nothing ahead until a copy becomes idle that is used no sooner, or the schedule comes to
+        `_known_until`: nothing else could make room. 0 makes it ask again. Whatever changes what is missing, or what
+        there is room for, and is no use that the schedule expects, sets it to 0."""
         self._known_until = 0
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch

@@ -150,9 +150,8 @@ class Supply:
         if cache is device and not staging.slots.count:
             if device.kept:
                 self._scan(device, commands)
-            elif device.complete < device.schedule.position + self.lookahead:
-                if not device.waits():
-                    self._begin(device, commands)
+            elif device.complete < device.schedule.position + self.lookahead and not device.waits():
+                self._begin(device, commands)
             return
         self._begin(cache, commands)
         if cache is device:  # what staging has put off until the clock of the device came near
