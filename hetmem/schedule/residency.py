@@ -154,7 +154,7 @@ class Residency:
         commands: list[Command] = []
         ledger, cache = self._ledger, self._caches[tier]
         ledger.tick += 1
-        cache.meet(block)
+        cache.meet((block,))
         copy = cache.copies.get(block)
         if copy is not None and copy.state is VALID:
             copy.uses += 1
@@ -187,7 +187,7 @@ class Residency:
         for copy, more in zip(found, uses, strict=True):
             copy.uses += more
             copy.last_use = ledger.tick
-        cache.meet_all(blocks)
+        cache.meet(blocks)
         return [copy.slot for copy in found]
 
     def use(self, uses: Mapping[int, int], tier: Tier, *, coming: bool = False) -> list[Command] | None:
@@ -201,13 +201,19 @@ class Residency:
             state = copies[block].state
             if state is not VALID and not (coming and state is LOADING):
                 return None
-        cache.meet_all(uses)
-        for block, more in uses.items():
+        schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # as `Cache.meet`, without its calls
+        if schedule.unmet:
+            schedule.meet(uses)
+        for block in uses:
+            if block in unused:
+                unused.remove(block)
+            touch(block)
             copy = copies[block]
             ledger.tick = copy.last_use = ledger.tick + 1
-            copy.uses += more
+            copy.uses += uses[block]
         commands: list[Command] = []
-        self._supply.prefetch(cache, commands)
+        if schedule.position >= cache.ask_at:
+            self._supply.prefetch(cache, commands)
         return commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
@@ -226,7 +232,7 @@ class Residency:
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses = left = copy.uses - uses
-        if not left:
+        if not left and cache.ask_at:
             cache.idle(block)
         if dirty:
             cache.touch(block)
@@ -247,7 +253,8 @@ class Residency:
                 raise self._ledger.illegal(block, DEVICE, "release")
             copy.uses = left = copy.uses - count
             if not left:
-                cache.idle(block)
+                if cache.ask_at:
+                    cache.idle(block)
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)
         if self._supply.waiting or cache.slots.used > cache.limit:

@@ -12,7 +12,7 @@ from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Command, Copy
 from hetmem.schedule.cache import Cache
 from hetmem.schedule.ledger import Ledger
-from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
+from hetmem.schedule.trace import DEVICE, HOST, NEVER, NVME, Tier
 
 _AHEAD_IN_A_SCAN = 2
 _FED_AHEAD = 4  # times the lookahead of the device: more of what is staged then is given up again before it is used
@@ -70,7 +70,7 @@ class Supply:
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
-        self._caches[DEVICE].too_soon = 0
+        self._caches[DEVICE].ask_at = 0
 
     def hold(self, block: int) -> None:
         """The home of `block` may be written to by the user: until `lift` it is fetched where it is asked for, and not
@@ -83,7 +83,7 @@ class Supply:
         lifted = self._held.intersection(self._held if blocks is None else blocks)
         if lifted:
             self._held -= lifted
-            self._caches[DEVICE].too_soon = 0
+            self._caches[DEVICE].ask_at = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
@@ -147,11 +147,7 @@ class Supply:
         if self.waiting:
             return
         device, staging = self._caches
-        if cache is device and not staging.slots.count:
-            if device.kept:
-                self._scan(device, commands)
-            elif device.complete < device.schedule.position + self.lookahead and not device.waits():
-                self._begin(device, commands)
+        if cache is device and device.schedule.position < device.ask_at:
             return
         self._begin(cache, commands)
         if cache is device:  # what staging has put off until the clock of the device came near
@@ -167,6 +163,8 @@ class Supply:
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
         device, staging = self._caches
+        if cache is staging and not staging.slots.count:
+            return
         if cache.kept:
             self._scan(cache, commands)
             return
@@ -180,6 +178,10 @@ class Supply:
                 break
             if self._has_enough(cache, at_once) or not self._prefetch(block, cache, commands):
                 break
+        else:
+            cache.ask_at, cache.too_soon = cache.complete - self.lookahead + 1, NEVER
+        if staging.slots.count:  # which goes by when reads end
+            cache.ask_at = 0
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
         """Fetch what is missing on the device as far ahead as a round reaches: see note "scans"."""
@@ -201,7 +203,7 @@ class Supply:
         if not self.waiting and block not in cache.copies and block not in self._held:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # it is renewed, for whenever it is used
-            cache.too_soon = 0  # what is missing next may be needed sooner
+            cache.ask_at = 0  # what is missing next may be needed sooner
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
         """Bring in `block`, which is missing in `cache`; False if that has to wait for room."""

@@ -180,10 +180,8 @@ class Schedule:
         self._overwritten = known.overwritten
         self.overwrites = bool(known.overwritten)
         """Whether any use writes its blocks without reading them, so that `reads` is to be asked."""
-        self.now: tuple[int, ...] = ()
-        """The blocks of the use just reached."""
-        self.met: set[int] = set()
-        """Those of them that are there, so that from now on their next use counts."""
+        self.unmet: tuple[int, ...] = ()
+        """The blocks of the use just reached that are not there yet: from then on their next use counts."""
         self._passed_over: set[int] = set()
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
         self._positions, self._places = known.positions, known.places
@@ -207,8 +205,7 @@ class Schedule:
             self._passed_over.difference_update(blocks)
         if self.uses[at] == blocks and self.position < self._segment:  # as expected
             self.position += 1
-            self.met = set()
-            self.now = blocks
+            self.unmet = blocks
             return True
         places = self._places.get(blocks)
         if places is None:
@@ -225,8 +222,7 @@ class Schedule:
             self._next.clear()
         elif self._overwritten:
             self._pass_over(before, self.position - 1)
-        self.met.clear()
-        self.now = blocks
+        self.unmet = blocks
         return True
 
     def _pass_over(self, start: int, end: int) -> None:
@@ -238,10 +234,10 @@ class Schedule:
     def next_use(self, block: int) -> int:
         """The first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown.
 
-        A block of the use just reached is used there until it was met: it must not look far away, and be given up,
+        A block of the use just reached is used there until it is there: it must not look far away, and be given up,
         while the other blocks of that use are brought in.
         """
-        if block in self.now and block not in self.met:
+        if block in self.unmet:
             return self.position - 1
         known = self._next[block] if block in self._next else -1  # noqa: SIM401 - without a call, as it is asked often
         position = self.position
@@ -253,6 +249,14 @@ class Schedule:
                 known = position - inside + (where[index] if index < len(where) else self._count + where[0])
             self._next[block] = known
         return known
+
+    def meet(self, blocks: Collection[int]) -> None:
+        """Note that `blocks` of the use just reached are there."""
+        for block in self.unmet:
+            if block not in blocks:
+                self.unmet = tuple([block for block in self.unmet if block not in blocks])
+                return
+        self.unmet = ()
 
     def furthest(self, start: int, end: int) -> tuple[int, int]:
         """When the blocks of the uses from `start` up to `end`, a round apart at most, have all been used again, and
