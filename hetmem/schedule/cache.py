@@ -75,10 +75,10 @@ class Cache:
         self.complete = 0
         """Every use from the position of the schedule up to this one has its copies, in whatever state."""
         self.ask_at = 0
-        """Nothing is to be fetched ahead before the schedule comes to this use, as long as no copy becomes idle whose
-        own next use is not `too_soon`. What changes what is missing, or what there is room for, and is no use that
-        the schedule expects, sets it to 0."""
-        self.too_soon = NEVER
+        """Nothing is to be fetched ahead before the schedule comes to this use. What changes what is missing, or what
+        there is room for, and is no use that the schedule expects, sets it to 0: so does the end of one that had begun
+        before `asked_at`, the tick at which it was found."""
+        self.asked_at = 0
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None:
@@ -91,7 +91,6 @@ class Cache:
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
         self.ask_at = 0
-        self.touch(block)
         if self._farther is not None:
             self._farther.touch(block)
         return copy
@@ -185,11 +184,6 @@ class Cache:
         self._order.touch_all(blocks)
         if self._farther is not None:
             self._farther._order.touch_all(blocks)
-
-    def idle(self, block: int) -> None:
-        """Note that nothing uses the copy of `block` any more, which has arrived."""
-        if self.ask_at and self.schedule.next_use(block) >= self.too_soon:
-            self.ask_at = 0
 
     def meet(self, blocks: Collection[int]) -> None:
         """Note that `blocks` of the use just reached have copies, which are in use from now on."""
@@ -301,13 +295,14 @@ class Cache:
         if self.tier is HOST or self.kept:
             return self._victims(span, spared, needed_at + 1, arrived=True)
         position = self.schedule.position
-        awaited, its_use = self.schedule.furthest(position - 1 if position else 0, needed_at)
+        before = position - 1 if position else 0, needed_at
+        awaited = self.schedule.furthest(*before)
         least = position + int(_ALMOST * (awaited - position))
         if least <= needed_at:
             least = needed_at + 1
         victims = self._victims(span, spared, least, arrived=True)
         if not victims:
-            self.ask_at, self.too_soon = its_use + 2, least
+            self.ask_at = self.schedule.first_with(least, *before) + 2
         return victims
 
     def excess(self) -> list[int]:
@@ -329,6 +324,8 @@ class Cache:
             spared = {*spared, *victims}
         if missing <= 0:
             return victims
+        if missing == 1:  # most often: whatever is first is enough
+            return victims + self._first(1, spared, least, arrived=arrived)
         more = self._first(missing, spared, least, arrived=arrived)
         return victims + more if sum(map(self._span, more)) >= missing else []
 

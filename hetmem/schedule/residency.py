@@ -202,8 +202,12 @@ class Residency:
             if state is not VALID and not (coming and state is LOADING):
                 return None
         schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # as `Cache.meet`, without its calls
-        if schedule.unmet:
-            schedule.meet(uses)
+        for block in schedule.unmet:
+            if block not in uses:
+                schedule.meet(uses)
+                break
+        else:
+            schedule.unmet = ()
         for block in uses:
             if block in unused:
                 unused.remove(block)
@@ -232,8 +236,8 @@ class Residency:
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses = left = copy.uses - uses
-        if not left and cache.ask_at:
-            cache.idle(block)
+        if not left and copy.last_use < cache.asked_at:
+            cache.ask_at = 0
         if dirty:
             cache.touch(block)
             copy.dirty = copy.load = True
@@ -253,8 +257,8 @@ class Residency:
                 raise self._ledger.illegal(block, DEVICE, "release")
             copy.uses = left = copy.uses - count
             if not left:
-                if cache.ask_at:
-                    cache.idle(block)
+                if copy.last_use < cache.asked_at:
+                    cache.ask_at = 0
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)
         if self._supply.waiting or cache.slots.used > cache.limit:
@@ -329,7 +333,8 @@ class Residency:
             supply.trim(device, commands)
         if host.slots.used > host.limit:
             supply.trim(host, commands)
-        supply.serve(commands)
+        if supply.waiting:
+            supply.serve(commands)
         if self.blocks[command.block].home is NVME:  # else what is fetched ahead follows from uses alone
             supply.prefetch(device, commands)
         return commands

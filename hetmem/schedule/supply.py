@@ -12,7 +12,7 @@ from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Command, Copy
 from hetmem.schedule.cache import Cache
 from hetmem.schedule.ledger import Ledger
-from hetmem.schedule.trace import DEVICE, HOST, NEVER, NVME, Tier
+from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
 _AHEAD_IN_A_SCAN = 2
 _FED_AHEAD = 4  # times the lookahead of the device: more of what is staged then is given up again before it is used
@@ -150,7 +150,7 @@ class Supply:
         if cache is device and device.schedule.position < device.ask_at:
             return
         self._begin(cache, commands)
-        if cache is device:  # what staging has put off until the clock of the device came near
+        if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
             self._begin(staging, commands)
 
     def _has_enough(self, cache: Cache, at_once: int) -> bool:
@@ -163,8 +163,6 @@ class Supply:
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
         device, staging = self._caches
-        if cache is staging and not staging.slots.count:
-            return
         if cache.kept:
             self._scan(cache, commands)
             return
@@ -179,7 +177,8 @@ class Supply:
             if self._has_enough(cache, at_once) or not self._prefetch(block, cache, commands):
                 break
         else:
-            cache.ask_at, cache.too_soon = cache.complete - self.lookahead + 1, NEVER
+            cache.ask_at = cache.complete - self.lookahead + 1
+        cache.asked_at = self._ledger.tick
         if staging.slots.count:  # which goes by when reads end
             cache.ask_at = 0
 

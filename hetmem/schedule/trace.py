@@ -258,18 +258,27 @@ class Schedule:
                 return
         self.unmet = ()
 
-    def furthest(self, start: int, end: int) -> tuple[int, int]:
-        """When the blocks of the uses from `start` up to `end`, a round apart at most, have all been used again, and
-        which of these uses has the one that is used last."""
+    def furthest(self, start: int, end: int) -> int:
+        """When the blocks of the uses from `start` up to `end`, a round apart at most, have all been used again."""
         furthest, count = self.known.furthest, self._count
+        if start >= end:
+            return start
         first = start % count
         last = first + end - start
-        if start >= end:
-            return start, start
-        if last > count:  # around the end of a round
-            furthest = furthest + [count + again for again in furthest[: last - count]]
         found = max(furthest[first:last])
-        return start - first + found, start - first + furthest.index(found, first)
+        if last > count:  # around the end of a round
+            found = max(found, count + max(furthest[: last - count]))
+        return start - first + found
+
+    def first_with(self, least: int, start: int, end: int) -> int:
+        """Which of the uses from `start` up to `end` is the first that has a block which is used again at `least` or
+        later; `end` if none has."""
+        furthest, count = self.known.furthest, self._count
+        for at in range(start, end):
+            place = at % count
+            if at - place + furthest[place] >= least:
+                return at
+        return end
 
     def horizon(self, count: int) -> int:
         """The end of the next `count` uses, those known and not behind the barrier."""
