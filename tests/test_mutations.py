@@ -61,8 +61,8 @@ MUTATIONS = {
     ),
     "give up a copy before its write is done": Mutation(
         "schedule/cache.py",
-        "copy is None or copy.uses or copy.writing:",
-        "copy is None or copy.uses:",
+        "if copy.uses or copy.writing or block in spared:",
+        "if copy.uses or block in spared:",
         STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
     ),
     "read before the write is done": Mutation(
@@ -282,8 +282,8 @@ MUTATIONS = {
     ),
     "carry commands out before those given earlier": Mutation(
         "engine/executor.py",
-        "self._carry_out(*self._commands.popleft())",
-        "self._carry_out(*self._commands.pop())",
+        "self._carry_out(waiting.popleft())",
+        "self._carry_out(waiting.pop())",
         "tests/engine/test_command_order.py::test_no_command_overtakes_one_that_was_given_before_it",
     ),
 }
