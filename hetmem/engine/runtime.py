@@ -74,8 +74,8 @@ class MarksParameters(Protocol):
     def begin_step(self) -> None:
         """Mark frozen parameters alone."""
 
-    def pause(self) -> None:
-        """Begin compute: none is marked."""
+    def pause(self) -> bool:
+        """Begin compute: none is marked. Return whether all were."""
 
     def resume(self) -> None:
         """End compute: mark again."""
@@ -117,7 +117,6 @@ class Runtime:
         """The parameters that are marked between calls of the model; set by what intercepts these."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
-        self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
@@ -150,8 +149,8 @@ class Runtime:
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
-        if not self.traffic.residency.blocks:
-            return  # nothing ever moves
+        if not self.traffic.residency.blocks or self.traffic.executor.stands:
+            return  # nothing moves
         self.traffic.execute(self.traffic.residency.expect(self.tracer.book.schedules(key)))
 
     def forget_copies(self) -> None:

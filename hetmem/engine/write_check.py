@@ -38,9 +38,10 @@ from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
+_COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
 TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
-    (_VERSION, attrgetter("version")),
+    (_VERSION, _VERSION_SEEN),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
     (attrgetter("shape"), attrgetter("shape")),
     (torch.Tensor.stride, attrgetter("stride")),
@@ -79,19 +80,21 @@ class WriteCheck:
 
     # ---- by the program, to the home ---------------------------------------------------------------------------
 
-    def notice_all(self) -> None:
-        """Check every parameter for writes since it was last used, as a forward begins."""
+    def notice_all(self, *, seen: bool = False) -> None:
+        """Check every parameter for writes since it was last used, as a forward begins. `seen`: a function that
+        sets `.data` was, unless a step came since, and what it set is in `touched`."""
         traffic = self._traffic
         traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
-        trained = self.stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
+        stepped, self.stepped = self.stepped, True  # as it is if this raises: all is looked at again
+        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
         if trained:
             self._gradients_left.clear()
         chunks, counted = self._chunks, dict[Chunk, list[ManagedParameter]]()
-        for managed in self.all_counted(self._parameters):
+        for managed in self._counted_but_data() if seen and not stepped else self.all_counted(self._parameters):
             counted.setdefault(managed.chunk, []).append(managed)
         first = self._gradients_wanted is None  # before which nothing was watched
         due = {each for each in chunks if first or (trained and any(map(TRAINS, each.parameters)))}
-        self.stepped, self._gradients_wanted = False, torch.is_grad_enabled()
+        self._gradients_wanted = torch.is_grad_enabled()
         due.update(managed.chunk for managed in self.touched)
         self.touched.clear()
         compared: list[Chunk] = []
@@ -115,12 +118,13 @@ class WriteCheck:
             traffic.executor.copy_homes_again(on_device)
         self.home_copies.begin(compared)
         traffic.residency.lift()
+        self.stepped = False
 
     def renew_touched(self) -> bool:
         """Make copies of what was touched since the forward stale, as a backward begins. Returns whether there were
         such."""
         touched = [*self.touched]
-        self.touched.clear()
+        self.touched = {managed for managed in touched if _is_replaced(managed)}  # `notice_all` brings that home
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
         for managed in touched:
             chunk = managed.chunk
@@ -143,6 +147,13 @@ class WriteCheck:
             return []  # as mostly
         facts = [map(ne, map(shown, tensors), map(seen, parameters)) for shown, seen in _SHOWN_AND_SEEN]
         return list(compress(parameters, map(any, zip(*facts, strict=True))))
+
+    def _counted_but_data(self) -> list[ManagedParameter]:
+        """Return what `all_counted` does, of all, where only those in `touched` can have got another `.data`."""
+        shown, seen = [*map(_COUNTED, self._parameters)], [*map(_VERSION_SEEN, self._parameters)]
+        if shown == seen and not self.touched:
+            return []
+        return [managed for managed in self._parameters if self.counted(managed)]
 
     def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:
         self._traffic.wait_for_update(chunk)  # which writes to a copy in staging

@@ -272,7 +272,8 @@ class Faults:
             there = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
-                shown = [managed for managed in used if is_in_place(func) or hands_out(managed, func, result)]
+                writes_all = func == set_data or is_in_place(func)
+                shown = [managed for managed in used if writes_all or hands_out(managed, func, result)]
                 (writes.kept if computes else writes.touched).update(shown)
                 return result
             finally:

@@ -213,10 +213,13 @@ class ParameterMarks:
         self.unmark_all()
         self.resume()
 
-    def pause(self) -> None:
-        """Begin compute, which leaves copies of parameters on the device."""
+    def pause(self) -> bool:
+        """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
+        functions that set `.data` of any are known."""
+        seen = len(self._marked) == len(self._all)
         self.unmark_all()
         self._watches, self._frozen = bool(self._traffic.executor.chunk_of_block), None
+        return seen
 
     def begin_step(self) -> None:
         """Mark frozen parameters alone: a step begins, which makes the copies of all others stale."""
