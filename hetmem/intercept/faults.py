@@ -272,7 +272,8 @@ class Faults:
             there = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
-                shown = [managed for managed in used if is_in_place(func) or hands_out(managed, func, result)]
+                written = _writes_to(func, args, kwargs) if is_in_place(func) else ()
+                shown = [m for m in used if self._are_among([m], written) or hands_out(m, func, result)]
                 (writes.kept if computes else writes.touched).update(shown)
                 return result
             finally:

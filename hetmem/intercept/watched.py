@@ -8,9 +8,9 @@ stay as they are; torch does the same to parameters without a shape (`torch.nn.p
 - while something computes, all parameters that are not bound for a call of a module. A bound one is of a subclass
   without the method, whose `.data` is a property, as writes through that count no versions.
 - after a step with `overlap="forward"`, those whose update still runs: a read waits for that update.
-- between a forward or backward and the step, while copies stay on the device, all: a read or write of one whose update
-  has begun raises, and a function that may write without counting a version (`p.data.mul_()`) makes its copies stale.
-  From the step to the next forward frozen ones are, as their copies outlive it.
+- between calls, while copies may stay on the device or be fetched, all: a read or write of one whose update has begun
+  raises, and a function that may write without counting a version (`p.data.mul_()`) makes its copies stale. Where the
+  model is whole on the device, only frozen ones are from a step to the next forward (see `engine.write_check`).
 """
 
 from __future__ import annotations
@@ -175,14 +175,14 @@ class ParameterMarks:
 
     def __init__(self, runtime: Runtime) -> None:
         self._chunks, self._traffic, self._uses = runtime.chunks, runtime.traffic, runtime.uses
-        self._bindings, self._touched = runtime.bindings, runtime.writes.touched.add
-        self.step_runs: Callable[[], bool] = lambda: False
-        """Returns whether a step of a torch optimizer is on the stack, which may ask for the type of a parameter."""
+        self._bindings, self._writes, self._memory = runtime.bindings, runtime.writes, runtime.memory
+        self._step_runs: Callable[[], bool | None] | None = None
+        """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
         self._all = runtime.bindings.by_id
         self._marked: dict[int, ManagedParameter] = {}
         self._goes_on = self._watches = False
         self._frozen: dict[int, ManagedParameter] | None = None
-        """From a step to the next forward, those that it does not train."""
+        """From a step to the next forward of a model that is whole on the device, those that it does not train."""
 
     def begin(self) -> None:
         """Mark what a step leaves to be updated. Waits for parameters whose memory a tensor of the program shares
@@ -194,19 +194,25 @@ class ParameterMarks:
                 self.wait_for(managed)
 
     def resume(self) -> None:
-        """End compute: mark again."""
-        if self._watches and not self.step_runs():
+        """End compute: mark again, unless a step runs."""
+        if self._step_runs is not None and self._step_runs():
+            self._writes.unwatched = True
+        elif self._watches:
             watched = self._watched()
-            managed_ones = watched.values()  # of which C++ is asked without a call of Python for each
-            now = map(references, map(_HOME, managed_ones))
-            for managed in compress(managed_ones, map(gt, now, map(_EXPECTED, managed_ones))):
-                if managed.numel:
-                    self._touched(managed)  # perhaps, through a tensor that shares its memory (`kept = p.data`)
+            self._note_shared(watched)
             self._mark(watched)
         if self._goes_on:
             trailing = [chunk for chunk in self._chunks if self._traffic.trails(chunk)]
             self._goes_on = bool(trailing)
             self._mark({id(managed.parameter): managed for chunk in trailing for managed in chunk.parameters})
+
+    def _note_shared(self, watched: dict[int, ManagedParameter]) -> None:
+        """Note those whose memory a tensor shares (`kept = p.data`), through which they may be written to."""
+        managed_ones = watched.values()  # of which C++ is asked without a call of Python for each
+        now = map(references, map(_HOME, managed_ones))
+        for managed in compress(managed_ones, map(gt, now, map(_EXPECTED, managed_ones))):
+            if managed.numel:
+                self._writes.touched.add(managed)
 
     def look_again(self) -> None:
         """Mark anew, after all updates were waited for."""
@@ -216,15 +222,26 @@ class ParameterMarks:
     def pause(self) -> None:
         """Begin compute, which leaves copies of parameters on the device."""
         self.unmark_all()
+        if self._watches:
+            self._note_shared(self._watched())
         self._watches, self._frozen = bool(self._traffic.executor.chunk_of_block), None
 
-    def begin_step(self) -> None:
-        """Mark frozen parameters alone: a step begins, which makes the copies of all others stale."""
-        self.unmark_all()
-        trains = map(_TRAINS, self._all.values())
-        self._frozen = dict(compress(self._all.items(), map(not_, trains))) if self._watches else {}
-        if self._watches:
-            self._mark(self._watched())
+    def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
+        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
+        self.pause()
+        self._step_runs = runs or _always
+        self._writes.unwatched = True
+
+    def end_step(self) -> None:
+        """End `begin_step`, and mark again: where the model is whole on the device frozen parameters alone."""
+        if self._step_runs is None:
+            return
+        self._step_runs = None
+        if self._memory.resident:
+            trains = map(_TRAINS, self._all.values())
+            self._frozen = dict(compress(self._all.items(), map(not_, trains)))
+        else:
+            self._writes.unwatched = False
 
     def stop(self) -> None:
         """Mark no more: the model is released."""
@@ -256,3 +273,7 @@ class ParameterMarks:
     def _mark(self, parameters: dict[int, ManagedParameter]) -> None:
         self._bindings.watch(parameters.values())
         self._marked = parameters | self._marked
+
+
+def _always() -> bool:
+    return True

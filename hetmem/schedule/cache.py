@@ -65,7 +65,6 @@ class Cache:
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
         self.loading = 0
-        self.held: set[int] = set()  # blocks that nothing prefetches for now
         self.writing: dict[int, Copy] = {}
         self._blocks, self._policy, self._by_next_use = blocks, policy, type(policy) is NextUse
         self._nearer = nearer
@@ -222,9 +221,9 @@ class Cache:
 
     def missing(self, lookahead: int, most: int) -> list[int]:
         """Return the first blocks, `most` at most, that the next `lookahead` uses read and that have no copy on this
-        tier, each once, in order. What one of these uses overwrites first is none of them, nor is one that is `held`.
+        tier, each once, in order. What one of these uses overwrites first is none of them.
         """
-        schedule, copies, held = self.schedule, self.copies, self.held
+        schedule, copies = self.schedule, self.copies
         start, end = schedule.position, schedule.horizon(lookahead)
         if start < self.complete:
             start = self.complete
@@ -245,7 +244,7 @@ class Cache:
                 comes_by_itself.update(block for block in blocks if block not in copies)
                 continue
             for block in blocks:
-                if block not in copies and block not in missing and block not in comes_by_itself and block not in held:
+                if block not in copies and block not in missing and block not in comes_by_itself:
                     missing.append(block)
                     if len(missing) >= most:
                         return missing
