@@ -66,11 +66,11 @@ class Segments(Protocol):
 class MarksParameters(Protocol):
     """Marks the parameters of one model between its calls, so that uses of them are seen."""
 
-    def begin(self) -> None:
-        """Mark what a step leaves to be updated."""
-
     def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
         """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
+
+    def updates_trail(self) -> None:
+        """The step leaves updates behind: reads wait for them."""
 
     def end_step(self) -> None:
         """Mark again, where the model is whole on the device frozen parameters alone."""
@@ -80,9 +80,6 @@ class MarksParameters(Protocol):
 
     def resume(self) -> None:
         """End compute: mark again."""
-
-    def look_again(self) -> None:
-        """Mark anew, after all updates were waited for."""
 
     def stop(self) -> None:
         """Mark no more."""

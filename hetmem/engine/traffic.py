@@ -397,11 +397,6 @@ class Traffic:
         if not wait_until(self.executor, lambda: chunk not in self.updating):
             raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 
-    def trails(self, chunk: Chunk) -> bool:
-        """Return whether the home of the parameters of `chunk` is not yet what the last step makes of it."""
-        block = staged_block(chunk.homes[Role.PARAM])
-        return chunk in self.updating or (block is not None and self.residency.dirty(block))
-
     def wait_for_updates(self) -> None:
         """Wait until all parameters are at home, also on NVMe, as the last step makes them."""
         while self.updating:

@@ -250,14 +250,14 @@ class Faults:
         try:
             return func(*args, **kwargs)
         finally:
-            self._marks.look_again()
+            self._marks.resume()
 
     @HELD_BACK
     def _wait_for(self, used: list[ManagedParameter]) -> None:
         """Wait for the updates of `used`, which the program reads at home, or raise if they have begun too early."""
         self._gradients.use_again(used)
         for managed in used:
-            self._marks.wait_for(managed)
+            self._runtime.uses.read_at_home(managed)
 
     def _at_home(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
         """Call `func` outside of compute, as a hook of the user in a backward does: with parameters at home, as the
@@ -288,7 +288,7 @@ class Faults:
         managed = self._by_id.get(id(parameter))
         if managed is not None and not self._runtime.monitor.paused:
             with HELD_BACK:
-                self._marks.wait_for(managed)
+                self._runtime.uses.read_at_home(managed)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""

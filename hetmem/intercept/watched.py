@@ -7,15 +7,15 @@ stay as they are; torch does the same to parameters without a shape (`torch.nn.p
 
 - while something computes, all parameters that are not bound for a call of a module. A bound one is of a subclass
   without the method, whose `.data` is a property, as writes through that count no versions.
-- after a step with `overlap="forward"`, those whose update still runs: a read waits for that update.
 - between calls, while copies may stay on the device or be fetched, all: a read or write of one whose update has begun
-  raises, and a function that may write without counting a version (`p.data.mul_()`) makes its copies stale. Where the
-  model is whole on the device, only frozen ones are from a step to the next forward (see `engine.write_check`).
+  raises, or waits for the update where it trails behind its step; a function that may write without counting a version
+  (`p.data.mul_()`) makes its copies stale. Where the model is whole on the device and no update trails, only frozen
+  ones are from a step to the next forward (see `engine.write_check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import compress
 from operator import attrgetter, gt, not_
@@ -30,7 +30,6 @@ from hetmem.engine.param_views import (
     of_class,
     references,
     set_data,
-    storage_references,
 )
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.dynamo import set_compiler, skipped
@@ -174,72 +173,59 @@ class ParameterMarks:
     `Bindings` watches what is not bound."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._chunks, self._traffic, self._uses = runtime.chunks, runtime.traffic, runtime.uses
+        self._traffic, self._read_at_home = runtime.traffic, runtime.uses.read_at_home
         self._bindings, self._writes, self._memory = runtime.bindings, runtime.writes, runtime.memory
         self._step_runs: Callable[[], bool | None] | None = None
         """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
-        self._all = runtime.bindings.by_id
+        self._all = self._watched = runtime.bindings.by_id
         self._marked: dict[int, ManagedParameter] = {}
-        self._goes_on = self._watches = False
-        self._frozen: dict[int, ManagedParameter] | None = None
-        """From a step to the next forward of a model that is whole on the device, those that it does not train."""
-
-    def begin(self) -> None:
-        """Mark what a step leaves to be updated. Waits for parameters whose memory a tensor of the program shares
-        (`kept = p.data`), as no function of torch tells of its use."""
-        self._goes_on = True
-        self.resume()
-        for managed in list(self._marked.values()):
-            if managed.numel and storage_references(managed.home) > managed.home_references:
-                self.wait_for(managed)
+        self._watches = self._trails = False
 
     def resume(self) -> None:
         """End compute: mark again, unless a step runs."""
         if self._step_runs is not None and self._step_runs():
             self._writes.unwatched = True
         elif self._watches:
-            watched = self._watched()
-            self._note_shared(watched)
-            self._mark(watched)
-        if self._goes_on:
-            trailing = [chunk for chunk in self._chunks if self._traffic.trails(chunk)]
-            self._goes_on = bool(trailing)
-            self._mark({id(managed.parameter): managed for chunk in trailing for managed in chunk.parameters})
+            self._writes.touched.update(self._shared())
+            self._bindings.watch(self._watched.values())
+            self._marked = self._watched
 
-    def _note_shared(self, watched: dict[int, ManagedParameter]) -> None:
-        """Note those whose memory a tensor shares (`kept = p.data`), through which they may be written to."""
-        managed_ones = watched.values()  # of which C++ is asked without a call of Python for each
-        now = map(references, map(_HOME, managed_ones))
-        for managed in compress(managed_ones, map(gt, now, map(_EXPECTED, managed_ones))):
-            if managed.numel:
-                self._writes.touched.add(managed)
-
-    def look_again(self) -> None:
-        """Mark anew, after all updates were waited for."""
-        self.unmark_all()
-        self.resume()
+    def _shared(self) -> Iterator[ManagedParameter]:
+        """Yield those whose memory a tensor shares (`kept = p.data`), through which it may be read and written."""
+        watched = self._watched.values()  # of which C++ is asked without a call of Python for each
+        now = map(references, map(_HOME, watched))
+        shared = compress(watched, map(gt, now, map(_EXPECTED, watched)))
+        return (managed for managed in shared if managed.numel)
 
     def pause(self) -> None:
         """Begin compute, which leaves copies of parameters on the device."""
         self.unmark_all()
         if self._watches:
-            self._note_shared(self._watched())
-        self._watches, self._frozen = bool(self._traffic.executor.chunk_of_block), None
+            self._writes.touched.update(self._shared())
+        self._watches, self._watched = bool(self._traffic.executor.chunk_of_block), self._all
 
     def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
         """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
         self.pause()
-        self._step_runs = runs or _always
+        self._step_runs, self._trails = runs or _always, False
         self._writes.unwatched = True
 
+    def updates_trail(self) -> None:
+        """The step leaves updates behind: reads wait for them. Those of parameters whose memory a tensor of the program
+        shares are waited for here, as no function of torch tells of its use."""
+        self._trails = True
+        for managed in list(self._shared()):
+            self._read_at_home(managed)
+
     def end_step(self) -> None:
-        """End `begin_step`, and mark again: where the model is whole on the device frozen parameters alone."""
+        """End `begin_step`; where the model is whole on the device and nothing trails, only what is frozen is marked
+        until the next forward."""
         if self._step_runs is None:
             return
         self._step_runs = None
-        if self._memory.resident:
+        if self._memory.resident and not self._trails:
             trains = map(_TRAINS, self._all.values())
-            self._frozen = dict(compress(self._all.items(), map(not_, trains)))
+            self._watched = dict(compress(self._all.items(), map(not_, trains)))
         else:
             self._writes.unwatched = False
 
@@ -247,10 +233,6 @@ class ParameterMarks:
         """Mark no more: the model is released."""
         self.unmark_all()
         self._watches = False
-
-    def _watched(self) -> dict[int, ManagedParameter]:
-        """The parameters whose copies stay on the device though the program may write to them."""
-        return self._all if self._frozen is None else self._frozen
 
     def unmark_all(self) -> None:
         """Unmark all parameters until `resume`."""
@@ -260,19 +242,6 @@ class ParameterMarks:
     def mark_again(self, used: Iterable[ManagedParameter]) -> None:
         """Watch those of `used` again that are marked, and were not watched while the program read them."""
         self._bindings.watch([managed for managed in used if id(managed.parameter) in self._marked])
-
-    def wait_for(self, managed: ManagedParameter) -> None:
-        """Wait for the update of `managed`, and unmark what its chunk has no other reason to be marked for. Raises
-        `StoreError` if a drive fails."""
-        self._uses.read_at_home(managed)
-        for each in managed.chunk.parameters if self._marked else ():
-            watched = self._watches and id(each.parameter) in self._watched()
-            if not watched and self._marked.pop(id(each.parameter), None) is not None:
-                self._bindings.unwatch((each,))
-
-    def _mark(self, parameters: dict[int, ManagedParameter]) -> None:
-        self._bindings.watch(parameters.values())
-        self._marked = parameters | self._marked
 
 
 def _always() -> bool:

@@ -305,12 +305,11 @@ class Stepper:
         self.runtime.statistics.steps += updated
         self.runtime.after_step()
         if self._trails:
-            self.runtime.marks.begin()
+            self.runtime.marks.updates_trail()
 
     def synchronize(self) -> None:
         """Everything is done and at home, also on NVMe."""
         self._carry_out(home for chunk in self.runtime.chunks for home in chunk.homes.values())
-        self.runtime.marks.look_again()
 
     def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
         """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""

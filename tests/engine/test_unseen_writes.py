@@ -127,7 +127,7 @@ def test_writes_that_count_no_version_after_a_step_reach_the_next_forward(
 def test_an_average_that_is_swapped_in_for_an_evaluation_is_swapped_out_again(
     mixed: torch.dtype | None, place: str, tmp_path: Path
 ) -> None:
-    """It differs in one element, between two forwards without a step, and is swapped out through memory that is kept."""
+    """It differs in one element, between two forwards, and is swapped out through memory that is kept."""
     plain, managed = placed(place, tmp_path, mixed)
     memory = {module: module[1].weight.detach().numpy() for module in (plain, managed)}
     optimizers, backward = adamws(plain, managed), reference(plain, mixed)
