@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
@@ -113,16 +112,14 @@ def refuse_activations(activations: Any) -> None:
         raise ManageError(f"activations must be {', '.join(names)} or {last}, got {activations!r}")
 
 
-def kernel_cache_directory() -> Path:
-    """Where compiled kernels are kept between runs: below XDG_CACHE_HOME, by default ~/.cache.
-
-    Raises FileNotFoundError where this user has no home, as in a container that runs as any number.
-    """
+def kernel_cache_directory() -> Path | None:
+    """Where compiled kernels are kept between runs: below XDG_CACHE_HOME, by default ~/.cache; None where this user has
+    no home, as in a container that runs as any number."""
     said = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(said) if said else Path.home() / ".cache") / "hetmem" / "kernels"
-    except RuntimeError as error:
-        raise FileNotFoundError(errno.ENOENT, "this user has no home directory: set XDG_CACHE_HOME") from error
+    except RuntimeError:
+        return None
 
 
 def world_size() -> int:

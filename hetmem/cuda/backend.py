@@ -6,12 +6,9 @@ computes.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +19,6 @@ import torch
 
 from hetmem.base.config import kernel_cache_directory
 from hetmem.base.whole_files import write_whole
-from hetmem.cuda import nvrtc
 
 THREADS = 256
 """Threads of every block; floats.cuh says the same."""
@@ -37,6 +33,13 @@ MOST_BLOCKS = 2048
 """Eight blocks of 256 threads are what a multiprocessor holds: enough for 256 of them."""
 
 HEADERS = ("floats.cuh",)
+OPTIONS = (
+    "--std=c++17",
+    "-ftz=false",  # subnormals count
+    "-fmad=false",  # a product is rounded before it is added to, unless __fmaf_rn says otherwise
+    "-prec-div=true",
+    "-prec-sqrt=true",
+)
 _SOURCES = Path(__file__).parent
 
 
@@ -106,12 +109,13 @@ class CupyBackend:
     name = "cupy"
     native = True
 
-    def __init__(self, cache_directory: Path) -> None:
+    def __init__(self, cache_directory: Path | None) -> None:
         import cupy
 
         self.reason = f"CuPy {cupy.__version__}"
         self._cupy: Any = cupy
         self._cache_directory = cache_directory
+        self._modules: dict[tuple[int, str], Any] = {}
         self._kernels: dict[tuple[int, str, str], Any] = {}
         self._streams: dict[tuple[int, int], Any] = {}
 
@@ -150,58 +154,61 @@ class CupyBackend:
         key = device, source, kernel
         found = self._kernels.get(key)
         if found is None:
-            capability = torch.cuda.get_device_capability(device)
-            path = compiled(source, nvrtc.target(10 * capability[0] + capability[1]), self._cache_directory)
-            self._cache_directory = path.parent  # another one, where this cannot be written
-            found = self._kernels[key] = self._cupy.RawModule(path=str(path)).get_function(kernel)
+            found = self._kernels[key] = self._module(device, source).get_function(kernel)
+        return found
+
+    def _module(self, device: int, source: str) -> Any:
+        found = self._modules.get((device, source))
+        if found is None:
+            major, minor = torch.cuda.get_device_capability(device)
+            found = self._cupy.cuda.Module()
+            found.load(compiled(source, 10 * major + minor, self._cache_directory))
+            self._modules[device, source] = found
         return found
 
 
-def compiled(source: str, architecture: str, cache_directory: Path) -> Path:
-    """The file with the machine code of `source`, compiled unless the same text, options and compiler left it there."""
-    text = (_SOURCES / source).read_text(encoding="utf-8")
-    headers = {name: (_SOURCES / name).read_text(encoding="utf-8") for name in HEADERS}
-    identity = repr((text, sorted(headers.items()), architecture, nvrtc.OPTIONS, nvrtc.version()))
+def compiled(source: str, capability: int, cache_directory: Path | None) -> bytes:
+    """Return the machine code of `source` for a device of that compute capability (90 is 9.0): what an earlier process
+    left in `cache_directory`, if text, options and compiler are the same; else it is compiled, and kept there if that
+    can be written."""
+    nvrtc, texts = _compiler(), [(_SOURCES / name).read_text(encoding="utf-8") for name in (source, *HEADERS)]
+    architecture = _target(capability, nvrtc)
+    identity = repr((texts, architecture, OPTIONS, nvrtc.getVersion()))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    suffix = "ptx" if architecture.startswith("compute_") else "cubin"
-    path = cache_directory / f"{Path(source).stem}-{architecture}-{digest}.{suffix}"
-    if not _exists(path):
-        code, _ = nvrtc.compile_source(text, source, headers, architecture)
-        path = _write(path, code)
-    return path
-
-
-def _exists(path: Path) -> bool:
-    """Whether `path` exists, as far as this user may look: a home directory can belong to another user."""
+    kept = None if cache_directory is None else cache_directory / f"{Path(source).stem}-{architecture}-{digest}.bin"
+    if kept is not None:
+        with suppress(OSError):
+            return kept.read_bytes()
+    program = nvrtc.createProgram(
+        texts[0], source, [text.encode() for text in texts[1:]], list(map(str.encode, HEADERS))
+    )
     try:
-        return path.exists()
-    except OSError:
-        return False
+        nvrtc.compileProgram(program, (f"--gpu-architecture={architecture}", *OPTIONS))
+        code: bytes = (nvrtc.getPTX if architecture.startswith("compute_") else nvrtc.getCUBIN)(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    if kept is not None:
+        with suppress(OSError):  # it is compiled again, by the next process
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(kept, code)
+    return code
 
 
-def _write(path: Path, code: bytes) -> Path:
-    """Write a file that is whole or absent; into a directory of its own where the cache cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, code)
-    except OSError:
-        path = _own_directory() / path.name
-        write_whole(path, code)
-    return path
+def _compiler() -> Any:
+    """Return NVRTC as CuPy binds it, which takes neither a driver nor a GPU. `cupy.RawModule` compiles too, but appends
+    `-ftz=true` to whatever options it is given, and subnormals would be lost."""
+    from cupy.cuda import nvrtc
+
+    return nvrtc
 
 
-def _own_directory() -> Path:
-    """A new one, until the process ends."""
-    own = tempfile.mkdtemp(prefix="hetmem-kernels-")
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return Path(own)
-
-
-def _cache_directory() -> Path:
-    try:
-        return kernel_cache_directory()
-    except OSError:  # no home
-        return _own_directory()
+def _target(capability: int, nvrtc: Any) -> str:
+    """What to compile for: the device's own architecture, or the newest one known as PTX, which drivers finish."""
+    known = sorted(nvrtc.getSupportedArchs())
+    older = [number for number in known if number <= capability]
+    if not older:
+        raise RuntimeError(f"NVRTC {nvrtc.getVersion()} compiles for {known}, not for a device of {capability}")
+    return f"sm_{capability}" if capability in known else f"compute_{older[-1]}"
 
 
 @cache
@@ -211,8 +218,7 @@ def backend() -> Backend:
     if not torch.cuda.is_available():
         return TorchBackend("torch sees no GPU")
     try:
-        home = CupyBackend(_cache_directory())
-        nvrtc.library()
+        home = CupyBackend(kernel_cache_directory())
     except Exception as error:  # also of a CuPy that another package has broken: torch gives the same results
         return TorchBackend(f"{type(error).__name__}: {error}")
     try:

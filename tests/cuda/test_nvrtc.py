@@ -13,8 +13,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from hetmem.cuda import backend, nvrtc
+from hetmem.cuda import backend
 from tests import made
+from tests.cuda import nvrtc
 from tests.cuda.shim import GPP, SOURCES, cuda_sources, kernel_names
 
 ONE, ARCHITECTURES = "sm_90", ("sm_75", "sm_80", "sm_100", "sm_120")
@@ -29,15 +30,24 @@ except nvrtc.CompileError as error:
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
+@pytest.fixture(autouse=True)
+def _without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_compiler", lambda: nvrtc)
+
+
 def compiled(source: str, architecture: str) -> tuple[bytes, str]:
     """Code and log."""
-    text, headers = (SOURCES / source).read_text(), {name: (SOURCES / name).read_text() for name in backend.HEADERS}
+    text, headers = (SOURCES / source).read_text(), [(SOURCES / name).read_bytes() for name in backend.HEADERS]
+    options = (f"--gpu-architecture={architecture}", *backend.OPTIONS, "--ptxas-options=-v")  # registers and spills
 
     def make(path: Path) -> None:
-        code, log = nvrtc.compile_source(text, source, headers, architecture)
-        path.write_text(json.dumps([code.hex(), log]))
+        program = nvrtc.createProgram(text, source, headers, [name.encode() for name in backend.HEADERS])
+        nvrtc.compileProgram(program, options)
+        code = (nvrtc.getPTX if architecture.startswith("compute_") else nvrtc.getCUBIN)(program)
+        path.write_text(json.dumps([code.hex(), nvrtc.getProgramLog(program)]))
+        nvrtc.destroyProgram(program)
 
-    made_of = (text, headers, architecture, nvrtc.OPTIONS, nvrtc.version())
+    made_of = (text, headers, options, nvrtc.getVersion())
     code, log = json.loads(made.kept(f"{source}-{architecture}.json", made_of, make).read_text())
     return bytes.fromhex(code), log
 
@@ -91,64 +101,53 @@ def test_no_subnormal_is_flushed_and_no_product_is_fused_unasked(source: str) ->
 
 
 def test_a_second_compilation_is_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = backend.compiled("cast.cu", "sm_90", tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "compile_source", None)
-        assert backend.compiled("cast.cu", "sm_90", tmp_path) == first
-    assert first.read_bytes() == compiled("cast.cu", "sm_90")[0]
-    assert list(tmp_path.iterdir()) == [first]
+    first = backend.compiled("cast.cu", 90, tmp_path)
+    assert first == compiled("cast.cu", "sm_90")[0]
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(b"kept")
+    assert backend.compiled("cast.cu", 90, tmp_path) == b"kept"
+    monkeypatch.setattr(backend, "OPTIONS", (*backend.OPTIONS, "-lineinfo"))
+    assert backend.compiled("cast.cu", 90, tmp_path) not in (b"kept", first)
 
 
-def test_other_options_are_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = backend.compiled("cast.cu", "sm_90", tmp_path)
-    monkeypatch.setattr(nvrtc, "OPTIONS", (*nvrtc.OPTIONS, "-lineinfo"))
-    assert backend.compiled("cast.cu", "sm_90", tmp_path) != first
-
-
-def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    path = backend.compiled("cast.cu", "sm_90", tmp_path / "file" / "kernels")
-    assert path.read_bytes() == compiled("cast.cu", "sm_90")[0]
-
-
-def test_a_cache_that_nobody_may_look_into_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_or_looked_into_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = compiled("cast.cu", "sm_90")[0]
 
     def forbidden(path: Path, *_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "exists", forbidden)  # as its directory's owner is somebody else
+    (tmp_path / "file").touch()
+    assert backend.compiled("cast.cu", 90, tmp_path / "file" / "kernels") == expected
+    assert backend.compiled("cast.cu", 90, None) == expected
     monkeypatch.setattr(Path, "mkdir", forbidden)
-    path = backend.compiled("cast.cu", "sm_90", tmp_path / "kernels")
-    assert path.read_bytes() == expected
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    assert backend.compiled("cast.cu", 90, tmp_path / "kernels") == expected
 
 
-def test_a_source_is_compiled_once_where_the_cache_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_is_compiled_and_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def compile_source(text: str, name: str, *_: object) -> tuple[bytes, str]:
-        asked.append(name)
-        return b"code", ""
+    def code_of(source: str, *_: object) -> bytes:
+        asked.append(source)
+        return b"code"
 
-    (tmp_path / "file").touch()
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="0", RawModule=Mock()))
+    cuda = SimpleNamespace(Module=Mock())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="0", cuda=cuda))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvrtc, "compile_source", compile_source)
-    home = backend.CupyBackend(tmp_path / "file" / "kernels")
+    monkeypatch.setattr(backend, "compiled", code_of)
+    home = backend.CupyBackend(None)
     for kernel in ("cast_f32_bf16", "cast_f32_f16", "cast_f32_bf16"):
         home._kernel(0, "cast.cu", kernel)
     assert asked == ["cast.cu"]
-
-
-def test_an_error_carries_the_log() -> None:
-    with pytest.raises(nvrtc.CompileError, match=r"compiling broken\.cu for sm_90.*\n.*broken\.cu\(1\): error"):
-        nvrtc.compile_source("__global__ void f() { x; }", "broken.cu", {}, "sm_90")
+    cuda.Module.return_value.load.assert_called_once_with(b"code")
 
 
 def test_a_device_newer_than_the_compiler_gets_ptx() -> None:
-    assert nvrtc.target(90) == "sm_90"
-    assert nvrtc.target(999) == f"compute_{nvrtc.architectures()[-1]}"
-    with pytest.raises(nvrtc.CompileError, match="not for a device of 20"):
-        nvrtc.target(20)
+    assert backend._target(90, nvrtc) == "sm_90"
+    newest = max(nvrtc.getSupportedArchs())
+    assert backend._target(999, nvrtc) == f"compute_{newest}"
+    assert b".version" in backend.compiled("cast.cu", 999, None)
+    with pytest.raises(RuntimeError, match="not for a device of 20"):
+        backend._target(20, nvrtc)

@@ -10,7 +10,7 @@ import pytest
 from tests.cuda import verified
 
 
-@pytest.mark.parametrize("changed", ["cuda/cast.cu", "cuda/floats.cuh", "cuda/kernels.py", "cuda/nvrtc.py"])
+@pytest.mark.parametrize("changed", ["cuda/cast.cu", "cuda/floats.cuh", "cuda/kernels.py", "cuda/backend.py"])
 def test_a_change_of_a_kernel_or_of_what_launches_it_is_seen(changed: str, tmp_path: Path) -> None:
     shutil.copytree(verified.FOLDERS[0], tmp_path / "cuda")
     before = verified.digest([tmp_path / "cuda"])

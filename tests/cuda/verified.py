@@ -34,7 +34,7 @@ def is_verified() -> bool:
 
 
 def main(earlier: Sequence[str]) -> None:
-    from hetmem.cuda import nvrtc
+    from tests.cuda import nvrtc
     from tests.cuda.shim import GPP
 
     now = digest()

@@ -94,10 +94,9 @@ def install_device(seed: int | None = None) -> None:
 
 
 def _install_kernels() -> None:
-    from hetmem.cuda import backend, nvrtc
+    from hetmem.cuda import backend
 
     _put(backend, "CupyBackend", Kernels)
-    _put(nvrtc, "library", lambda: None)
 
 
 def _rounded_otherwise(update: Any) -> Any:

@@ -1,34 +1,18 @@
-"""NVIDIA's run-time compiler, called directly: no driver, no GPU and no CuPy are needed to compile.
-
-It turns CUDA source into machine code and a log; it does not know which kernels there are or where they run.
-
-CuPy could compile as well, but appends `-ftz=true` to whatever options it is given, and subnormals would be lost.
-"""
+# ruff: noqa: N802 - names of CuPy
+"""NVIDIA's run-time compiler for tests, with the functions of `cupy.cuda.nvrtc`: no CuPy is needed to compile."""
 
 from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-
-from hetmem.errors import HetmemError
-
-OPTIONS = (
-    "--std=c++17",
-    "-ftz=false",  # subnormals count
-    "-fmad=false",  # a product is rounded before it is added to, unless __fmaf_rn says otherwise
-    "-prec-div=true",
-    "-prec-sqrt=true",
-    "--ptxas-options=-v",  # registers and spills in the log
-)
-
 
 _SYSTEM = ("libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so", "/usr/local/cuda/lib64/libnvrtc.so")
 
 
-class CompileError(HetmemError, RuntimeError):
+class CompileError(RuntimeError):
     """NVRTC is missing or refused a source; the message carries its log."""
 
 
@@ -75,52 +59,49 @@ def _in_wheels() -> list[tuple[str | None, str]]:
     return found
 
 
-def version() -> tuple[int, int]:
-    """Major and minor version of NVRTC."""
+def getVersion() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     return major.value, minor.value
 
 
-def architectures() -> list[int]:
-    """The compute capabilities NVRTC compiles for, ascending; 90 is 9.0."""
+def getSupportedArchs() -> list[int]:
     count = ctypes.c_int()
     _check(library().nvrtcGetNumSupportedArchs(ctypes.byref(count)), "nvrtcGetNumSupportedArchs")
     numbers = (ctypes.c_int * count.value)()
     _check(library().nvrtcGetSupportedArchs(numbers), "nvrtcGetSupportedArchs")
-    return sorted(numbers)
+    return list(numbers)
 
 
-def target(capability: int) -> str:
-    """What to compile for: the device's own architecture, or the newest one known as PTX, which drivers finish."""
-    known = [number for number in architectures() if number <= capability]
-    if not known:
-        raise CompileError(f"NVRTC {version()} compiles for {architectures()}, not for a device of {capability}")
-    return f"sm_{capability}" if capability in known else f"compute_{known[-1]}"
-
-
-def compile_source(source: str, name: str, headers: Mapping[str, str], architecture: str) -> tuple[bytes, str]:
-    """Machine code and log of `source` for `architecture`; PTX instead of machine code for "compute_…".
-
-    `headers`: what it may include, text by name. Raises `CompileError` with the log.
-    """
-    nvrtc = library()
+def createProgram(source: str, name: str, headers: Sequence[bytes], include_names: Sequence[bytes]) -> ctypes.c_void_p:
     program = ctypes.c_void_p()
-    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
-    names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
-    _check(
-        nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names),
-        "nvrtcCreateProgram",
+    texts, names = ((ctypes.c_char_p * len(some))(*some) for some in (headers, include_names))
+    made = library().nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
     )
-    try:
-        options = [option.encode() for option in (f"--gpu-architecture={architecture}", *OPTIONS)]
-        result = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
-        log = _output(program, "nvrtcGetProgramLog").rstrip(b"\0").decode()
-        _check(result, f"compiling {name} for {architecture}", log)
-        kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
-        return _output(program, f"nvrtcGet{kind}"), log
-    finally:
-        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    _check(made, "nvrtcCreateProgram")
+    return program
+
+
+def compileProgram(program: ctypes.c_void_p, options: Sequence[str]) -> None:
+    encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    _check(library().nvrtcCompileProgram(program, len(options), encoded), "compiling", getProgramLog(program))
+
+
+def getCUBIN(program: ctypes.c_void_p) -> bytes:
+    return _output(program, "nvrtcGetCUBIN")
+
+
+def getPTX(program: ctypes.c_void_p) -> bytes:
+    return _output(program, "nvrtcGetPTX")
+
+
+def getProgramLog(program: ctypes.c_void_p) -> str:
+    return _output(program, "nvrtcGetProgramLog").rstrip(b"\0").decode()
+
+
+def destroyProgram(program: ctypes.c_void_p) -> None:
+    library().nvrtcDestroyProgram(ctypes.byref(program))
 
 
 def _output(program: ctypes.c_void_p, getter: str) -> bytes:
