@@ -185,12 +185,6 @@ MUTATIONS = {
         "engine/write_check.py",
         "            self.by_user(managed)\n        self.renew_touched()\n",
         "            self.by_user(managed)\n",
-        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward[fp32-off-nvme]",
-    ),
-    "let a state dict be written to unseen": Mutation(
-        "intercept/interceptor.py",
-        "            self.runtime.writes.touched.update(self.runtime.parameters)\n",
-        "",
         UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
         "[bf16 with copies at home-off-all copies]",
     ),

@@ -428,7 +428,6 @@ class Interception:
         with self.runtime.turn.held("a state dict"):
             self._forget_interrupted()
             self.runtime.traffic.wait_for_updates()
-            self.runtime.writes.touched.update(self.runtime.parameters)  # of which functions of torch tell no more
 
     def is_computing(self) -> bool:
         """Whether a forward of the model runs on this thread."""
