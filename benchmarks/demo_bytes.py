@@ -54,10 +54,10 @@ def main() -> None:
         slots = [0]
         carry_out = traffic.executor._carry_out
 
-        def count(command: Any, now: bool) -> None:
+        def count(command: Any) -> None:
             if isinstance(command, Fetch) and command.target is Tier.DEVICE:
                 slots[0] += residency.blocks[command.block].span
-            carry_out(command, now)
+            carry_out(command)
 
         traffic.executor._carry_out = count
         batches = demo.random_batches(demo.read_corpus(demo.GPTConfig().vocabulary)[0], model.context, "cpu")

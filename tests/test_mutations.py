@@ -61,8 +61,8 @@ MUTATIONS = {
     ),
     "give up a copy before its write is done": Mutation(
         "schedule/cache.py",
-        "copy is None or copy.uses or copy.writing:",
-        "copy is None or copy.uses:",
+        "if copy.uses or copy.writing or block in spared:",
+        "if copy.uses or block in spared:",
         STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
     ),
     "read before the write is done": Mutation(
@@ -102,9 +102,9 @@ MUTATIONS = {
         "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
     ),
     "round the 16-bit copy down": Mutation(
-        "cpu/llvm.py",
-        "build.add(odd, _I32(0x7FFF))",
-        "odd",
+        "cpu/loops.py",
+        "np.uint32(np.uint32(bits + odd) + np.uint32(0x7FFF))",
+        "np.uint32(bits + odd)",
         "tests/cpu/test_kernels.py::test_numba_is_what_runs_here",
     ),
     "fetch from a home that is being written": Mutation(
@@ -156,11 +156,11 @@ MUTATIONS = {
         "tests/faults/test_step_retry.py::test_a_step_that_is_repeated_after_a_fault_updates_every_chunk_once",
     ),
     "update a group that is whole on the device twice when that of another one failed": Mutation(
-        "optim/chunk_update.py",
-        "            if made.made_with == self.made_with:\n                return\n",
-        "",
+        "optim/optimizer.py",
+        "                stepper.ruin(update.managed)\n",
+        "                pass\n",
         "tests/optim/test_whole_step.py::"
-        "test_a_group_is_updated_once_where_that_of_another_one_fails_and_the_step_is_repeated[repeated]",
+        "test_a_step_that_fails_in_its_first_group_is_repeated_and_in_a_later_one_refused",
     ),
     "update tiles twice when others of their chunk failed": Mutation(
         "optim/update_queue.py",
@@ -276,8 +276,8 @@ MUTATIONS = {
     ),
     "carry commands out before those given earlier": Mutation(
         "engine/executor.py",
-        "self._carry_out(*self._commands.popleft())",
-        "self._carry_out(*self._commands.pop())",
+        "self._carry_out(waiting.popleft())",
+        "self._carry_out(waiting.pop())",
         "tests/engine/test_command_order.py::test_no_command_overtakes_one_that_was_given_before_it",
     ),
 }

@@ -1,4 +1,4 @@
-"""The loops that Numba compiles, and the operations among them that only LLVM can say.
+"""The loops that Numba compiles, and the operations on single elements that they are made of.
 
 They know flat numpy arrays; they must not know torch, hyper-parameters by name or threads.
 bfloat16 comes as uint16 and float16 as int16: the bits.
@@ -9,14 +9,12 @@ A loop over elements keeps no state from one to the next, so that LLVM may take 
 from __future__ import annotations
 
 import math
+import platform
 import sys
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -33,6 +31,9 @@ RUN = 4096
 RUNS = 128
 """`square_sum` adds up in LANES sums, a BLOCK at a time, a RUN of blocks together, and of these RUNS at most. LANES and
 RUN as in hetmem.cuda.kernels."""
+
+_OPTIONS: Any = {"fastmath": False, "error_model": "numpy"}
+"""Of Numba. error_model: no check for x / 0, so that vectors can be used."""
 
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
@@ -97,9 +98,13 @@ def adamw_8_bit(
     for group in range(exp_avg_scales.size):
         here = slice(group * GROUP, min((group + 1) * GROUP, param.size))
         p, g, m, r = param[here], grad[here], exp_avg[here], roots[here]
+        mean_scale, root_scale = (
+            exp_avg_scales[group],
+            roots_scales[group],
+        )  # read in no loop: codes might overwrite them
         for i in range(p.size):
-            means[i] = np.float32(m[i]) * exp_avg_scales[group]
-            deviations[i] = np.float32(r[i]) * roots_scales[group]
+            means[i] = np.float32(m[i]) * mean_scale
+            deviations[i] = np.float32(r[i]) * root_scale
         most_mean, most_deviation = np.int32(0), np.int32(0)
         for i in range(p.size):
             chance = _mix(first + here.start + i, keys[2], keys[3])
@@ -108,12 +113,12 @@ def adamw_8_bit(
             most_mean = max(most_mean, _magnitude(means[i]))
             most_deviation = max(most_deviation, _magnitude(deviations[i]))
             p[i] = _dither(new, p[i], chance)
-        exp_avg_scales[group] = _scale(most_mean, np.float32(127))
-        roots_scales[group] = _scale(most_deviation, np.float32(255))
+        mean_scale, root_scale = _scale(most_mean, np.float32(127)), _scale(most_deviation, np.float32(255))
+        exp_avg_scales[group], roots_scales[group] = mean_scale, root_scale
         for i in range(p.size):
             chance = _mix(first + here.start + i, keys[0], keys[1])
-            m[i] = _code(means[i], exp_avg_scales[group], chance, m[i])
-            r[i] = _code(deviations[i], roots_scales[group], _upper(chance), r[i])
+            m[i] = _code(means[i], mean_scale, chance, m[i])
+            r[i] = _code(deviations[i], root_scale, _upper(chance), r[i])
         if copy is not None:
             c = copy[here]
             for i in range(p.size):
@@ -184,7 +189,74 @@ def _by_halves(numbers: Any) -> Any:
     return numbers[0]
 
 
-# ---- Operations that Python lacks. Only compiled code calls them: `_teach_numba` says what they are in LLVM. ----
+# ---- Operations on the bits of one element. Numbers are cut to 32 bits at each step, as vectors hold them. ----
+
+
+def _widen_bfloat16(x: Any) -> Any:
+    return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+def _round_bfloat16(x: Any, like: Any) -> Any:
+    """To nearest, ties to even; a NaN stays one."""
+    bits = np.float32(x).view(np.uint32)
+    odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
+    rounded = np.uint32(np.uint32(bits + odd) + np.uint32(0x7FFF)) >> np.uint32(16)
+    return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
+
+
+def _mix(index: Any, key: Any, other_key: Any) -> Any:
+    """32 bits of chance that depend on nothing but an index and two keys: a mixer after Wellons's lowbias32, with a
+    second key between its two multiplications. With one key only, the numbers of two keys would be one sequence seen
+    from two places."""
+    x = np.uint32(np.uint32(index) + key)
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ other_key)
+    x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(15))) * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+def _upper(chance: Any) -> Any:
+    """The upper 16 bits of a uint32 as the lower ones."""
+    return np.uint32(chance >> np.uint32(16))
+
+
+def _dither_bfloat16(x: Any, like: Any, chance: Any) -> Any:
+    """To the farther neighbour with the probability of the nearness to it: 16 bits of `chance` are added below the last
+    bit kept. An infinity has none there that could carry."""
+    bits = np.uint32(np.float32(x).view(np.uint32) + np.uint32(chance & np.uint32(0xFFFF)))
+    return np.uint16(bits >> np.uint32(16)) if x == x else np.uint16(0x7FC0)
+
+
+def _magnitude(x: Any) -> Any:
+    """|x| of a float32 as int32 bits, which have the order of the numbers; infinities and NaNs are above all."""
+    return np.int32(np.float32(x).view(np.int32) & np.int32(0x7FFF_FFFF))
+
+
+def _scale(magnitude: Any, largest: Any) -> Any:
+    """The float32 of these bits / `largest`; NaN if it is not finite."""
+    finite = magnitude < np.int32(0xFF << 23)
+    return np.int32(magnitude).view(np.float32) / largest if finite else np.float32(np.nan)
+
+
+def _code_int8(x: Any, scale: Any, chance: Any, like: Any) -> Any:
+    return np.int8(_coded(x, scale, chance, np.float32(-127), np.float32(127)))
+
+
+def _code_uint8(x: Any, scale: Any, chance: Any, like: Any) -> Any:
+    """A number above 0 is not 0."""
+    return np.uint8(_coded(x, scale, chance, np.float32(1) if x > 0 else np.float32(0), np.float32(255)))
+
+
+def _coded(x: Any, scale: Any, chance: Any, least: Any, most: Any) -> Any:
+    """x / scale + 16 bits of `chance` as a fraction, rounded down and within limits; 0 where the scale is 0 or NaN."""
+    fraction = np.float32(np.int32(chance & np.uint32(0xFFFF))) * np.float32(2.0**-16)
+    code = np.floor(x / scale + fraction)
+    code = code if code < most else most
+    code = code if code > least else least
+    return np.int32(code if scale > 0 else np.float32(0))
+
+
+# ---- Operations by the types of their arguments, for compiled code alone: `_teach_numba` says what they are. ----
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
@@ -202,39 +274,13 @@ def _narrow(x: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-def _mix(index: Any, key: Any, other_key: Any) -> Any:
-    """32 bits of chance (uint32) that depend on nothing but an index and two keys (uint32)."""
-    raise NotImplementedError
-
-
-def _upper(chance: Any) -> Any:
-    """The upper 16 bits of a uint32 as the lower ones."""
-    raise NotImplementedError
-
-
 def _dither(x: Any, like: Any, chance: Any) -> Any:
-    """A float32 rounded to the type of `like`, to the farther neighbour with the probability of the nearness to it.
-
-    To bfloat16: the lower 16 bits of `chance` are added below the last bit kept. To float32: as it is.
-    """
-    raise NotImplementedError
-
-
-def _magnitude(x: Any) -> Any:
-    """|x| of a float32 as int32 bits, which have the order of the numbers; infinities and NaNs are above all."""
-    raise NotImplementedError
-
-
-def _scale(magnitude: Any, largest: Any) -> Any:
-    """The float32 of these bits / `largest`; NaN if it is not finite."""
+    """A float32 rounded by chance to bfloat16, or as it is, as `like` is."""
     raise NotImplementedError
 
 
 def _code(x: Any, scale: Any, chance: Any, like: Any) -> Any:
-    """x / scale + 16 bits of `chance` as a fraction, rounded down: of the type of `like`, int8 ≥ -127 or uint8.
-
-    0 where the scale is 0 or NaN. A number above 0 is not 0 in uint8.
-    """
+    """`_coded` in the type of `like`, int8 or uint8."""
     raise NotImplementedError
 
 
@@ -245,49 +291,79 @@ def _prefetch(array: Any, index: Any) -> None:
 
 @cache
 def _teach_numba() -> None:
-    """Give Numba the signature and the LLVM code of the operations above, and leave to inline what loops call."""
+    """Give Numba the signatures of the operations above and what they are, in Python or LLVM's terms, and leave to
+    inline what loops call."""
+    from llvmlite import ir
     from numba import types
     from numba.extending import lower_builtin, register_jitable, type_callable
 
-    from hetmem.cpu import llvm
-
     f64, f32, bf16, f16 = types.float64, types.float32, types.uint16, types.int16
-    u32, i32, integer = types.uint32, types.int32, types.Integer
-    for operation, typing in (
-        (_fma, lambda a, b, c: c),
-        (_widen, lambda x: f32),
-        (_narrow, lambda x, like: like),
-        (_mix, lambda index, key, other_key: u32),
-        (_upper, lambda chance: u32),
-        (_dither, lambda x, like, chance: like),
-        (_magnitude, lambda x: i32),
-        (_scale, lambda magnitude, largest: f32),
-        (_code, lambda x, scale, chance, like: like),
-    ):
-        type_callable(operation)(lambda context, typing=typing: typing)
+    byte, word, half = ir.IntType(8), ir.IntType(32), ir.HalfType()
+
+    def python(function: Loop) -> Any:
+        return lambda context, build, sig, args: context.compile_internal(build, function, sig, args)
+
+    def fma(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        return build.fma(*args)
+
+    def as_it_is(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        return args[0]
+
+    def widen_float16(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        _need_float16()
+        return build.fpext(build.bitcast(args[0], half), ir.FloatType())
+
+    def round_float16(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        _need_float16()
+        return build.bitcast(build.fptrunc(args[0], half), ir.IntType(16))
+
+    def prefetch(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        data = context.make_array(sig.args[0])(context, build, args[0]).data
+        address = build.bitcast(build.gep(data, [args[1]]), byte.as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
+        function = build.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
+        build.call(function, [address, word(0), word(3), word(1)])  # to read, into the nearest cache
+        return context.get_dummy_value()
+
+    type_callable(_fma)(lambda context: lambda a, b, c: c)
+    type_callable(_widen)(lambda context: lambda x: f32)
+    type_callable(_narrow)(lambda context: lambda x, like: like)
+    type_callable(_dither)(lambda context: lambda x, like, chance: like)
+    type_callable(_code)(lambda context: lambda x, scale, chance, like: like)
     type_callable(_prefetch)(lambda context: lambda array, index: types.void)
-    lower_builtin(_prefetch, types.Array, integer)(llvm.prefetch)
-    for operation, operands, emit in (
-        (_fma, (f32, f32, f32), lambda build, a, b, c: build.fma(a, b, c)),
-        (_fma, (f64, f64, f64), lambda build, a, b, c: build.fma(a, b, c)),
-        (_widen, (f32,), lambda build, x: x),
-        (_widen, (bf16,), llvm.widen_bfloat16),
-        (_widen, (f16,), llvm.widen_float16),
-        (_narrow, (f32, f32), lambda build, x, like: x),
-        (_narrow, (f32, bf16), llvm.round_bfloat16),
-        (_narrow, (f32, f16), llvm.round_float16),
-        (_mix, (integer, u32, u32), llvm.mix),
-        (_upper, (u32,), llvm.upper),
-        (_dither, (f32, f32, u32), lambda build, x, like, chance: x),
-        (_dither, (f32, bf16, u32), llvm.dither_bfloat16),
-        (_magnitude, (f32,), llvm.magnitude),
-        (_scale, (i32, f32), llvm.scale),
-        (_code, (f32, f32, u32, types.int8), llvm.code_int8),
-        (_code, (f32, f32, u32, types.uint8), llvm.code_uint8),
+    for operation, operands, lower in (
+        (_fma, (f32, f32, f32), fma),
+        (_fma, (f64, f64, f64), fma),
+        (_widen, (f32,), as_it_is),
+        (_widen, (bf16,), python(_widen_bfloat16)),
+        (_widen, (f16,), widen_float16),
+        (_narrow, (f32, f32), as_it_is),
+        (_narrow, (f32, bf16), python(_round_bfloat16)),
+        (_narrow, (f32, f16), round_float16),
+        (_dither, (f32, f32, types.uint32), as_it_is),
+        (_dither, (f32, bf16, types.uint32), python(_dither_bfloat16)),
+        (_code, (f32, f32, types.uint32, types.int8), python(_code_int8)),
+        (_code, (f32, f32, types.uint32, types.uint8), python(_code_uint8)),
+        (_prefetch, (types.Array, types.Integer), prefetch),
     ):
-        lower_builtin(operation, *operands)(lambda context, build, sig, args, emit=emit: emit(build, *args))
-    for function in (element, _fetch_ahead, _add_squares, _end_run, _add_runs, _by_halves):
-        register_jitable(function)
+        lower_builtin(operation, *operands)(lower)
+    for function in (
+        *(element, _fetch_ahead, _add_squares, _end_run, _add_runs, _by_halves),
+        *(_mix, _upper, _magnitude, _scale, _coded),
+    ):
+        register_jitable(**_OPTIONS)(function)
+
+
+@cache
+def _need_float16() -> None:
+    """Raise NotImplementedError, so that torch does the work, where code is made for CPUs that do not cast to and from
+    float16: LLVM's casts become calls of library functions there, which nothing links."""
+    from llvmlite.binding import get_host_cpu_features
+    from numba import config
+
+    by_hand = config.CPU_NAME is not None or config.CPU_FEATURES is not None  # then it is unknown
+    if by_hand or not (platform.machine() == "aarch64" or get_host_cpu_features().get("f16c")):
+        raise NotImplementedError("this CPU has no casts of float16")
 
 
 _lock = threading.Lock()
@@ -316,12 +392,10 @@ def compile_loop(loop: Loop) -> Loop:
     from numba import njit
 
     _teach_numba()
-    options = {"nogil": True, "fastmath": False, "error_model": "numpy"}  # error_model: no check for x / 0, so SIMD
-    loop = _named_after_its_operations(loop)
     try:
-        compiled: Loop = njit(cache=True, **options)(loop)
+        compiled: Loop = njit(cache=True, nogil=True, **_OPTIONS)(loop)
     except RuntimeError:  # neither the package's directory nor the user's cache can be written
-        compiled = njit(**options)(loop)
+        compiled = njit(nogil=True, **_OPTIONS)(loop)
     return compiled
 
 
@@ -334,17 +408,3 @@ def verified(loop: Loop, gives_torchs_bits: Callable[[Loop], bool]) -> Loop | st
             return compiled if gives_torchs_bits(compiled) else "this build of torch rounds differently"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-
-
-def _named_after_its_operations(loop: Loop) -> Loop:
-    """A copy with a checksum of llvm.py in its name, which names its file in Numba's cache.
-
-    That cache notices a change of the loop's own file only.
-    """
-    from hetmem.cpu import llvm
-
-    assert isinstance(loop, FunctionType) and llvm.__file__ is not None
-    name = f"{loop.__name__}_{zlib.crc32(Path(llvm.__file__).read_bytes()):08x}"
-    renamed = FunctionType(loop.__code__, loop.__globals__, name)
-    renamed.__qualname__ = name
-    return renamed

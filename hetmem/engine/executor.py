@@ -93,7 +93,8 @@ class Executor:
         self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
         """See `DeviceMonitor.unwatched`."""
         self._at_work: Callable[[], set[object] | None] = lambda: None
-        self._commands: deque[tuple[Command, bool]] = deque()
+        self._commands: deque[Command] = deque()
+        self._urgent: int | None = None
         self._executing = False
         self._jobs: dict[int, Callable[[BaseException | None], None]] = {}
         self._tags = itertools.count()
@@ -311,17 +312,17 @@ class Executor:
         slot could be filled before the drop of what it held. All are begun, also if one fails, as each is waited for;
         then the first error is raised.
         """
-        for command in commands:
-            self._commands.append((command, command.block == urgent))
-        if self._executing or not self._commands:
+        waiting = self._commands
+        waiting += commands
+        if self._executing or not waiting:
             return
         first: BaseException | None = None
-        self._executing = True
+        self._executing, self._urgent = True, urgent
         try:
             with _AS_IT_IS if is_unseen() else self.unwatched():
-                while self._commands:
+                while waiting:
                     try:
-                        self._carry_out(*self._commands.popleft())
+                        self._carry_out(waiting.popleft())
                     except Exception as error:  # noqa: PERF203 - each may fail
                         first = first or error
         finally:
@@ -353,17 +354,25 @@ class Executor:
         self._fetching.pop(block, None)
         self._met.discard(block)
 
-    def _carry_out(self, command: Command, now: bool) -> None:
+    def _carry_out(self, command: Command) -> None:
         if type(command) is Drop:
-            change = self._events.now(), command.block, command.tier, False
-            self._events.copies.append(_tuple(CopyChange, change))
-            self._drop(command)
+            self._log_change(command.block, command.tier, False)
+            if command.tier is DEVICE:
+                chunk, _ = self.chunk_of_block[command.block]
+                self._bindings.close_device(chunk, self._memory.device_pool, command.slot)
+                if self._sanitize:
+                    self._memory.device_pool.poison(command.slot)
+                    self.mark_use(command.slot)
             return
         if type(command) is Fetch:
-            change = self._events.now(), command.block, command.target, True
-            self._events.copies.append(_tuple(CopyChange, change))
+            self._log_change(command.block, command.target, True)
             if command.target is DEVICE:
-                self._fetch_to_device(command, now=now)
+                try:
+                    self._fetch_to_device(command)
+                except BaseException:  # it cannot begin (the allocator has no memory for the slot, say): it has failed
+                    self._fetched(command.block)
+                    self.execute(self._residency.failed(command))
+                    raise
                 return
         chunk, role = self.chunk_of_block[command.block]
         extent = chunk.homes[role].extent
@@ -375,40 +384,35 @@ class Executor:
             self.torn_reads.begin_read(command.block, chunk, role)
             self._engine.read(command, extent, memory)
 
-    def _fetch_to_device(self, command: Fetch, *, now: bool) -> None:
-        """A fetch that cannot begin (the device's allocator has no memory for the slot, say) has failed at once."""
-        try:
-            self._begin_fetch(command, now=now)
-        except BaseException:
-            self._fetched(command.block)
-            self.execute(self._residency.failed(command))
-            raise
+    def _log_change(self, block: int, tier: Tier, present: bool) -> None:
+        copies = self._events.copies
+        copies += (_tuple(CopyChange, (self._events.now(), block, tier, present)),)
 
-    def _begin_fetch(self, command: Fetch, *, now: bool) -> None:
-        self._made.pop(command.slot, None)
+    def _fetch_to_device(self, command: Fetch) -> None:
+        slot = command.slot
+        self._made.pop(slot, None)
         chunk, role = self.chunk_of_block[command.block]
         home, nbytes = chunk.homes[role], chunk.role_nbytes(role)
         if home.tier is not Tier.NVME:
             source = chunk.flat(role)
         else:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
-        after = self._free_after(chunk, command.slot)
-        target = self.on_device(chunk, command.slot)
+        after = self._free_after(chunk, slot)
+        work = partial(self._memory.device.copy_in, self.on_device(chunk, slot), source)
+        now = command.block == self._urgent
         if home.tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
-            self._memory.device.copy_in(target, source)
-            self.mark_making(command.slot)
-            self.execute(self._residency.done(command))
+            work()
+            self.mark_making(slot)
         elif (now or nbytes < SMALL_BYTES) and self._engine.unlimited(Link.HOST_TO_DEVICE):
-            before = self._events.here()
-            work = partial(self._memory.device.copy_in, target, source)
+            before = self._events.here() if now else None
             self._engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
-            if now:
+            if before is not None:
                 self._events.waited(before)
-            self.execute(self._residency.done(command))
         else:
             self._fetching[command.block] = command
-            work = partial(self._memory.device.copy_in, target, source)
             self._engine.copy(command, Link.HOST_TO_DEVICE, work, nbytes, after)
+            return
+        self._commands += self._residency.done(command)
 
     def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
         """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
@@ -420,14 +424,6 @@ class Executor:
             pool.prepare(slot, span)
             return [self._engine.mark()]
         return [self._compute_marks[slot]] if slot in self._compute_marks else []
-
-    def _drop(self, command: Drop) -> None:
-        chunk, _ = self.chunk_of_block[command.block]
-        if command.tier is DEVICE:
-            self._bindings.close_device(chunk, self._memory.device_pool, command.slot)
-            if self._sanitize:
-                self._memory.device_pool.poison(command.slot)
-                self.mark_use(command.slot)
 
 
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:

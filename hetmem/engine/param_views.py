@@ -34,14 +34,9 @@ class Bindings:
         self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
         """Parameters that rest in a backward: see `end_rest`."""
-        self._kept_at: dict[Chunk, int] = {}
-        """The device slot of which views of a chunk are kept that has no copy there."""
-        self.learn(parameters)
-
-    def learn(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Note the homes of `parameters` in place of all that was known; no device view may be open."""
-        self.by_address.clear()
-        self.by_storage.clear()
+        self._layouts: dict[Chunk, int] = {}
+        self._numbers: dict[Any, int] = {}
+        """Of layouts of parameters in a chunk: chunks of one layout take turns with the same views of a slot."""
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)
@@ -77,9 +72,9 @@ class Bindings:
             return None
 
     def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`, or take those of the last
-        time that it was there."""
-        self.reopen_device(chunk, pool, slot)
+        """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`, that are not kept there."""
+        if self.reopen_device(chunk, pool, slot):
+            return
         for managed in chunk.parameters:
             if managed.device is None:
                 view = managed.shaped(pool.flat(slot, chunk.compute_dtype, managed.numel, managed.offset))
@@ -91,38 +86,50 @@ class Bindings:
                     self.by_address[managed.device_address] = self.by_storage[managed.device_storage] = managed
 
     def reopen_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> bool:
-        """Take the views of `chunk` of the last time that it was in `slot`, which asks nothing of torch. Return whether
-        there are those of all parameters."""
-        known: Any = pool.views[slot].pop(chunk, ()) if slot in pool.views else ()
-        for managed in chunk.parameters if known else ():
-            if managed.device is None and managed in known:
-                managed.device, managed.device_view, storage, address, managed.device_references = known[managed]
+        """Take the views that are kept of `slot`, which asks nothing of torch. Return whether there are those of all
+        parameters of `chunk`."""
+        views: Any = pool.views.get(slot, {}).pop(self._layout(chunk), None)
+        if views is None:
+            return False
+        complete = True
+        for managed, view in zip(chunk.parameters, views, strict=True):
+            if managed.device is None and view is not None:
+                managed.device, managed.device_view, storage, address, managed.device_references = view
                 managed.device_storage, managed.device_address = storage, address
                 if managed.numel:
                     self.by_address[address] = self.by_storage[storage] = managed
-        return len(known) == len(chunk.parameters)
+            complete = complete and managed.device is not None
+        return complete
 
     def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of
-        torch, so those of the last place that no program holds are kept, as long as its memory is."""
-        kept = pool.views.setdefault(slot, {}) if pool.holds_place(slot) else None
-        if self._kept_at.get(chunk, slot) != slot:
-            pool.views.get(self._kept_at.pop(chunk), {}).pop(chunk, None)
-        views = {}
+        torch, so those that no program holds are kept for the next chunk of this layout, as long as `slot` has its
+        memory."""
+        views: list[Any] = []
         for managed in chunk.parameters:
-            view = managed.device
+            view, made = managed.device, managed.device_view
             if view is None:
+                views.append(None)
                 continue
-            made = managed.device_view
+            storage, address, count = managed.device_storage, managed.device_address, managed.device_references
             managed.device = managed.device_view = None
             if managed.numel:
-                del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
-                held = references(managed.device_storage) > managed.device_references
-                if kept is not None and not held and view.data_ptr() == managed.device_address:
-                    counted = managed.device_storage, managed.device_address, managed.device_references
-                    views[managed] = view, made, *counted
-        if kept is not None and views:
-            kept[chunk], self._kept_at[chunk] = views, slot
+                del self.by_address[address], self.by_storage[storage]
+                if references(storage) > count or view.data_ptr() != address:
+                    views.append(None)
+                    continue
+            views.append((view, made, storage, address, count))
+        if pool.holds_place(slot):
+            pool.views.setdefault(slot, {})[self._layout(chunk)] = views
+
+    def _layout(self, chunk: Chunk) -> int:
+        """Return the number of the layout of `chunk`: that of no other one."""
+        if chunk in self._layouts:
+            return self._layouts[chunk]
+        places = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
+        number = self._numbers.setdefault((chunk.compute_dtype, *places), len(self._numbers))
+        self._layouts[chunk] = number
+        return number
 
     @staticmethod
     def device_view(managed: ManagedParameter, *shaped: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
-from hetmem.memory.chunk import Memory, address_of, elements, without_graph
+from hetmem.memory.chunk import Memory, address_of, elements
 from hetmem.memory.mapping import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
@@ -167,8 +167,7 @@ class Device:
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Ask for `source`, a home, to be copied to `target`, a slot, on the current stream: both 1-D, contiguous and
         as long. It is cast to the slot's dtype as `Tensor.copy_` does it; a NaN stays one, with any payload."""
-        with without_graph():
-            target.copy_(source)
+        target.copy_(source)  # none needs a gradient
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the

@@ -284,8 +284,6 @@ class WholeUpdate:
     grads: list[torch.Tensor]
     states: list[list[torch.Tensor]]
     steps: list[torch.Tensor]
-    made_with: tuple[list[int], float] | None = None
-    """Versions of the gradients, and their factor, with which it was carried out."""
 
     def square_sums(self, workers: WorkerPool) -> list[Sums | torch.Tensor]:
         """Sum up the squares of the gradients; see `hetmem.cpu.norm`."""
@@ -297,17 +295,7 @@ class WholeUpdate:
         return [sums for _, sums in made]
 
     def carry_out(self, rule: Rule, scale: float) -> None:
-        """Update all, or raise with nothing changed. In a step that is repeated what is made stays so: the update of
-        another group has failed. Raises RuntimeError if it was made with another factor."""
-        made, self.made_with = self.of.made, ([*map(VERSION, self.grads)], scale)
-        if made is not None and are_same(made.grads, self.grads) and made.made_with is not None:
-            if made.made_with == self.made_with:
-                return
-            if made.made_with[0] == self.made_with[0]:
-                raise RuntimeError(
-                    f"the last step() has updated {self.managed[0].name} …, whose gradients are the same, and failed "
-                    f"then; those of others have changed, and so has the factor of all: call forget_step()"
-                )
+        """Update all, or raise with nothing changed."""
         runtime, began = self.of.runtime, self.of.runtime.events.here()
         chunks = dict.fromkeys(managed.chunk for managed in self.managed) if runtime.memory.uses_copies else {}
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):
@@ -317,7 +305,6 @@ class WholeUpdate:
                 managed.version = managed.counter._version
         runtime.statistics.updated_bytes[Way.RESIDENT] += sum(map(_NBYTES, self.params))
         runtime.events.updated("all chunks", began)
-        self.of.made = self
 
 
 class WholeGroup:
@@ -325,8 +312,6 @@ class WholeGroup:
 
     def __init__(self, runtime: Runtime, managed: list[ManagedParameter], roles: tuple[Role, ...]) -> None:
         self.runtime, self._managed = runtime, managed
-        self.made: WholeUpdate | None = None
-        """What was carried out in a step that has not ended."""
         self.parameters = [each.parameter for each in managed]
         self._names = [role.name for role in roles]
         self._dtypes = [each.chunk.dtype for each in managed]

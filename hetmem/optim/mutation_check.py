@@ -189,9 +189,9 @@ def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: It
     )
 
 
-def half_updated(update: ChunkUpdate) -> RuntimeError:
-    """Why a step does not begin where the update of `update` failed."""
-    names = ", ".join(part.managed.name for part in update.parts[:3])
+def half_updated(parameters: Sequence[ManagedParameter]) -> RuntimeError:
+    """Why a step does not begin where the update of `parameters`, or of what belongs to them, failed."""
+    names = ", ".join(managed.name for managed in parameters[:3])
     return RuntimeError(
         f"the update of {names} … failed when some of its elements were one step further than others: load a checkpoint"
     )

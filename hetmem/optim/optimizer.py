@@ -180,18 +180,28 @@ class OffloadedOptimizer(Optimizer):
                     stepper.skip()
                 else:
                     stepper.update(chunks, grad_scale)
-            for _, update in whole:
-                if grad_scale is not None:
-                    update.carry_out(self.rule, grad_scale)
+            if grad_scale is not None:
+                self._update_whole(whole, grad_scale)
         except BaseException:
             for stepper in work:  # those that are done must know too that this step may be tried again
                 stepper.failed = True
             raise
-        self._forget_made()
         for stepper in work:
             stepper.end(updated=grad_scale is not None)
         if self.loss_scale is not None:
             self.loss_scale.update(finite=grad_scale is not None)
+
+    def _update_whole(self, whole: list[tuple[Stepper, WholeUpdate]], grad_scale: float) -> None:
+        """Carry updates of groups out, those with the largest parameters first: if one lacks room, it is the first."""
+        made: list[tuple[Stepper, WholeUpdate]] = []
+        try:
+            for stepper, update in sorted(whole, key=lambda one: -max(param.nbytes for param in one[1].params)):
+                update.carry_out(self.rule, grad_scale)
+                made.append((stepper, update))
+        except BaseException:
+            for stepper, update in made:
+                stepper.ruin(update.managed)
+            raise
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -275,8 +285,7 @@ class OffloadedOptimizer(Optimizer):
     @property
     def half_stepped(self) -> bool:
         """Whether updates of a step are made that has not ended: during backward, or in a step that failed."""
-        made = any(known is not None and known[1].made for known in self._whole.values())
-        return made or any(stepper.half_stepped for stepper in self._steppers.values())
+        return any(stepper.half_stepped for stepper in self._steppers.values())
 
     @HELD_BACK
     def forget_step(self) -> None:
@@ -292,15 +301,8 @@ class OffloadedOptimizer(Optimizer):
                 for stepper in self._steppers.values():
                     stepper.refuse_ruined()
             finally:
-                self._forget_made()
                 for stepper in self._steppers.values():
                     stepper.forget()
-
-    def _forget_made(self) -> None:
-        """End a step that is over, or is not tried again, of groups that are whole on the device."""
-        for known in self._whole.values():
-            if known is not None:
-                known[1].made = None
 
     def beside_states(self) -> dict[str, Any]:
         """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""

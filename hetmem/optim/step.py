@@ -256,8 +256,8 @@ class Stepper:
         return memory.resident and not (early or self._progress)
 
     def begun(self) -> Iterable[ManagedParameter]:
-        updates = {*self._progress.values(), self._passes.ruined}
-        return (part.managed for update in updates if update and update.begun for part in update.parts)
+        parts = (part.managed for update in self._progress.values() if update.begun for part in update.parts)
+        return dict.fromkeys((*parts, *self._passes.ruined))
 
     def square_sums(self, chunks: Work) -> list[Sums]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
@@ -319,12 +319,16 @@ class Stepper:
     @property
     def half_stepped(self) -> bool:
         """Whether a step has begun to change weights and has not ended."""
-        return self._passes.ruined is not None or any(update.begun for update in self._progress.values())
+        return bool(self._passes.ruined) or any(update.begun for update in self._progress.values())
 
     def refuse_ruined(self) -> None:
         """Raise RuntimeError if an update has failed half-way."""
-        if self._passes.ruined is not None:
+        if self._passes.ruined:
             raise half_updated(self._passes.ruined)
+
+    def ruin(self, parameters: Iterable[ManagedParameter]) -> None:
+        """Note that `parameters` are updated, and the step of which that is a part has failed for good."""
+        self._passes.ruined += parameters
 
     @property
     def _trails(self) -> bool:
@@ -348,7 +352,7 @@ class Stepper:
 
     def forget(self) -> None:
         """End a step that is over, or is not tried again."""
-        self.failed, self._passes.ruined = False, None
+        self.failed, self._passes.ruined = False, []
         self._mutations.forget()
         self._progress.clear()
         self._arrivals.end_step(sees_all=self.runtime.memory.uses_copies)  # on the device they are autograd's own

@@ -16,7 +16,7 @@ import torch
 from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
 from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, Sums, are_same
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
@@ -71,8 +71,8 @@ class Passes:
         self._made_by, self._interception = weakref.ref(optimizer), interception
         self._runtime = interception.runtime
         self._rule, self._states = optimizer.rule, optimizer.states
-        self.ruined: ChunkUpdate | None = None
-        """What has failed half-way: no step goes on from there."""
+        self.ruined: list[ManagedParameter] = []
+        """Parameters whose update has failed half-way: no step goes on from there."""
         self.prepared: dict[Chunk, Prepared] = {}
 
     @property
@@ -287,7 +287,7 @@ class Passes:
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
         chunk = update.chunk
         if update.ruined:
-            self.ruined = update
+            self.ruined += (part.managed for part in update.parts)
         elif not done:
             update.begun = False
             update.restore_numbers()

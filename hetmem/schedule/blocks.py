@@ -24,12 +24,12 @@ long.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
-from hetmem.schedule.trace import NEVER, Tier
+from hetmem.schedule.trace import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,27 +122,25 @@ class FIFO:
         return (-facts.fetched,)
 
 
-NOTHING = -2 * NEVER
-"""Less than any rank begins with."""
 Rank = tuple[int, ...]
 """The greatest is given up first. Its last number is the block, the one before tells copies of equal rank apart."""
 
 
 class Order:
-    """The blocks of `copies` by `rank(block)`; those without one (None) may not be given up.
+    """The blocks of `copies` by `rank(block)`.
 
-    Call `touch` after a change of what `rank` depends on. A question costs O(log blocks) comparisons for each
-    block that was touched since the last one.
+    Call `touch` after a change of what the rank of a block depends on, or of whether it is in `copies`. A question
+    costs O(log blocks) comparisons for each block that was touched since the last one.
     """
 
-    def __init__(self, copies: Mapping[int, object], rank: Callable[[int], Rank | None]) -> None:
+    def __init__(self, copies: Mapping[int, object], rank: Callable[[int], Rank]) -> None:
         self._copies = copies
         self._rank = rank
         self._rank_of: dict[int, Rank] = {}
         self._ranks: list[Rank] = []
         self._touched: set[int] = set()
-        self.touch: Callable[[Iterable[int]], None] = self._touched.update
-        """The ranks of so many blocks may have changed."""
+        self.touch: Callable[[int], None] = self._touched.add
+        self.touch_all: Callable[[Iterable[int]], None] = self._touched.update
         self._outdated = False
 
     def renew(self) -> None:
@@ -152,8 +150,7 @@ class Order:
     def ranks(self) -> Sequence[Rank]:
         """All ranks, the greatest last, as they are until the next `touch`."""
         if self._outdated:
-            found = map(self._rank, self._copies)
-            self._rank_of = {rank[-1]: rank for rank in found if rank is not None}
+            self._rank_of = {block: self._rank(block) for block in self._copies}
             self._ranks = sorted(self._rank_of.values())
             self._outdated = False
             self._touched.clear()
@@ -162,39 +159,18 @@ class Order:
         return self._ranks
 
     def _update(self) -> None:
-        ranks, rank_of, rank_now = self._ranks, self._rank_of, self._rank
+        ranks, rank_of, rank_now, copies = self._ranks, self._rank_of, self._rank, self._copies
         for block in self._touched:
-            rank, before = rank_now(block), rank_of[block] if block in rank_of else None  # noqa: SIM401 - without a call
-            if before is not None:
-                if rank == before:
-                    continue
-                del ranks[bisect_left(ranks, before)]
-                if rank is None:
-                    del rank_of[block]
+            before = rank_of.pop(block, None)
+            rank = rank_now(block) if block in copies else None
+            if rank != before:
+                if before is not None:
+                    del ranks[bisect_left(ranks, before)]
+                if rank is not None:
+                    insort(ranks, rank)
             if rank is not None:
-                insort(ranks, rank)
                 rank_of[block] = rank
         self._touched.clear()
-
-    def first(
-        self, slots: int, span: Callable[[int], int], least: int = NOTHING, spared: Collection[int] = ()
-    ) -> list[int]:
-        """The first blocks that take `slots` slots together, all there are if they do not suffice.
-
-        Without those whose rank begins with less than `least`, and without `spared`.
-        """
-        ranks = self.ranks() if self._touched or self._outdated else self._ranks
-        if slots == 1 and ranks and ranks[-1][0] >= least and ranks[-1][-1] not in spared:
-            return [ranks[-1][-1]]  # as the loop would, most often
-        chosen: list[int] = []
-        for rank in reversed(ranks):
-            if slots <= 0 or rank[0] < least:
-                break
-            block = rank[-1]
-            if block not in spared:
-                chosen.append(block)
-                slots -= span(block)
-        return chosen
 
 
 class Fetch(NamedTuple):
@@ -312,11 +288,13 @@ class SlotMap:
         """Where places for `span` slots begin, the last one first."""
         return range((self.count // span - 1) * span, -1, -span)
 
-    def take(self, slot: int, span: int, block: int) -> None:
-        """`block` takes `span` free slots from `slot` on."""
-        assert self._owner[slot : slot + span] == [None] * span, f"slot {slot} is taken"
-        self._owner[slot : slot + span] = [block] * span
-        self.used += span
+    def take(self, span: int, block: int) -> int | None:
+        """Have `block` take what `find` finds; returns that."""
+        slot = self.find(span)
+        if slot is not None:
+            self._owner[slot : slot + span] = [block] * span
+            self.used += span
+        return slot
 
     def give(self, slot: int, span: int) -> None:
         """`span` taken slots from `slot` on become free."""
@@ -340,22 +318,18 @@ class PlaceMap:
         """By span, in order."""
         self._of(1)  # has the numbers of slots
 
-    def find(self, span: int) -> int | None:
-        """A free place for `span` slots, or None: only where so many slots are not free."""
-        free = self._of(span)
-        return free[0] if free else None
-
-    def take(self, place: int, span: int, block: int) -> None:
-        """`block` takes `place`, of `span` slots."""
-        free = self._of(span)
-        at = bisect_left(free, place)
-        assert at < len(free) and free[at] == place, f"place {place} is taken"
-        del free[at]
+    def take(self, span: int, block: int) -> int | None:
+        """Have `block` take the first free place for `span` slots; returns that, or None: only where so many slots are
+        not free."""
+        free = self._free[span] if span in self._free else self._of(span)
+        if not free:
+            return None
         self.used += span
+        return free.pop(0)
 
     def give(self, place: int, span: int) -> None:
         """`place`, of `span` slots, becomes free."""
-        insort(self._of(span), place)
+        insort(self._free[span], place)
         self.used -= span
 
     def free(self) -> list[int]:
@@ -363,8 +337,7 @@ class PlaceMap:
         return [place for free in self._free.values() for place in free]
 
     def _of(self, span: int) -> list[int]:
-        if span not in self._free:
-            end = self._numbers + self.count // span * span
-            self._free[span] = [*range(self._numbers, end, span)]
-            self._numbers = end
+        end = self._numbers + self.count // span * span
+        self._free[span] = [*range(self._numbers, end, span)]
+        self._numbers = end
         return self._free[span]

@@ -10,12 +10,11 @@ what is missing, MIN decides, and at most two blocks are ahead of their use, as 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Container, Sequence
-from itertools import accumulate, chain
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from hetmem.schedule.blocks import (
     LOADING,
-    NOTHING,
     STALE,
     VALID,
     Block,
@@ -72,12 +71,15 @@ class Cache:
         self._added = 0
         self.unused: set[int] = set()
         self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
-        self._changed: set[int] = set()
-        self.touch = self._changed.add
         self.complete = 0
         """Every use from the position of the schedule up to this one has its copies, in whatever state."""
-        self._demand = Order(self.copies, self._demand_rank)
-        self._ahead = Order(self.copies, self._ahead_rank)
+        self.too_soon = 0
+        """The device fetches nothing ahead until a copy becomes idle that is used no sooner, or the schedule comes to
+        `_known_until`: nothing else could make room. 0 makes it ask again. Whatever changes what is missing, or what
+        there is room for, and is no use that the schedule expects, sets it to 0."""
+        self._known_until = 0
+        self._order = Order(self.copies, self._rank)
+        self.touch = self._order.touch
         if nearer is not None:
             nearer._farther = self
 
@@ -87,33 +89,31 @@ class Cache:
         """Make `copy` the one of `block` on this tier."""
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
+        self.too_soon = 0
+        self.touch(block)
         if self._farther is not None:
-            self._farther._rank_again(block)
+            self._farther.touch(block)
         return copy
 
     def remove(self, block: int) -> Copy:
         """Forget the copy of `block` on this tier, and return it."""
         self.unused.discard(block)
+        self.too_soon = 0
         self.touch(block)
-        self.complete = 0
+        if self.complete and (next_use := self.schedule.next_use(block)) < self.complete:
+            self.complete = next_use
         if self._farther is not None:
-            self._farther._rank_again(block)
+            self._farther.touch(block)
         return self.copies.pop(block)
-
-    def _rank_again(self, block: int) -> None:
-        """Note that `block` has come to the faster tier, or has left it."""
-        if block in self.copies:
-            self._changed.add(block)
 
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
-        self.limit = max(0, min(slots, self.slots.count))
+        self.limit, self.too_soon = max(0, min(slots, self.slots.count)), 0
         if self.limit < self._least:
             self._least = self.limit
             if self._kept_for is not None and self.limit < self._kept_for[1]:
                 self._keep(self.limit)
-                self._demand.renew()
-                self._ahead.renew()
+                self._order.renew()
 
     def writing_slots(self, enough: int) -> int:
         """Count the slots that become free when the writes in flight are done, up to `enough`."""
@@ -130,11 +130,11 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """Take `schedule` for what comes next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
-        self.schedule, self.complete = schedule, 0
+        self.schedule, self.complete, self.too_soon = schedule, 0, 0
         self._keep(within)
-        for cache in (self,) if self._farther is None else (self, self._farther):
-            cache._demand.renew()
-            cache._ahead.renew()
+        self._order.renew()
+        if self._farther is not None:
+            self._farther._order.renew()
 
     def _keep(self, slots: int) -> None:
         """Choose what stays in a scan, as `slots` slots are the fewest that a round has."""
@@ -166,37 +166,43 @@ class Cache:
     def reach(self, blocks: tuple[int, ...]) -> None:
         """Begin a use of `blocks`. Next uses change for what was waited for in vain, and for what was skipped."""
         schedule = self.schedule
-        passed, first, met, copies = schedule.now, schedule.position, schedule.met, self.copies
+        passed, first, met = schedule.now, schedule.position, schedule.met
         for block in passed:
-            if block not in met or (block in copies and copies[block].uses):  # `_awaited` counts the latter no more
-                self._changed.add(block)
-                if self._farther is not None and block in self._farther.copies:
-                    self._farther._changed.add(block)
+            if block not in met:
+                self._change((block,))
         if not schedule.reach(blocks):
             return
         last = schedule.position
         if last == first + 1:
             return  # the next one, as all expected
-        self.complete = 0
+        self.complete = self.too_soon = 0
         if last < first:
             first, last = last, first
-        changed = set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ()))
-        self._changed |= changed
+        self._change(set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ())))
+
+    def _change(self, blocks: Iterable[int]) -> None:
+        """Note that the next uses of `blocks` have changed."""
+        self._order.touch_all(blocks)
         if self._farther is not None:
-            self._farther._changed |= changed
+            self._farther._order.touch_all(blocks)
+
+    def idle(self, block: int) -> None:
+        """Note that nothing uses the copy of `block` any more, which has arrived."""
+        if self.too_soon and self.schedule.next_use(block) >= self.too_soon:
+            self.too_soon = 0
 
     def meet(self, block: int) -> None:
         """Note that `block` of the use just reached has a copy, which is in use from now on."""
         self.schedule.met.add(block)
         if block in self.unused:
             self.unused.remove(block)
-        self._changed.add(block)
+        self.touch(block)
 
     def meet_all(self, blocks: Collection[int]) -> None:
         """`meet` each of `blocks`."""
         self.schedule.met.update(blocks)
         self.unused.difference_update(blocks)
-        self._changed.update(blocks)
+        self._order.touch_all(blocks)
 
     def needed(self, block: int) -> int:
         """Return when a copy of `block` on this tier is used next, NEVER if unknown: a use of the schedule; in host
@@ -219,38 +225,31 @@ class Cache:
         now = min(schedule.time(schedule.position), nearer.schedule.time(nearer.schedule.position))
         return now if now < NEVER else 0
 
-    def missing(self, lookahead: int, most: int) -> list[int]:
-        """Return the first blocks, `most` at most, that the next `lookahead` uses read and that have no copy on this
-        tier, each once, in order. What one of these uses overwrites first is none of them.
-        """
+    def missing(self, lookahead: int) -> Iterator[int]:
+        """Yield the blocks that the next `lookahead` uses read and that have no copy on this tier, in order. What one
+        of these uses overwrites first is none of them."""
         schedule, copies = self.schedule, self.copies
         start, end = schedule.position, schedule.horizon(lookahead)
         if start < self.complete:
             start = self.complete
         if start >= end:
-            return []
-        missing: list[int] = []
+            return
         comes_by_itself: set[int] = set()
         complete = True
         for at, blocks in enumerate(schedule.between(start, end), start):
             for block in blocks:
-                if block not in copies:
-                    break
-            else:
-                continue
-            if complete:
-                complete, self.complete = False, at
-            if schedule.overwrites and not schedule.reads(at):
-                comes_by_itself.update(block for block in blocks if block not in copies)
-                continue
-            for block in blocks:
-                if block not in copies and block not in missing and block not in comes_by_itself:
-                    missing.append(block)
-                    if len(missing) >= most:
-                        return missing
+                if block in copies:
+                    continue
+                if complete:
+                    complete, self.complete = False, at
+                if schedule.overwrites and not schedule.reads(at):
+                    comes_by_itself.add(block)
+                elif block not in comes_by_itself:
+                    yield block
+            if self.complete == at:  # nothing had to go that is used sooner
+                complete = all(map(copies.__contains__, blocks))
         if complete:
             self.complete = self._complete_from(end, 4 * lookahead)
-        return missing
 
     def _complete_from(self, start: int, most: int) -> int:
         """Return up to which use, of the `most` from `start` on, all have their copies."""
@@ -293,11 +292,11 @@ class Cache:
         """Return what has to be evicted for a place of `span` slots, by the policy's rank and without `spared`; empty
         if that cannot be done now. Dirty copies are among them, which have to be written first, and on the device
         copies in flight, which have to arrive first: so the choice does not depend on when they do."""
-        return self._victims(self._demand, span, NOTHING, spared)
+        return self._victims(span, spared, None, arrived=self.tier is HOST)
 
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
         """Return clean, idle copies, without `spared`, that may be evicted now to prefetch a block of `span` slots
-        first needed at `needed_at`; empty if there are not enough.
+        first needed at `needed_at`; empty if there are not enough: then those used before `too_soon` are none.
 
         DEVICE: only copies that were used since they were fetched, and of those Belady's choice at that time, or a copy
         whose next use is at least 90 % as far away (`_ALMOST`); if the choice is in use, wait. The 90 % keep cyclic
@@ -305,68 +304,70 @@ class Cache:
         """
         if needed_at >= NEVER:
             return []
-        least = needed_at + 1
-        if self.tier is DEVICE and not self.kept:
-            position = self.schedule.position
-            least = max(least, position + int(_ALMOST * (self._awaited(needed_at) - position)))
-        return self._victims(self._ahead, span, least, spared)
+        if self.tier is HOST or self.kept:
+            return self._victims(span, spared, needed_at + 1, arrived=True)
+        position = self.schedule.position
+        awaited, its_use = self.schedule.furthest(position - 1 if position else 0, needed_at)
+        least = position + int(_ALMOST * (awaited - position))
+        if least <= needed_at:
+            least = needed_at + 1
+        victims = self._victims(span, spared, least, arrived=True)
+        if not victims:
+            self.too_soon, self._known_until = least, its_use + 2
+        return victims
+
+    def waits(self) -> bool:
+        """Return whether nothing has become idle, since nothing could make room, that can."""
+        return self.too_soon > 0 and self.schedule.position < self._known_until
 
     def excess(self) -> list[int]:
         """Return what has to be evicted because more than `limit` slots are taken and no write makes room."""
         excess = self.slots.used - self.limit
         if excess > 0:
             excess -= self.writing_slots(excess)
-        if excess <= 0:
-            return []
-        self._pass_on()
-        in_flight = [block for block, copy in self.copies.items() if copy.state is LOADING] if self.loading else ()
-        return self._without_needless(self._demand.first(excess, self._span, spared=in_flight), excess)
+        return self._first(excess, (), None, arrived=True) if excess > 0 else []
 
-    def _awaited(self, needed_at: int) -> int:
-        """Return the furthest use, from `needed_at` on, of a copy that is used before; Belady evicts it then."""
-        schedule, copies = self.schedule, self.copies
-        before = set(chain.from_iterable(schedule.between(schedule.position, needed_at)))
-        for block in schedule.now:
-            copy = copies.get(block)
-            if copy is not None and (copy.uses or schedule.next_use(block) < needed_at):
-                before.add(block)
-        return max((schedule.next_use(block, needed_at) for block in before if block in copies), default=0)
-
-    def _pass_on(self) -> None:
-        """Tell the orders what has changed since they were asked last."""
-        if self._changed:
-            self._demand.touch(self._changed)
-            self._ahead.touch(self._changed)
-            self._changed.clear()
-
-    def _victims(self, order: Order, span: int, least: int, spared: Collection[int]) -> list[int]:
-        """Return those of `order` that have to go for a place of `span` slots; see `harmless_victims`."""
-        self._pass_on()
-        victims: list[int] = []
+    def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
+        """Return what has to go for a place of `span` slots, empty if that is not enough; see `_first`."""
+        missing, victims = self.slots.used + span - self.limit, list[int]()
         if self._row is not None and span > 1 and self._row.find(span) is None:
-            may_go = [rank for rank in order.ranks() if rank[0] >= least and rank[-1] not in spared]
-            victims = self._row.emptied_first({rank[-1]: rank[:-2] for rank in may_go}, span)
+            may_go = {*self._first(self._row.count, spared, least, arrived=arrived)}
+            victims = self._row.emptied_first({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
             if not victims:
                 return []
-        missing = self.slots.used + span - self.limit - (sum(map(self._span, victims)) if victims else 0)
+            missing -= sum(map(self._span, victims))
+            spared = {*spared, *victims}
         if missing <= 0:
             return victims
-        if missing == 1 and not victims:  # most often: whatever is first is enough
-            return order.first(1, self._span, least, spared)
-        more = order.first(missing, self._span, least, {*spared, *victims} if victims else spared)
-        more = self._without_needless(more, missing)
+        more = self._first(missing, spared, least, arrived=arrived)
         return victims + more if sum(map(self._span, more)) >= missing else []
 
-    def _without_needless(self, chosen: list[int], slots: int) -> list[int]:
-        """Return `chosen`, in their order, without those not needed for `slots` slots: behind a large one that was the
-        last to be chosen, smaller ones may stay."""
-        spare = sum(map(self._span, chosen)) - slots
-        if spare <= 0:
-            return chosen
-        for block in reversed(chosen):
-            if self._span(block) <= spare:
-                spare -= self._span(block)
-                chosen = [other for other in chosen if other != block]
+    def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
+        """Return what goes first of what is not in use and has `arrived`, or is on its way: so much as takes `slots`
+        slots together, all there is if that does not suffice. Without `spared`, and without what is not needed: behind
+        a large one that was the last to be chosen, smaller ones may stay. With `least` only what is clean, was used
+        since it was fetched, and is used no sooner."""
+        copies, by_next_use, chosen = self.copies, self._by_next_use, list[int]()
+        for rank in reversed(self._order.ranks()):
+            block = rank[-1]
+            copy = copies[block]
+            if least is not None:
+                if by_next_use and rank[0] < least:
+                    break
+                if copy.dirty or block in self.unused or not (by_next_use or self._next_use(block) >= least):
+                    continue
+            if copy.uses or copy.writing or block in spared:
+                continue
+            if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
+                continue
+            chosen.append(block)
+            slots -= self._blocks[block].span
+            if slots <= 0:
+                break
+        for block in reversed(chosen) if slots < 0 else ():
+            if slots + self._span(block) <= 0:
+                slots += self._span(block)
+                chosen.remove(block)
         return chosen
 
     def _span(self, block: int) -> int:
@@ -382,23 +383,11 @@ class Cache:
             return at if block not in self.kept and at % len(self.schedule.uses) in visits else _KEPT
         return at
 
-    def _demand_rank(self, block: int) -> Rank | None:
-        copy = self.copies[block] if block in self.copies else None  # noqa: SIM401 - without a call, as it is asked often
-        if copy is None or copy.uses or copy.writing:
-            return None
-        if copy.state is not VALID and copy.state is not STALE and not (copy.state is LOADING and self.tier is DEVICE):
-            return None
-        next_use = self._next_use(block)
+    def _rank(self, block: int) -> Rank:
+        copy = self.copies[block]
+        plain = self._nearer is None and not self.kept  # then without one more call, as it is asked often
+        next_use = self.schedule.next_use(block) if plain else self._next_use(block)
         if self._by_next_use:  # as the policy would, without asking it
             return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
         facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)
-
-    def _ahead_rank(self, block: int) -> Rank | None:
-        copy = self.copies[block] if block in self.copies else None  # noqa: SIM401
-        if copy is None or copy.uses or copy.dirty or block in self.unused:
-            return None  # what is being written is dirty
-        if copy.state is not VALID and copy.state is not STALE:
-            return None
-        next_use = self._next_use(block)
-        return next_use, -copy.last_use, -copy.number, block

@@ -71,13 +71,9 @@ class Ledger:
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
-    def place(self, block: int, tier: Tier, copy: Copy, slot: int) -> None:
-        """`copy` of `block` lies in the free slots from `slot` on."""
-        copy.slot = slot
-        self.caches[tier].slots.take(slot, self.blocks[block].span, block)
-
-    def let_overwrite(self, copy: Copy) -> None:
-        """`copy`, which has a place, becomes VALID for uses that overwrite it as a whole."""
+    def let_overwrite(self, block: int, tier: Tier, copy: Copy) -> None:
+        """`copy` of `block`, which has a place, becomes VALID for uses that overwrite it as a whole."""
+        self.caches[tier].touch(block)
         copy.fetched = self.tick
         copy.waiting = 0
         copy.state = VALID
@@ -96,7 +92,6 @@ class Ledger:
         if source is HOST and self.blocks[block].home is NVME:  # it is in use while the device is fed from it
             staging = self.caches[HOST]
             staging.copies[block].uses += 1
-            staging.touch(block)
         self._history[block].append((self.tick, "fetch to", tier))
         commands += (_tuple(Fetch, (block, source, tier, copy.slot)),)
 
@@ -106,26 +101,21 @@ class Ledger:
         self.in_flight += 1
         staging = self.caches[HOST]
         staging.writing[block] = copy
-        staging.touch(block)
         self.note(block, "write")
         commands.append(Write(block, copy.slot))
 
-    def drop(self, block: int, tier: Tier, commands: list[Command]) -> None:
-        """Forget the copy of `block` on `tier`; raises `StateError` if that loses what was changed."""
+    def drop(self, block: int, tier: Tier, commands: list[Command], *, evicted: bool = False) -> None:
+        """Forget the copy of `block` on `tier`, which would be of use if it is `evicted`; raises `StateError` if that
+        loses what was changed."""
         cache = self.caches[tier]
-        copy = cache.copies[block]
-        if copy.dirty:
+        if cache.copies[block].dirty:
             raise self.illegal(block, tier, "dropping a dirty copy")
-        cache.remove(block)
+        self.counts.evictions[tier] += evicted
+        copy = cache.remove(block)
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
             commands += (_tuple(Drop, (block, tier, copy.slot)),)
         self._history[block].append((self.tick, "dropped on", tier))
-
-    def evict(self, block: int, tier: Tier, commands: list[Command]) -> None:
-        """Drop a copy that would be of use, for another one's sake."""
-        self.counts.evictions[tier] += 1
-        self.drop(block, tier, commands)
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -134,9 +124,12 @@ class Ledger:
         copy = self._answered(command, "done")
         if type(command) is Fetch:
             copy.state = VALID
+            if not copy.uses and command.block not in self.caches[command.target].unused:
+                self.caches[command.target].idle(command.block)
             self._history[command.block].append((self.tick, "valid on", command.target))
         else:
             copy.dirty = False
+            self.caches[HOST].touch(command.block)
             self.note(command.block, "written")
 
     def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
@@ -170,7 +163,4 @@ class Ledger:
             if fetched.source is HOST and self.blocks[block].home is NVME:
                 staging = self.caches[HOST]
                 staging.copies[block].uses -= 1
-                staging.touch(block)
-        if not copy.uses:  # or it may not be given up, as before
-            cache.touch(block)
         return copy

@@ -201,20 +201,13 @@ class Residency:
             state = copies[block].state
             if state is not VALID and not (coming and state is LOADING):
                 return None
-        schedule, unused, changed = cache.schedule, cache.unused, cache.touch
-        for block in uses:
-            schedule.met.add(block)  # as `Cache.meet`
-            if block in unused:
-                unused.remove(block)
-            changed(block)
-            copy, more = copies[block], uses[block]
+        cache.meet_all(uses)
+        for block, more in uses.items():
+            copy = copies[block]
             ledger.tick = copy.last_use = ledger.tick + 1
             copy.uses += more
         commands: list[Command] = []
-        supply, (device, host) = self._supply, self._caches
-        known = cache is device and not (host.slots.count or device.fed_ahead or device.kept)  # as `Supply.prefetch`
-        if not (supply.waiting or (known and device.complete >= schedule.position + supply.lookahead)):
-            supply.prefetch(cache, commands)
+        self._supply.prefetch(cache, commands)
         return commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
@@ -234,8 +227,9 @@ class Residency:
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses = left = copy.uses - uses
         if not left:
-            cache.touch(block)
+            cache.idle(block)
         if dirty:
+            cache.touch(block)
             copy.dirty = copy.load = True
             self._ledger.note(block, "dirty")
         commands: list[Command] = []
@@ -253,7 +247,7 @@ class Residency:
                 raise self._ledger.illegal(block, DEVICE, "release")
             copy.uses = left = copy.uses - count
             if not left:
-                cache.touch(block)
+                cache.idle(block)
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)
         if self._supply.waiting or cache.slots.used > cache.limit:

@@ -69,6 +69,7 @@ class Supply:
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
+        self._caches[DEVICE].too_soon = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
@@ -93,7 +94,7 @@ class Supply:
             if copy.load:
                 self._ledger.fetch(block, source, tier, copy, commands)
             else:
-                self._ledger.let_overwrite(copy)
+                self._ledger.let_overwrite(block, tier, copy)
 
     def _stage(self, block: int, refused: dict[Tier, int], commands: list[Command]) -> bool:
         """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
@@ -129,39 +130,41 @@ class Supply:
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Start what the schedule uses next and is missing, while that harms nothing."""
-        device, staging = self._caches
         if self.waiting:
             return
-        known = cache is device and not (staging.slots.count or device.fed_ahead or device.kept)
-        if known and device.complete >= device.schedule.position + self.lookahead:
+        device, staging = self._caches
+        if cache is device and not staging.slots.count:
+            if device.kept:
+                self._scan(device, commands)
+            elif device.complete < device.schedule.position + self.lookahead and not device.waits():
+                self._begin(device, commands)
             return
         self._begin(cache, commands)
-        if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
+        if cache is device:  # what staging has put off until the clock of the device came near
             self._begin(staging, commands)
 
-    def _has_enough(self, cache: Cache) -> bool:
-        """Return whether nothing more is fetched ahead: on the device by the copies whose uses have not come, so that
-        it does not depend on when transfers end; in staging by the loads in flight, which keep the drive busy."""
-        ahead = cache.loading if cache.tier is HOST else cache.fetched_ahead(self.lookahead)
-        return ahead >= self._at_once[cache.tier]
+    def _has_enough(self, cache: Cache, at_once: int) -> bool:
+        """Return whether nothing more is fetched ahead than `at_once`: on the device by the copies whose uses have not
+        come, so that it does not depend on when transfers end; in staging by the loads in flight, which keep the drive
+        busy."""
+        if cache.tier is HOST:
+            return cache.loading >= at_once
+        return len(cache.unused) >= at_once and cache.fetched_ahead(self.lookahead) >= at_once
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
         device, staging = self._caches
         if cache.kept:
             self._scan(cache, commands)
             return
-        more = self._at_once[cache.tier] - (cache.loading if cache is staging else 0)
+        at_once = self._at_once[cache.tier]
         if cache.schedule.scan:
-            more = min(more, _AHEAD_IN_A_SCAN)
-        missing = cache.missing(self.lookahead, more) if more > 0 else []
-        if missing and cache is device and cache.unused:
-            missing = missing[: max(0, more - cache.fetched_ahead(self.lookahead))]
-        if missing and cache is staging and self._comes_later(missing[0]):
-            return
+            at_once = min(at_once, _AHEAD_IN_A_SCAN)
         if cache is device and device.fed_ahead:
             self._feed(commands)
-        for block in missing:
-            if not self._prefetch(block, cache, commands):
+        for block in cache.missing(self.lookahead):
+            if cache is staging and self._comes_later(block):
+                break
+            if self._has_enough(cache, at_once) or not self._prefetch(block, cache, commands):
                 break
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
@@ -169,8 +172,8 @@ class Supply:
         if cache.fed_ahead:
             self._feed(commands)
         while len(cache.unused) < self._at_once[cache.tier]:
-            missing = cache.missing(len(cache.schedule.uses), 1)
-            if not missing or not self._prefetch(missing[0], cache, commands) or missing[0] not in cache.copies:
+            block = next(cache.missing(len(cache.schedule.uses)), None)
+            if block is None or not self._prefetch(block, cache, commands) or block not in cache.copies:
                 break
 
     def _comes_later(self, block: int) -> bool:
@@ -184,6 +187,7 @@ class Supply:
         if not self.waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # it is renewed, for whenever it is used
+            cache.too_soon = 0  # what is missing next may be needed sooner
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
         """Bring in `block`, which is missing in `cache`; False if that has to wait for room."""
@@ -195,20 +199,24 @@ class Supply:
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
-                return self._has_enough(staging) or self._bring_in(block, NVME, staging, commands)
+                return self._has_enough(staging, self._at_once[HOST]) or self._bring_in(block, NVME, staging, commands)
             if staged.state is not VALID:
                 return True
         return self._bring_in(block, HOST if tier is DEVICE else NVME, cache, commands)
 
     def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> bool:
         """Fetch `block` from `source` into `cache`; False if that has no room."""
-        slot = self._make_room(cache, self._blocks[block].span, commands, cache.needed(block))
+        span, slots = self._blocks[block].span, cache.slots
+        slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is None:
-            return False
-        copy = cache.add(block, Copy(WAITING, last_use=self._ledger.tick))
+            for victim in cache.harmless_victims(span, cache.needed(block)):
+                self._ledger.drop(victim, cache.tier, commands, evicted=True)
+            slot = slots.take(span, block) if slots.used + span <= cache.limit else None
+            if slot is None:
+                return False
+        copy = cache.add(block, Copy(WAITING, slot, last_use=self._ledger.tick))
         if cache.tier is DEVICE:
             cache.unused.add(block)
-        self._ledger.place(block, cache.tier, copy, slot)
         self._ledger.fetch(block, source, cache.tier, copy, commands)
         return True
 
@@ -216,7 +224,7 @@ class Supply:
         """Read from NVMe what the device uses next and has not, farther ahead than the device itself has room for: the
         disk works while that computes on what it has."""
         staging = self._caches[HOST]
-        while not self._has_enough(staging):
+        while not self._has_enough(staging, self._at_once[HOST]):
             block = self._unfed()
             if block is None or not self._bring_in(block, NVME, staging, commands):
                 break
@@ -236,7 +244,7 @@ class Supply:
             if cache.copies[block].dirty:
                 self._ledger.write(block, cache.copies[block], commands)
             else:
-                self._ledger.evict(block, cache.tier, commands)
+                self._ledger.drop(block, cache.tier, commands, evicted=True)
 
     def _find_place(
         self, block: int, tier: Tier, copy: Copy, refused: dict[Tier, int], commands: list[Command]
@@ -247,40 +255,38 @@ class Supply:
             span = self._blocks[block].span
             if span >= refused.get(tier, span + 1):
                 return False
-            slot = self._make_room(self._caches[tier], span, commands)
+            slot = self._make_room(self._caches[tier], block, commands)
             if slot is None:
                 refused[tier] = span
                 return False
-            self._ledger.place(block, tier, copy, slot)
+            copy.slot = slot
         return True
 
-    def _make_room(self, cache: Cache, span: int, commands: list[Command], needed_at: int | None = None) -> int | None:
-        """The first of `span` free slots in a row, giving up idle copies for it; None if that must wait.
-
-        With `needed_at` (a prefetch) only clean copies that are needed later than that are given up.
-        """
-        slot = cache.slots.find(span) if cache.slots.used + span <= cache.limit else None
+    def _make_room(self, cache: Cache, block: int, commands: list[Command]) -> int | None:
+        """Have `block` take the first place that is large enough, giving up idle copies for it; None if that must
+        wait."""
+        span, slots = self._blocks[block].span, cache.slots
+        slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is not None:
             return slot
-        if needed_at is not None:
-            victims = cache.harmless_victims(span, needed_at)
-        else:
-            # What is staged for another request is spared: two could take it from each other for ever.
-            spared = {block for other, block in self.waiting if other is not cache.tier}
-            if not cache.writing or cache.writing_slots(span) < span:
-                victims = cache.victims(span, spared)
-            else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
-                victims = cache.harmless_victims(span, cache.clock() + 2 * self.lookahead, spared)
+        # What is staged for another request is spared: two could take it from each other for ever.
+        spared = {other for tier, other in self.waiting if tier is not cache.tier}
+        if not cache.writing or cache.writing_slots(span) < span:
+            victims = cache.victims(span, spared)
+        else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
+            victims = cache.harmless_victims(span, cache.clock() + 2 * self.lookahead, spared)
         if not victims:
             return None
-        dirty = [block for block in victims if cache.copies[block].dirty]
-        for block in dirty:
-            self._ledger.write(block, cache.copies[block], commands)
-        if dirty or any(cache.copies[block].state is LOADING for block in victims):
+        copies, waits = cache.copies, False
+        for victim in victims:
+            if copies[victim].dirty:
+                self._ledger.write(victim, copies[victim], commands)
+            waits = waits or copies[victim].dirty or copies[victim].state is LOADING
+        if waits:
             return None
-        for block in victims:
-            self._ledger.evict(block, cache.tier, commands)
-        return cache.slots.find(span)
+        for victim in victims:
+            self._ledger.drop(victim, cache.tier, commands, evicted=True)
+        return slots.take(span, block)
 
     def _no_room(self, block: int, tier: Tier) -> str:
         cache = self._caches[tier]

@@ -97,7 +97,7 @@ class UseSequence:
     says when each comes, on a clock that the uses of another tier have too; one round takes `period`. Made once for all
     schedules of the same uses; O(uses)."""
 
-    __slots__ = ("_visits", "blocks", "overwritten", "period", "places", "positions", "times")
+    __slots__ = ("_visits", "blocks", "furthest", "overwritten", "period", "places", "positions", "times")
 
     def __init__(
         self,
@@ -117,6 +117,15 @@ class UseSequence:
             for block in blocks:
                 self.positions.setdefault(block, []).append(index)
         self._visits: dict[int, dict[int, int]] | None = None
+        count = len(self.blocks)
+        self.furthest = [0] * count
+        """By use, when all of its blocks have been used again, counted from the start of its round."""
+        again = {block: count + positions[0] for block, positions in self.positions.items()}
+        for at in range(count - 1, -1, -1):
+            for block in self.blocks[at]:
+                if again[block] > self.furthest[at]:
+                    self.furthest[at] = again[block]
+                again[block] = at
 
     def visits(self) -> dict[int, dict[int, int]]:
         """Where each block is used again and again: the last use of each row of them, by the first. In a row less than
@@ -226,35 +235,37 @@ class Schedule:
             if at % len(self.uses) in self._overwritten:
                 self._passed_over.update(blocks)
 
-    def next_use(self, block: int, start: int | None = None) -> int:
-        """The first use of `block` at or after `start`, counted in uses from the start; NEVER if unknown.
+    def next_use(self, block: int) -> int:
+        """The first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown.
 
-        `start` is `position` if not given, and then a block of the use just reached is used there until it was met:
-        it must not look far away, and be given up, while the other blocks of that use are brought in.
+        A block of the use just reached is used there until it was met: it must not look far away, and be given up,
+        while the other blocks of that use are brought in.
         """
-        if start is not None:
-            known = self._next[block] if block in self._next else -1  # noqa: SIM401 - as here, without a call
-            return known if known >= start >= self.position else self._first_use(block, start)
         if block in self.now and block not in self.met:
             return self.position - 1
-        known = self._next[block] if block in self._next else -1  # noqa: SIM401 - as in all that is asked so often
+        known = self._next[block] if block in self._next else -1  # noqa: SIM401 - without a call, as it is asked often
         position = self.position
         if known < position:
             where, known = self._positions[block] if block in self._positions else None, NEVER  # noqa: SIM401
-            if where is not None:  # as `_first_use`, which is asked most often here
+            if where is not None:
                 inside = position % self._count
                 index = bisect_left(where, inside)
                 known = position - inside + (where[index] if index < len(where) else self._count + where[0])
             self._next[block] = known
         return known
 
-    def _first_use(self, block: int, start: int) -> int:
-        where = self._positions[block] if block in self._positions else None  # noqa: SIM401
-        if not where:
-            return NEVER
-        inside = start % self._count
-        index = bisect_left(where, inside)
-        return start - inside + (where[index] if index < len(where) else self._count + where[0])
+    def furthest(self, start: int, end: int) -> tuple[int, int]:
+        """When the blocks of the uses from `start` up to `end`, a round apart at most, have all been used again, and
+        which of these uses has the one that is used last."""
+        furthest, count = self.known.furthest, self._count
+        first = start % count
+        last = first + end - start
+        if start >= end:
+            return start, start
+        if last > count:  # around the end of a round
+            furthest = furthest + [count + again for again in furthest[: last - count]]
+        found = max(furthest[first:last])
+        return start - first + found, start - first + furthest.index(found, first)
 
     def horizon(self, count: int) -> int:
         """The end of the next `count` uses, those known and not behind the barrier."""

@@ -19,7 +19,6 @@ from tests.cpu.tested import (
     adamw,
     adamw_tasks,
     kernel_name,
-    llvm,
     loops,
     norm,
     one_torch_thread,
@@ -331,19 +330,6 @@ assert (param < 1).all() and torch.equal(copy, param.half()) and (m == 1).all()
 """
     ended = forks.run(code)
     assert ended.returncode == 0, ended.stderr
-
-
-def test_a_change_of_the_operations_is_not_answered_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Numba compares the age of the loop's file only, and the operations lie in another."""
-
-    name = loops.compile_loop(loops.adamw).__qualname__
-    assert loops.compile_loop(loops.adamw).__qualname__ == name
-    changed = tmp_path / "llvm.py"
-    changed.write_bytes(Path(llvm.__file__).read_bytes() + b"#")
-    monkeypatch.setattr(llvm, "__file__", str(changed))
-    assert loops.compile_loop(loops.adamw).__qualname__ != name
 
 
 def test_elements_outside_the_given_views_are_untouched(pool: WorkerPool) -> None:

@@ -44,7 +44,7 @@ def test_no_command_overtakes_one_that_was_given_before_it(tmp_path: Path, monke
         monkeypatch.setattr(Residency, name, spy)
     carry_out = Executor._carry_out
     monkeypatch.setattr(
-        Executor, "_carry_out", lambda self, command, now: (carried_out.append(command), carry_out(self, command, now))
+        Executor, "_carry_out", lambda self, command: (carried_out.append(command), carry_out(self, command))
     )
     model = tight(stack(), tmp_path)
     optimizer = hetmem.AdamW(model.parameters())
@@ -105,11 +105,11 @@ def test_a_backward_that_the_garbage_collector_ends_in_the_middle_of_something_e
     carry_out = Executor._carry_out
     ended: list[bool] = []
 
-    def collects(self: Executor, command: Any, now: bool) -> None:
+    def collects(self: Executor, command: Any) -> None:
         if segments.in_backward:
             _Ended(segments, segments.backwards - earlier)  # and dropped
             ended.append(not segments.in_backward)
-        carry_out(self, command, now)
+        carry_out(self, command)
 
     monkeypatch.setattr(Executor, "_carry_out", collects)
     train_both(plain, managed, vector_batches(3, 4, 64))

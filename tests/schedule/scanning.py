@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterator
+from itertools import count
 
 from hetmem.schedule.blocks import CopyFacts
-from tests.schedule.tested import Cache, CopyState, Residency, SlotMap, Supply, Tier
+from tests.schedule.tested import NEVER, Cache, CopyState, Residency, Schedule, SlotMap, Supply, Tier
 
 Ranks = dict[int, tuple[int, ...]]
 
@@ -38,13 +39,30 @@ class ComparedCache(Cache):
         assert found == all_of_them or enough <= found < all_of_them
         return found
 
-    def missing(self, lookahead: int, most: int) -> list[int]:
-        found = super().missing(lookahead, most)
+    def missing(self, lookahead: int) -> Iterator[int]:
+        assert self.loading == sum(copy.state is CopyState.LOADING for copy in self.copies.values())
+        found = set(self.copies)  # and what goes meanwhile
+        for block in super().missing(lookahead):
+            first = self.first_missing(lookahead, found)
+            assert block == first or block in found
+            found.add(block)
+            yield block
+        else:
+            assert self.first_missing(lookahead, found) is None
+
+    def waits(self) -> bool:
+        found = super().waits()
+        block = self.first_missing(self.supply.lookahead, self.held | self.supply._suspended)
+        if found and block is not None:
+            span, needed_at = self._blocks[block].span, scan_needed(self, block)
+            assert self.slots.used + span > self.limit
+            assert scan_victims(self, span, scan_harmless(self, needed_at)) == []
+        return found
+
+    def first_missing(self, lookahead: int, beside: Container[int]) -> int | None:
         schedule, end = self.schedule, self.schedule.horizon(lookahead)
         coming = [block for at in range(schedule.position, end) for block in schedule.uses[at % len(schedule.uses)]]
-        assert found == list(dict.fromkeys(block for block in coming if block not in self.copies))[:most]
-        assert self.loading == sum(copy.state is CopyState.LOADING for copy in self.copies.values())
-        return found
+        return next((block for block in coming if block not in self.copies and block not in beside), None)
 
     def victims(self, span: int, spared: Collection[int]) -> list[int]:
         found = super().victims(span, spared)
@@ -102,18 +120,21 @@ def scan_idle(cache: Cache, *, arrived: bool = False) -> Ranks:
 
 def scan_harmless(cache: Cache, needed_at: int) -> Ranks:
     """The ranks of what may be given up now for a block that is needed at `needed_at`."""
-    ranks, awaited, schedule = {}, 0, cache.schedule
-    waits, now = cache.tier is Tier.DEVICE, schedule.now
+    ranks, schedule, soonest = {}, cache.schedule, 0
+    if cache.tier is Tier.DEVICE and needed_at < NEVER:
+        before = [schedule.uses[at % len(schedule.uses)] for at in range(max(0, schedule.position - 1), needed_at)]
+        awaited = max((scan_next(schedule, block, needed_at) for use in before for block in use), default=0)
+        soonest = int(schedule.position + 0.9 * (awaited - schedule.position))
     for block, copy in cache.copies.items():
-        if copy.dirty:
-            continue
         coming = scan_needed(cache, block)
-        if waits and (coming < needed_at or (copy.uses and block in now)):
-            awaited = max(awaited, schedule.next_use(block, needed_at))
-        elif coming > needed_at and copy.idle and block not in cache.unused:
-            ranks[block] = (coming, -copy.last_use)
-    soonest = schedule.position + 0.9 * (awaited - schedule.position)
-    return {block: rank for block, rank in ranks.items() if rank[0] >= int(soonest)}
+        if not copy.dirty and coming > needed_at and coming >= soonest and copy.idle and block not in cache.unused:
+            ranks[block] = cache._policy.rank(CopyFacts(coming, copy.last_use, copy.fetched, copy.dirty))
+    return ranks
+
+
+def scan_next(schedule: Schedule, block: int, start: int) -> int:
+    """The first use of `block` from `start` on."""
+    return next(at for at in count(start) if block in schedule.uses[at % len(schedule.uses)])
 
 
 def scan_victims(cache: Cache, span: int, ranks: Ranks) -> list[int]:

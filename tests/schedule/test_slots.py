@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +20,7 @@ def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(count: int,
         found = slots.find(span)
         assert found == (None if not places_left else places_left[0] if span == 1 else places_left[-1])
         if takes and found is not None:
-            slots.take(found, span, block)
+            assert slots.take(span, block) == found
             owners[found : found + span] = [block] * span
             places.append((found, span))
         elif not takes and places:
@@ -34,8 +33,8 @@ def test_slots_are_found_exactly_when_aligned_ones_are_free_in_a_row(count: int,
 
 def test_of_the_places_that_may_become_free_the_last_used_goes_and_all_its_blocks() -> None:
     slots = SlotMap(7)
-    for slot, span, block in ((0, 1, 10), (1, 1, 11), (2, 2, 13), (4, 2, 12)):
-        slots.take(slot, span, block)
+    for slot, span, block in ((0, 1, 10), (1, 1, 11), (4, 2, 12), (2, 2, 13)):
+        assert slots.take(span, block) == slot
     assert slots.emptied_first({10: (3,), 11: (2,), 12: (1,)}, 2) == [10, 11]
     assert slots.emptied_first({10: (3,), 11: (1,), 12: (1,), 13: (1,)}, 2) == [12]
     assert slots.emptied_first({10: (3,), 12: (1,)}, 3) == []
@@ -47,20 +46,12 @@ def test_blocks_of_one_span_never_fragment(span: int, places: int, picks: list[i
     slots = SlotMap(span * places)
     taken: list[int] = []
     for block, pick in enumerate(picks):
-        found = slots.find(span)
+        found = slots.take(span, block)
         assert (found is None) == (len(taken) == places)
         if found is not None:
-            slots.take(found, span, block)
             taken.append(found)
         if pick % 2 and taken:
             slots.give(taken.pop(pick % len(taken)), span)
-
-
-def test_taking_a_taken_slot_is_an_error() -> None:
-    slots = SlotMap(4)
-    slots.take(1, 2, 0)
-    with pytest.raises(AssertionError, match="slot 2 is taken"):
-        slots.take(2, 1, 1)
 
 
 @given(st.integers(1, 12), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 23)), max_size=60))
@@ -69,23 +60,12 @@ def test_places_of_their_own_never_fragment(count: int, steps: list[tuple[int, i
     places = PlaceMap(count)
     taken: dict[int, int] = {}
     for block, (span, pick) in enumerate(steps):
-        found = places.find(span)
-        assert found is not None or places.used + span > count
-        if found is not None and places.used + span <= count:
-            assert found in places.free() and not any(at < found + span and found < at + s for at, s in taken.items())
-            places.take(found, span, block)
+        if places.used + span <= count:
+            found = places.take(span, block)
+            assert found is not None and not any(at < found + span and found < at + s for at, s in taken.items())
             taken[found] = span
         if pick % 2 and taken:
             at = sorted(taken)[pick % len(taken)]
             places.give(at, taken.pop(at))
         assert not taken.keys() & set(places.free())
         assert places.used == sum(taken.values())
-
-
-def test_taking_a_taken_place_is_an_error() -> None:
-    places = PlaceMap(6)
-    place = places.find(3)
-    assert place is not None
-    places.take(place, 3, 0)
-    with pytest.raises(AssertionError, match=f"place {place} is taken"):
-        places.take(place, 3, 1)

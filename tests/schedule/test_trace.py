@@ -63,11 +63,18 @@ def test_reaching_uses_moves_on_as_if_every_use_was_looked_at(
         assert [schedule.next_use(b) for b in range(6)] == [naive.next_use(b) for b in range(6)]
 
 
-@given(uses, st.integers(0, 20))
-def test_the_next_use_from_any_start_is_the_first_one_there(uses: list[tuple[int, ...]], start: int) -> None:
-    schedule, naive = Schedule(uses), NaiveSchedule(uses)
-    for block in range(6):
-        assert schedule.next_use(block, start) == naive.next_use_from(block, start)
+@given(uses.filter(bool), st.integers(0, 20), st.integers(0, 14))
+def test_the_furthest_use_of_what_some_uses_have_is_found_and_whose_it_is(
+    uses: list[tuple[int, ...]], start: int, more: int
+) -> None:
+    schedule, naive, end = Schedule(uses), NaiveSchedule(uses), start + min(more, len(uses) + 1)
+    again = {at: max((naive.next_use_from(b, at + 1) for b in naive.uses[at]), default=0) for at in range(start, end)}
+    found, at = schedule.furthest(start, end)
+    if any(again.values()):
+        assert found == max(again.values()) == again[at]
+        assert at == min(other for other in again if again[other] == found)
+    else:
+        assert found <= end
 
 
 @given(

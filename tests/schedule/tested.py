@@ -7,7 +7,6 @@ from hetmem.base.units import GIB, MIB, round_up
 from hetmem.schedule.blocks import (
     FIFO,
     LRU,
-    NOTHING,
     Block,
     Command,
     CopyState,
@@ -58,7 +57,6 @@ __all__ = [
     "MARGIN_SHARE",
     "MIB",
     "NEVER",
-    "NOTHING",
     "PAGE_ELEMENTS",
     "STAGED_ROLES",
     "STEP",
