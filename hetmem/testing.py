@@ -234,7 +234,7 @@ class Inside:
     def expected_peaks(self, segment: str) -> list[int]:
         """Return the most bytes beside chunks that each trace of `segment` ("forward", …) expects."""
         traces = [trace for trace in self._runtime.tracer.book.traces() if segment_name(trace.key) == segment]
-        return [trace.worst()[0] if trace.moments else 0 for trace in traces]
+        return [trace.worst[0] if trace.moments else 0 for trace in traces]
 
     def checks(self) -> bool:
         """Whether operators that meet homes are refused now, given `sanitize=True`."""

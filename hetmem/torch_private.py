@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 __all__ = [
+    "SUPPORTED_NODES",
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
     "temporarily_clear_interpreter_stack",

@@ -49,8 +49,8 @@ class DeviceRoom(ChunkLimit):
         self.ahead: dict[int, int] = {}
         """The same of those that have come, or are coming, and that no node has asked for yet."""
         self._most_non_model = 0
-        self._harmless = memory.usable_bytes - memory.device_chunk_bytes
-        """So much of anything else takes nothing of what chunks may have."""
+        self._harmless = 0
+        """So much of anything else takes nothing of what chunks may have, or of what all copies need."""
         self._left = -1
         """The bytes of homes on the device when nothing took any of that."""
         memory.device.peak_bytes()  # what the process had there before is no need of this model
@@ -124,7 +124,9 @@ class DeviceRoom(ChunkLimit):
             self._leave_device(self.refusals.room_bytes)
         known = self._tracer.known
         if self._memory.device.watched and known is not None and known.opening.non_model_bytes:
-            self.before_moment(known.opening.times(self._tracer.growth))
+            opening = known.opening.times(self._tracer.growth)
+            if self._tracer.measured or not self.is_as_left(opening):
+                self.before_moment(opening)
 
     def is_as_left(self, expected: Moment) -> bool:
         """Whether `before_moment` would find that chunks may have all that they may ever have, as they did before."""
@@ -144,8 +146,13 @@ class DeviceRoom(ChunkLimit):
         self._let_homes_go(needed)
         self.set_limit(expected.non_model_bytes if watched else self._least_room())
         self._wait_for_leaving()
+        memory, homes = self._memory, self._memory.device_home_bytes
+        chunks = memory.device_chunk_bytes
+        if self.shortage.activations is None:  # for which copies may have to leave some room
+            chunks = min(chunks, homes + self._all_slots * memory.device_pool.slot_bytes)
+        self._harmless = memory.usable_bytes - chunks
         if needed <= self._harmless and not self._tracer.measured:
-            self._left = self._memory.device_home_bytes
+            self._left = homes
 
     def gradient_sent(self) -> None:
         """A gradient has begun its way home: from here on the trace knows what else there is."""

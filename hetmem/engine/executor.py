@@ -270,6 +270,11 @@ class Executor:
         copies = [self.on_device(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True)]
         self._standing = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
 
+    @property
+    def stands(self) -> bool:
+        """Return whether copies `stand`: then all homes are on the device, and each has a copy that is in use."""
+        return bool(self._standing[1])
+
     def order_behind_standing(self) -> None:
         """Order compute behind the making of the copies that `stand`."""
         for slot in self._standing[1] if self._engine.ordered else ():

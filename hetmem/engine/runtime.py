@@ -75,8 +75,8 @@ class MarksParameters(Protocol):
     def end_step(self) -> None:
         """Mark again, where the model is whole on the device frozen parameters alone."""
 
-    def pause(self) -> None:
-        """Begin compute: none is marked."""
+    def pause(self) -> bool:
+        """Begin compute: none is marked. Return whether all were."""
 
     def resume(self) -> None:
         """End compute: mark again."""
@@ -148,8 +148,8 @@ class Runtime:
 
     def expect(self, key: Hashable) -> None:
         """Plan for the segment `key` and what usually comes after it."""
-        if not self.traffic.residency.blocks:
-            return  # nothing ever moves
+        if not self.traffic.residency.blocks or self.traffic.executor.stands:
+            return  # nothing moves
         self.traffic.execute(self.traffic.residency.expect(self.tracer.book.schedules(key)))
 
     def forget_copies(self) -> None:

@@ -32,9 +32,10 @@ from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
+_COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
 _TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
-    (_VERSION, attrgetter("version")),
+    (_VERSION, _VERSION_SEEN),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
     (attrgetter("shape"), attrgetter("shape")),
     (torch.Tensor.stride, attrgetter("stride")),
@@ -68,23 +69,24 @@ class WriteCheck:
 
     # ---- by the program, to the home ---------------------------------------------------------------------------
 
-    def notice_all(self) -> None:
-        """Honour writes to each parameter since it was last used, as a forward begins."""
+    def notice_all(self, *, seen: bool = False) -> None:
+        """Honour writes to each parameter since it was last used, as a forward begins. `seen`: all were watched up to
+        now, so that what got another `.data` is in `touched`."""
         self._traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
-        if self.unwatched:
+        unwatched, self.unwatched = self.unwatched, True  # as it is if this raises: all is looked at again
+        if unwatched:
             self.touched.update(filter(_TRAINS, self._parameters))
-        self.unwatched = False
         self._gradients_left.clear()
-        for managed in self.all_counted(self._parameters):
+        for managed in self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters):
             self._traffic.wait_for_update(managed.chunk)  # which writes to a copy in staging
             self.by_user(managed)
         self.renew_touched()
+        self.unwatched = False
 
     def renew_touched(self) -> bool:
         """Make copies of what the program may have written to anew, as a forward, a backward or a step begins. Returns
         whether there are such."""
         traffic, touched = self._traffic, [*self.touched]
-        self.touched.clear()
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
         found = {managed.chunk for managed in touched if managed.chunk.operand_block >= 0}
         for chunk in found:
@@ -96,6 +98,7 @@ class WriteCheck:
         for managed in touched:
             if managed.chunk in found and managed.chunk not in at_home:
                 self._supersede(managed)
+        self.touched = {managed for managed in touched if _is_replaced(managed)}  # `notice_all` brings that home
         return bool(touched)
 
     @staticmethod
@@ -107,6 +110,13 @@ class WriteCheck:
             return []  # as mostly
         facts = [map(ne, map(shown, tensors), map(seen, parameters)) for shown, seen in _SHOWN_AND_SEEN]
         return list(compress(parameters, map(any, zip(*facts, strict=True))))
+
+    def _counted_but_data(self) -> list[ManagedParameter]:
+        """Return what `all_counted` does, of all, where only those in `touched` can have got another `.data`."""
+        shown, seen = [*map(_COUNTED, self._parameters)], [*map(_VERSION_SEEN, self._parameters)]
+        if shown == seen and not self.touched:
+            return []
+        return [managed for managed in self._parameters if self.counted(managed)]
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as the backward that is over has left them."""

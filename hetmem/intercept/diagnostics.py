@@ -29,7 +29,7 @@ def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
             "a managed model cannot be exported or traced: do that with copy.deepcopy(model), which is an ordinary "
             "module with the same weights"
         )
-    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+    if hasattr(type(model), "set_requires_gradient_sync"):  # of its `FSDPModule`, asked before each forward
         raise ManageError(
             "torch's fully_shard has replaced the parameters of this managed model, and hetmem would train none of "
             "them: hetmem trains in one process, so leave fully_shard out and build the model again"

@@ -272,7 +272,7 @@ class Faults:
             there = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
-                written = _writes_to(func, args, kwargs) if is_in_place(func) else ()
+                written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
                 shown = [m for m in used if self._are_among([m], written) or hands_out(m, func, result)]
                 (writes.kept if computes else writes.touched).update(shown)
                 return result

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import islice, product, repeat, starmap
+from itertools import compress, product
+from operator import contains, getitem, is_, setitem
 from types import FrameType
 from typing import Any
 
@@ -91,41 +92,57 @@ class PartHooks:
     """
 
     def __init__(self, parts: Iterable[torch.nn.Module], handles: Sequence[Any]) -> None:
-        self._parts = [*map(vars, parts)]
-        self._handles = handles
-        self._off: list[tuple[Any, dict[str, Any], str, OrderedDict[int, Any], OrderedDict[int, Any]]] = []
-        """Of what was taken off: the handle, the `__dict__` of the part, the name of the dictionary of hooks, that, and
-        the empty one in its place."""
+        each = [*product(map(vars, parts), _HOOKS)]
+        self._where, self._names = [names for names, _ in each], [name for _, name in each]
+        """The `__dict__` of each part, and the name of a dictionary of hooks there."""
+        self._handles = handles[len(_HOOKS) :]
+        self._numbers = [handle.id for handle in self._handles]
+        self._empty: list[OrderedDict[int, Any]] = []
+        self._hooks: list[Any] = []
+        """What was taken off, and is replaced by what is `_empty`; nothing if nothing was."""
 
     def take_off(self) -> None:
-        """Take the hooks off every part that has no others, until `put_back`."""
-        if self._off:
+        """Take the hooks off every part that has no others, until `put_back`. Each forward that generates does, so by C
+        alone."""
+        if self._hooks:
             return
-        where = [*product(self._parts, _HOOKS)]
-        hooks = [*starmap(dict.__getitem__, where)]
-        empty: Iterator[OrderedDict[int, Any]] = map(
-            OrderedDict, repeat((), len(where))
-        )  # made by C alone, as all else that is done for each part
-        handles = islice(self._handles, len(_HOOKS), None)
-        for handle, (names, name), found, none, count in zip(handles, where, hooks, empty, map(len, hooks)):  # noqa: B905
-            if count == 1 and handle.id in found:
-                names[name] = none
-                self._off += ((handle, names, name, found, none),)
+        hooks: list[Any] = [*map(getitem, self._where, self._names)]
+        if not (set(map(len, hooks)) <= {1} and all(map(contains, hooks, self._numbers))):
+            self._leave_out([len(of) == 1 and number in of for of, number in zip(hooks, self._numbers, strict=True)])
+            hooks = [*map(getitem, self._where, self._names)]
+        self._empty = self._empty or [OrderedDict() for _ in hooks]
+        self._hooks = hooks
+        _all(map(setitem, self._where, self._names, self._empty))
+
+    def _leave_out(self, alone: list[bool]) -> None:
+        """Have nothing to do with parts that are not `alone`, now and later: they have hooks of others."""
+        lists = self._where, self._names, self._handles, self._numbers
+        self._where, self._names, self._handles, self._numbers = ([*compress(of, alone)] for of in lists)
+        self._empty = []
 
     def put_back(self) -> None:
         """Have them where they were, before those that came meanwhile."""
-        off, self._off = self._off, []
-        for handle, names, name, hooks, none in off:
-            if names[name] is none:
-                if none:  # the handles of what the program has added know this dictionary
-                    none[handle.id] = hooks[handle.id]
-                    none.move_to_end(handle.id, last=False)
-                    handle.hooks_dict_ref = weakref.ref(none)
-                else:
-                    names[name] = hooks
+        hooks, self._hooks = self._hooks, []
+        if not hooks:
+            return
+        now, changed = [*map(getitem, self._where, self._names)], any(self._empty)
+        if not changed and all(map(is_, now, self._empty)):
+            _all(map(setitem, self._where, self._names, hooks))
+            return
+        for at, (handle, names, name) in enumerate(zip(self._handles, self._where, self._names, strict=True)):
+            none = self._empty[at]
+            if names[name] is none and none:  # the handles of what the program has added know this dictionary
+                none[handle.id] = hooks[at][handle.id]
+                none.move_to_end(handle.id, last=False)
+                handle.hooks_dict_ref = weakref.ref(none)
+            elif names[name] is none:
+                names[name] = hooks[at]
+        self._empty = []
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_all: Any = deque(maxlen=0).extend
+"""Does what an iterator does."""
 
 
 class BeforeStateDict(_OfThisModule):

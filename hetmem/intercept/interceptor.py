@@ -34,14 +34,13 @@ from hetmem.intercept.faults import Faults
 from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
-from hetmem.intercept.phases import StepSegments, cast_inputs, tensors_within
+from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.intercept.watched import ParameterMarks
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
-from hetmem.torch_private import tree_leaves
 
 _GRAD_HOOKED = attrgetter("grad_hooked")
 
@@ -210,24 +209,25 @@ class Interception:
             self.last_forward = compute
             self._regions.compile_for(compiler)
         try:
-            dtype = self.runtime.memory.mixed_precision
+            dtype, leaves = self.runtime.memory.mixed_precision, leaves_of(args, kwargs)
             if compute.task < 0:
                 self._outermost.add(module)
-            if dtype is not None and module in self._outermost:
+            if dtype is not None and module in self._outermost and has_float32(leaves):
                 args, kwargs = cast_inputs(dtype, args, kwargs)
-            self._enter(compute, module, args, kwargs)
+                leaves = leaves_of(args, kwargs)
+            self._enter(compute, module, leaves, (*kwargs,))
             return compute, args, kwargs
         except BaseException:
             self.reset()
             raise
 
-    def _enter(self, compute: Compute, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, compute: Compute, module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...]) -> None:
         runtime = self.runtime
         measured, transformed = runtime.sanitize, torch_private.transform_level() is not None
         if compute.task < 0:
             if torch.is_grad_enabled():
                 runtime.turn.trainers.add(compute.thread)
-            key, size = self.segments.look_at(module, args, kwargs, transformed=transformed)
+            key, size = self.segments.look_at(module, leaves, names, transformed=transformed)
             parameters = runtime.parameters if runtime.memory.uses_copies else []
             for managed in compress(parameters, map(not_, map(_GRAD_HOOKED, parameters))):
                 self.gradients.install(managed)
@@ -237,7 +237,7 @@ class Interception:
         if measured and runtime.memory.device.watched:
             buffers = self._buffers()
             with runtime.unwatched():
-                runtime.monitor.count("inputs", chain.from_iterable(map(tensors_within, tree_leaves((args, kwargs)))))
+                runtime.monitor.count("inputs", chain.from_iterable(map(tensors_within, leaves)))
                 runtime.monitor.count("buffers", buffers() if buffers is not None else ())
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
@@ -313,14 +313,13 @@ class Interception:
     def _leave(self, compute: Compute, output: Any) -> None:
         """`compute` is over, as the call that began it is."""
         measured = compute.operators is not None
-        with self.runtime.turn.held("a forward"):
-            try:
-                if compute.task < 0:
-                    self.runtime.uses.notice_writes_to_views()
-            finally:
-                self._end(compute)
-            if compute.task < 0 and measured:
-                self.runtime.monitor.watch_backward(output)
+        try:
+            if compute.task < 0:
+                self.runtime.uses.notice_writes_to_views()
+        finally:
+            self._end(compute)
+        if compute.task < 0 and measured:
+            self.runtime.monitor.watch_backward(output)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 

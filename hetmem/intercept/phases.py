@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from hetmem.torch_private import tree_leaves, tree_map
 _FORWARDS = 32
 """Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
 calls no backward, has any number."""
-_PLAIN = {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str}
-"""Classes of inputs that hold no others."""
+_NODES = torch_private.SUPPORTED_NODES.keys()
+"""Classes of inputs that hold others, beside named tuples."""
 _HOLD_NOTHING = {type(None), bool, int, float, str, torch.dtype, torch.device}
 _MEASUREMENTS = 3
 """A backward that never came is not waited for (by measuring its forward) more often than this."""
@@ -54,16 +55,24 @@ def _held_by(value: Any) -> Iterable[Any]:
     return fields.values()
 
 
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the inputs of a forward, with those in lists, tuples and dictionaries: looked at for each token that is
+    generated."""
+    leaves: list[Any] = [*args, *kwargs.values()]
+    nested = not _NODES.isdisjoint(map(type, leaves)) or any(map(isinstance, leaves, repeat(tuple)))
+    return tree_leaves(leaves) if nested else leaves
+
+
 def signature(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, held: bool = False
+    module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, held: bool = False
 ) -> tuple[Hashable, int, int]:
     """Return what makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and
     not their shapes), the bytes of its inputs, which its memory grows with, and its tokens: the elements of the largest
-    integer input. `held`: the bytes are also those of tensors that objects among the inputs hold."""
+    integer input. `leaves` are the inputs, and `names` those of them that are given by name. `held`: the bytes are also
+    those of tensors that objects among the inputs hold."""
     kinds: list[Any] = []
     nbytes = tokens = 0
-    leaves = [*args, *kwargs.values()]  # looked at for each token that is generated
-    for leaf in leaves if _PLAIN.issuperset(map(type, leaves)) else tree_leaves((args, kwargs)):
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             kinds.append((leaf.dim(), leaf.dtype))
             count = leaf.numel()
@@ -74,8 +83,13 @@ def signature(
             kinds.append(type(leaf))
             if held:
                 nbytes += sum([each.numel() * each.itemsize for each in tensors_within(leaf)])
-    key = ("forward", id(module), module.training, torch.is_grad_enabled(), tuple(kwargs), tuple(kinds))
+    key = ("forward", id(module), module.training, torch.is_grad_enabled(), names, tuple(kinds))
     return key, nbytes, tokens
+
+
+def has_float32(leaves: list[Any]) -> bool:
+    """Return whether any of `leaves` is a tensor that `cast_inputs` casts."""
+    return any(leaf.dtype is torch.float32 for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def cast_inputs(
@@ -86,8 +100,6 @@ def cast_inputs(
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
 
-    if _PLAIN.issuperset(map(type, (*args, *kwargs.values()))):
-        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
     args, kwargs = tree_map(cast, (args, kwargs))
     return args, kwargs
 
@@ -154,17 +166,17 @@ class StepSegments:
         return len(self._pending) > 1
 
     def look_at(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, transformed: bool
+        self, module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, transformed: bool
     ) -> tuple[Hashable, int]:
-        """Look for writes of the program before a forward of `module`, and return what `begin_forward` needs.
-        `transformed`: within a transform of torch.func, whose own tensors are homes."""
+        """Look for writes of the program before a forward of `module`, and return what `begin_forward` needs; see
+        `signature`. `transformed`: within a transform of torch.func, whose own tensors are homes."""
         runtime = self._runtime
-        runtime.marks.pause()
+        seen = runtime.marks.pause()
         with runtime.unwatched():
             if transformed:
                 runtime.traffic.wait_for_updates()
-            runtime.writes.notice_all()
-            key, size, tokens = signature(module, args, kwargs, held=runtime.memory.device.watched)
+            runtime.writes.notice_all(seen=seen)
+            key, size, tokens = signature(module, leaves, names, held=runtime.memory.device.watched)
             runtime.events.feed(tokens, trains=torch.is_grad_enabled())
         return key, size
 

@@ -197,12 +197,15 @@ class ParameterMarks:
         shared = compress(watched, map(gt, now, map(_EXPECTED, watched)))
         return (managed for managed in shared if managed.numel)
 
-    def pause(self) -> None:
-        """Begin compute, which leaves copies of parameters on the device."""
+    def pause(self) -> bool:
+        """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
+        functions that set `.data` of any are known."""
+        seen = len(self._marked) == len(self._all)
         self.unmark_all()
         if self._watches:
             self._writes.touched.update(self._shared())
         self._watches, self._watched = bool(self._traffic.executor.chunk_of_block), self._all
+        return seen
 
     def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
         """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""

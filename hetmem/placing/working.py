@@ -12,9 +12,10 @@ measured: then a model goes by `intercept.leases`.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Hashable
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import attrgetter, is_, setitem
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ _VERSION, _TRAINS = attrgetter("_version"), attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _DEVICE = attrgetter("device")
 _referrers: Any = torch_private.tensor_references
+_all: Any = deque(maxlen=0).extend
+"""Does what an iterator does, for all modules, by C alone."""
 
 
 class WorkingWeights:
@@ -49,8 +52,12 @@ class WorkingWeights:
         """The views of copies that `_weights` are over, and which of them are trained."""
         self._older: list[tuple[ManagedParameter, weakref.ref[torch.Tensor]]] = []
         """Earlier ones, which a graph may still refer to."""
-        self._places: list[tuple[dict[str, Any], dict[str, Any], str, int]] = []
-        """The `__dict__` and `_parameters` of each module with a parameter, its name there, and its number."""
+        self._places: tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]] = [], [], []
+        """The `__dict__` and `_parameters` of each module with a parameter, and its name there."""
+        self._numbers: list[int] = []
+        """Those of the parameters there, in `_parameters`."""
+        self._placed: list[Any] = []
+        """The working weights for there."""
         self._versions: list[int] = []
         """Those of parameters, as far as working weights have counted them."""
         self._counted: list[int] = []
@@ -82,19 +89,17 @@ class WorkingWeights:
         """Have modules compute with them, once more if they do."""
         self._entered += 1
         if self._entered == 1:
-            weights = self._weights
-            for names, _, name, at in self._places:
-                names[name] = weights[at]
-            self._counted = [*map(_VERSION, weights)]
+            where, _, names = self._places
+            _all(map(setitem, where, names, self._placed))
+            self._counted = [*map(_VERSION, self._weights)]
 
     def end(self) -> None:
         """End `begin`, or `enter`; what was written to them goes home."""
         self._entered -= 1
         if self._entered:
             return
-        for names, _, name, _ in self._places:
-            if name in names:
-                del names[name]
+        where, _, names = self._places
+        _all(map(dict.pop, where, names, repeat(None)))
         written = [*map(_VERSION, self._weights)] != self._counted
         if written or not self.serve:
             with self._runtime.unwatched():
@@ -134,8 +139,8 @@ class WorkingWeights:
         moment, later = tracer.all_ahead(found), None if backward is None else tracer.book.get(backward)
         if moment is None or (later is None) is not (backward is None):
             return False
-        most = moment if later is None else Moment("backward", found, *later.worst()).times(tracer.growth)
-        if not (room.has_room_for(moment) and room.has_room_for(most)):
+        needed = [moment] if later is None else [moment, Moment("backward", found, *later.worst).times(tracer.growth)]
+        if not all(map(room.has_room_for, needed)):
             return False
         if not (self._blocks and room.is_as_left(moment)):
             with runtime.unwatched():
@@ -169,7 +174,7 @@ class WorkingWeights:
         """Let go of the working weights. A graph that has saved one keeps its copy for as long; one that adds to its
         gradient alone needs no memory of it."""
         self._older = [each for each in self._older if each[1]() is not None]
-        weights, self._weights, self._over = self._weights, [], []
+        weights, self._weights, self._over, self._placed = self._weights, [], [], []
         for managed, weight in zip(self._managed, weights, strict=False):
             self._older += ((managed, weakref.ref(weight)),)
             if _referrers(weight) <= 2:
@@ -190,18 +195,21 @@ class WorkingWeights:
     def _look(self) -> None:
         """Find the modules that have the parameters."""
         model, numbers = self._model(), {id(parameter): at for at, parameter in enumerate(self._parameters)}
-        self._places = [
+        found = [
             (vars(module), module._parameters, name, numbers[id(parameter)])
             for module in (() if model is None else model.modules())
             for name, parameter in module._parameters.items()
             if id(parameter) in numbers and name not in vars(module)
         ]
+        self._places = [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
+        self._numbers = [each[3] for each in found]
+        self._placed = [self._weights[at] for at in self._numbers]
 
     def _are_in_place(self) -> bool:
         """Whether the modules have the parameters where they were, so none was given others for this call."""
-        found = [of[name] if name in of else None for _, of, name, _ in self._places]  # noqa: SIM401 - without a call
-        ours = [self._parameters[at] for _, _, _, at in self._places]
-        if all(map(is_, found, ours)) and len({at for *_, at in self._places}) == len(self._parameters):
+        _, of, names = self._places
+        found, ours = map(dict.get, of, names), map(self._parameters.__getitem__, self._numbers)
+        if all(map(is_, found, ours)) and len({*self._numbers}) == len(self._parameters):
             return True
         self._look()  # for the next forward
         return False

@@ -14,7 +14,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, zip_longest
+from functools import cached_property
+from itertools import accumulate, chain, zip_longest
 from operator import is_
 
 NEVER = 1 << 62
@@ -69,7 +70,7 @@ class Moment:
         return self.own_bytes[sent] if sent < len(self.own_bytes) else max(self.own_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SegmentTrace:
     """The moments of one segment on the device, and the blocks it used in host staging, each in order. Those at the
     places `overwritten` were overwritten as a whole: what they held before was not read. `opening` is
@@ -81,14 +82,12 @@ class SegmentTrace:
     overwritten: frozenset[int] = frozenset()
     opening: Moment = Moment("begin", ())
 
+    @cached_property
     def worst(self) -> tuple[int, tuple[int]]:
         """The most non-model bytes at any moment, and the most of their own, as a `Moment` has them."""
-        most, own = self.opening.non_model_bytes, self.opening.own_bytes
-        for moment in self.moments:  # asked once in a segment: without a call for each
-            if moment.non_model_bytes > most:
-                most = moment.non_model_bytes
-            own += moment.own_bytes
-        return most, (max(own),)
+        moments = (self.opening, *self.moments)
+        own = chain.from_iterable(moment.own_bytes for moment in moments)
+        return max(moment.non_model_bytes for moment in moments), (max(own),)
 
 
 class UseSequence:

@@ -126,7 +126,7 @@ class StepTracer:
         if not self.measured and known is not None:
             if not same:
                 self._departures[key] = self._departures.get(key, 0) + 1
-                worst = known.worst()
+                worst = known.worst
                 self._moments = [Moment(m.operator, m.blocks, *worst) for m in self._moments]
             else:
                 self._moments = list(known.moments)
@@ -156,7 +156,7 @@ class StepTracer:
             expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
             self._moments.append(expected)
         else:
-            now = known.moments[at] if at < self._count else Moment(operator, blocks, *known.worst())
+            now = known.moments[at] if at < self._count else Moment(operator, blocks, *known.worst)
             expected = now if self.growth == 1.0 else now.times(self.growth)
             as_expected = expected.blocks == blocks and expected.operator == operator
             if self._follows and not (as_expected and at < self._count):
@@ -171,7 +171,7 @@ class StepTracer:
         """The segment that has just begun as one moment, which uses `blocks`; None if not all is known of it."""
         if self.known is None or not self._follows or not self._count or (self.position and not self._at_once):
             return None
-        return Moment("all at once", blocks, *self.known.worst()).times(self.growth)
+        return Moment("all at once", blocks, *self.known.worst).times(self.growth)
 
     def all_at_once(self, expected: Moment) -> None:
         """`expected`, which `all_ahead` has made, is all that happens in the segment, which is no departure."""

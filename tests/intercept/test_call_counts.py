@@ -15,8 +15,8 @@ from hetmem import testing
 from tests.forked import Forks
 
 MOST: dict[str, tuple[int, int, int]] = {
-    "whole on the device, float32": (1_960, 197, 800),
-    "whole on the device, bfloat16": (2_060, 337, 1_115),
+    "whole on the device, float32": (1_902, 197, 800),
+    "whole on the device, bfloat16": (1_882, 337, 1_015),
     "homes on the host, all copies": (9_010, 6_640, 10_290),
     "homes on the host, a third of the copies": (18_430, 13_350, 9_170),
 }
@@ -86,9 +86,9 @@ def test_a_token_of_a_model_that_is_whole_on_the_device_costs_no_call_for_its_pa
         with torch.no_grad():
             for _ in range(8):
                 assert torch.equal(managed(x), plain(x))
-            return counted(lambda: managed(x))[1] - counted(lambda: plain(x))[1]
+            return min(counted(lambda: managed(x))[1] - counted(lambda: plain(x))[1] for _ in range(3))
 
-    assert more(20) <= more(2) <= 500
+    assert more(20) <= more(2) <= 372
 
 
 def test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is() -> None:

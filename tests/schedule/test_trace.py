@@ -160,7 +160,7 @@ def test_a_newer_trace_takes_the_place_of_the_older_one() -> None:
     book.put(newer)
     assert book.get("a") is newer
     assert [trace.key for trace in book.traces()] == ["a", "b"]
-    assert (newer.worst()[0], SegmentTrace("c").worst()[0]) == (5, 0)
+    assert (newer.worst[0], SegmentTrace("c").worst[0]) == (5, 0)
 
 
 def test_what_segments_overwrite_lies_at_the_same_places_of_their_schedule() -> None:
