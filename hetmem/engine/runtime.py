@@ -115,7 +115,6 @@ class Runtime:
         """The parameters that are marked between calls of the model; set by what intercepts these."""
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
-        self.planned_optimizer: Mapping[str, str] = {}
         self.prediction: Mapping[str, object] | None = None
         """What the run's plan, if it has one, expects of it; for its report."""
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
