@@ -74,32 +74,42 @@ class WriteCheck:
         now, so that what got another `.data` is in `touched`."""
         self._traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
         unwatched, self.unwatched = self.unwatched, True  # as it is if this raises: all is looked at again
-        if unwatched:
-            self.touched.update(filter(_TRAINS, self._parameters))
         self._gradients_left.clear()
         for managed in self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters):
             self._traffic.wait_for_update(managed.chunk)  # which writes to a copy in staging
             self.by_user(managed)
-        self.renew_touched()
+        due = {managed.chunk for managed in self.touched}
+        if unwatched:
+            due.update(chunk for chunk in self._chunks if any(map(_TRAINS, chunk.parameters)))
+        self._renew(due)
+        self.touched.clear()
         self.unwatched = False
 
     def renew_touched(self) -> bool:
-        """Make copies of what the program may have written to anew, as a forward, a backward or a step begins. Returns
-        whether there are such."""
-        traffic, touched = self._traffic, [*self.touched]
+        """Make copies of what the program may have written to since the forward anew, as a backward or a step begins.
+        Returns whether there are such."""
+        touched = [*self.touched]
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
-        found = {managed.chunk for managed in touched if managed.chunk.operand_block >= 0}
-        for chunk in found:
-            traffic.wait_for_update(chunk)
-            traffic.wait_until_written([chunk.homes[Role.PARAM]])
-        at_home = [chunk for chunk in self._chunks if chunk in found and chunk.homes[Role.PARAM].tier is Tier.DEVICE]
-        if at_home:
-            traffic.executor.copy_homes_again(at_home)
-        for managed in touched:
-            if managed.chunk in found and managed.chunk not in at_home:
-                self._supersede(managed)
+        if touched:
+            self._renew({managed.chunk for managed in touched})
         self.touched = {managed for managed in touched if _is_replaced(managed)}  # `notice_all` brings that home
         return bool(touched)
+
+    def _renew(self, due: set[Chunk]) -> None:
+        """Make the copies of the chunks in `due` anew, where operators see copies."""
+        traffic = self._traffic
+        chunks = [chunk for chunk in self._chunks if chunk in due and chunk.operand_block >= 0]
+        at_home = [chunk for chunk in chunks if chunk.homes[Role.PARAM].tier is Tier.DEVICE]
+        if at_home:
+            traffic.executor.copy_homes_again(at_home)
+        for chunk in chunks if len(at_home) < len(chunks) else ():
+            if chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
+                traffic.wait_for_update(chunk)
+                if chunk.operand == Role.COMPUTE:
+                    traffic.superseded(chunk, Role.PARAM)
+                    traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # a write in flight must not come later
+                    chunk.recast()
+                traffic.superseded(chunk, chunk.operand)
 
     @staticmethod
     def all_counted(parameters: list[ManagedParameter]) -> list[ManagedParameter]:
