@@ -183,8 +183,8 @@ MUTATIONS = {
     ),
     "keep the copies of weights that the user may have written to after a step": Mutation(
         "engine/write_check.py",
-        "            self.by_user(managed)\n        self.renew_touched()\n",
-        "            self.by_user(managed)\n",
+        "        self._renew(due)\n",
+        "",
         UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
         "[bf16 with copies at home-off-all copies]",
     ),
