@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from hetmem.cpu import loops
+from hetmem.cpu.adamw import kernels_of
 from hetmem.cpu.workers import Array, Task, as_array, check_flat, one_torch_thread, tiles_of
-from hetmem.cuda.backend import backend
 from hetmem.cuda.kernels import RUN_ELEMENTS, by_halves, square_sums, torch_square_sums
 
 _LOOPED = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +48,7 @@ def square_sums_on_device(grad: torch.Tensor) -> torch.Tensor:
     """The sums of squares of runs of `grad`, flat on a GPU, there too, on its current stream; see `sums_of_tiles`."""
     sums = torch.empty(-(-grad.numel() // RUN_ELEMENTS), dtype=torch.float64, device=grad.device)
     if grad.dtype in _LOOPED:
-        square_sums(backend(), grad.detach(), sums)
+        square_sums(kernels_of(grad.device), grad.detach(), sums)
     else:
         sums.copy_(torch_square_sums(grad.detach()))
     return sums
