@@ -32,7 +32,7 @@ from hetmem.base.units import round_down
 from hetmem.cpu import loops
 from hetmem.cpu.workers import Task, as_array, check_flat, cut, one_torch_thread, runs_of, tiles_of
 from hetmem.cuda import kernels
-from hetmem.cuda.backend import backend
+from hetmem.cuda.backend import Backend, TorchBackend, backend
 
 # Vectors have at most 16 float32, and every width divides 16, so torch's kernel treats the last `numel % 16` elements
 # alike alone and within the whole: see note "tail".
@@ -249,6 +249,7 @@ def _fused(
 Flats = tuple[torch.Tensor, ...]
 """Of one parameter: itself, its gradient, the two moments and, if there is one, the 16-bit copy that gets it."""
 
+_SIMULATED = TorchBackend("the device is simulated")
 _STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
 _WIDTHS = (16, 8, 4, 2, 1)
 _TRIED = (1024, *(31,) * 16)
@@ -257,10 +258,15 @@ _SAMPLE = 1 << 16
 """In bfloat16 the two ways to round differ in one of some two thousand elements."""
 
 
+def kernels_of(device: torch.device) -> Backend:
+    """What updates on `device`."""
+    return backend() if device.type == "cuda" else _SIMULATED
+
+
 def adamw_as_on_host(updates: Iterable[tuple[AdamWStep, Flats]]) -> None:
     """Update whole parameters on a device that `equals_host`, on its current stream."""
     for step, flats in updates:
-        kernels.adamw(backend(), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
+        kernels.adamw(kernels_of(flats[0].device), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
 
 
 def equals_host(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
@@ -282,22 +288,22 @@ def _width(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | N
     # In torch a vector of 16-bit elements has twice as many as one of float32.
     widths = _WIDTHS if dtype is torch.float32 else (2 * _width(device, torch.float32, None),)
     try:
-        given = _trial(device, dtype, copy_dtype)
+        given = _trial(dtype, copy_dtype)
         return next((width for width in widths if width and _agrees(device, given, width)), 0)
     except Exception:  # no compiler, no memory: whatever it is, the host updates
         return 0
 
 
-def _trial(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """What is updated to try: ordinary elements first, then such that `device` rounds otherwise in a tail."""
+def _trial(dtype: torch.dtype, copy_dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """What is updated to try: ordinary elements first, then such that the two ways to round tell apart."""
     generator = torch.Generator().manual_seed(0)
     normal = (torch.randn(_SAMPLE, generator=generator, device="cpu").to(dtype) for _ in range(4))
     param, grad, exp_avg, exp_avg_sq = normal
     sample = [param, grad, exp_avg, exp_avg_sq.square()]
-    vectors, others = ([tensor.to(device, copy=True) for tensor in sample] for _ in range(2))
-    kernels.adamw(backend(), scalars_of(_STEP), *vectors)
-    kernels.adamw(backend(), scalars_of(_STEP), *others, tail=_SAMPLE)
-    telling = (vectors[-1].cpu() != others[-1].cpu()).nonzero().flatten()
+    vectors, others = ([tensor.clone() for tensor in sample] for _ in range(2))
+    kernels.adamw(_SIMULATED, scalars_of(_STEP), *vectors)
+    kernels.adamw(_SIMULATED, scalars_of(_STEP), *others, tail=_SAMPLE)
+    telling = (vectors[-1] != others[-1]).nonzero().flatten()
     rest = torch.arange(sum(_TRIED) - _TRIED[0], device="cpu") % telling.numel()
     chosen = torch.cat([torch.arange(_TRIED[0], device="cpu"), telling[rest]])
     copy = [] if copy_dtype is None else [torch.empty(chosen.numel(), dtype=copy_dtype, device="cpu")]
@@ -310,5 +316,5 @@ def _agrees(device: torch.device, given: list[torch.Tensor], width: int) -> bool
     parts = (zip(*(tensor.split(_TRIED) for tensor in tensors), strict=True) for tensors in (here, there))
     for on_host, on_device in zip(*parts, strict=True):
         update_by_torch(_STEP, *on_host)
-        kernels.adamw(backend(), scalars_of(_STEP), *on_device, tail=on_device[0].numel() % width)
+        kernels.adamw(kernels_of(device), scalars_of(_STEP), *on_device, tail=on_device[0].numel() % width)
     return all(torch.equal(one, other.cpu()) for one, other in zip(here, there, strict=True))

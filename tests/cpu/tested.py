@@ -29,7 +29,7 @@ from hetmem.cpu.adamw import adamw_as_on_host, equals_host, update_by_torch
 from hetmem.cpu.loops import BLOCK, RUN
 from hetmem.cpu.workers import WorkerPool, one_torch_thread
 from hetmem.cuda import kernels
-from tests.cuda.reference import torch_adamw
+from hetmem.cuda.kernels import torch_adamw
 
 __all__ = [
     "BLOCK",

@@ -51,7 +51,7 @@ class ComparedCache(Cache):
             assert self.first_missing(lookahead, found) is None
 
     def reach(self, blocks: tuple[int, ...]) -> None:
-        block = self.first_missing(self.supply.lookahead, self.held | self.supply._suspended)
+        block = self.first_missing(self.supply.lookahead, self.supply._suspended)
         if self.schedule.position < self.ask_at and block is not None:
             span, needed_at = self._blocks[block].span, scan_needed(self, block)
             assert self.slots.used + span > self.limit
