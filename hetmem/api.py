@@ -81,7 +81,7 @@ def manage(
     elements of the widest dtype; None = searched. `policy`: which copy
     gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
     memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
-    and `mixed_precision`, or the path of its file; an optimizer that takes more memory than was planned is refused,
+    and `mixed_precision`, or the path of its file; an optimizer for which the planned budget has no room is refused,
     and the report shows what was planned beside what it measured.
     `hardware`: what this machine can do, as for `hetmem.plan`: the path of a profile that `hetmem probe -o` wrote, the
     name of a shipped one, or a `HardwareProfile`; the report names it.
@@ -157,7 +157,6 @@ def _manage(
         undone.callback(engine.close)
         runtime = Runtime(memory, residency, engine, sanitize=asked.sanitize)
         runtime.hardware = profile
-        runtime.planned_optimizer = {} if planned is None else planned.optimizer
         runtime.prediction = None if planned is None else planned.prediction
         backward.watch()
         registry.watch_scalers()

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -225,22 +224,19 @@ class Declared:
         self._names = names
         self._model = _as_its_library_knows_it(model)
         self._prefix: str = getattr(self._model, "base_model_prefix", "")
-        self._renamings: list[Callable[[str], str]] = []
+        self._renamings: list[Any] = []
         self._converters: list[Any] = []
         self._order: Callable[[str], Any] = str
         if self._model is None:
             return
         try:
             from transformers import conversion_mapping, core_model_loading
-        except ImportError:  # transformers 4
-            self._renamings = _renamings_of_4(self._model)
+        except ImportError:  # before transformers 5
             return
         self._order = core_model_loading.dot_natural_key
         for transform in conversion_mapping.get_model_conversion_mapping(self._model):
-            if isinstance(transform, core_model_loading.WeightConverter):
-                self._converters.append(transform)
-            else:
-                self._renamings.append(partial(_renamed_by, transform))
+            converts = isinstance(transform, core_model_loading.WeightConverter)
+            (self._converters if converts else self._renamings).append(transform)
 
     def sort(self, sources: Mapping[str, Source]) -> tuple[dict[str, str], list[Conversion]]:
         """Return which of `sources` are which names of the model, and what has to be converted.
@@ -267,8 +263,8 @@ class Declared:
     def _renamed(self, key: str) -> tuple[str, Any, str]:
         """Return the name of the model, the converter that makes it, if any does, and the pattern of that."""
         name, pattern = key, ""
-        for rename in self._renamings:
-            name = rename(name)
+        for renaming in self._renamings:
+            name = str(renaming.rename_source_key(name)[0])
         for converter in self._converters:
             name, matched = converter.rename_source_key(name)
             if matched is not None:
@@ -316,29 +312,6 @@ def _as_its_library_knows_it(model: torch.nn.Module) -> Any:
     seen = known.__new__(known)
     seen.__dict__.update(model.__dict__)
     return seen
-
-
-def _renamed_by(transform: Any, key: str) -> str:
-    return str(transform.rename_source_key(key)[0])
-
-
-def _renamings_of_4(model: Any) -> list[Callable[[str], str]]:
-    """Return how transformers before 5, which renames only, renames tensors of `model`."""
-    mapping: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", None) or {}
-    fix: Any = getattr(model, "_fix_state_dict_key_on_load", None)
-
-    def fixed(key: str) -> str:
-        new = key if fix is None else fix(key)
-        return new if isinstance(new, str) else str(new[0])  # with whether it is another one, since 4.48
-
-    def mapped(key: str) -> str:
-        for pattern, new in mapping.items():
-            key, count = re.subn(pattern, new, key)
-            if count:
-                break
-        return key
-
-    return [fixed, mapped]
 
 
 def shown(names: Sequence[str]) -> str:

@@ -313,6 +313,7 @@ class WholeGroup:
     def __init__(self, runtime: Runtime, managed: list[ManagedParameter], roles: tuple[Role, ...]) -> None:
         self.runtime, self._managed = runtime, managed
         self.parameters = [each.parameter for each in managed]
+        self.largest_bytes = max(map(_NBYTES, self.parameters), default=0)
         self._names = [role.name for role in roles]
         self._dtypes = [each.chunk.dtype for each in managed]
         self._strides = [each.stride for each in managed]

@@ -156,7 +156,7 @@ class OffloadedOptimizer(Optimizer):
                 self._step_all()
             finally:
                 for interception in self._steppers:  # what trails may be another optimizer's
-                    interception.segments.rest()
+                    interception.segments.end_step()
 
     @contextmanager
     def _turns(self, what: str) -> Iterator[None]:
@@ -195,7 +195,7 @@ class OffloadedOptimizer(Optimizer):
         """Carry updates of groups out, those with the largest parameters first: if one lacks room, it is the first."""
         made: list[tuple[Stepper, WholeUpdate]] = []
         try:
-            for stepper, update in sorted(whole, key=lambda one: -max(param.nbytes for param in one[1].params)):
+            for stepper, update in sorted(whole, key=lambda one: -one[1].of.largest_bytes):
                 update.carry_out(self.rule, grad_scale)
                 made.append((stepper, update))
         except BaseException:

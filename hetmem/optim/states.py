@@ -322,9 +322,8 @@ def reserve_homes(
 ) -> None:
     """Have homes for gradients of the chunks in `kept`, and for the states there.
 
-    Raises `BudgetError` where they have no room, and `ManageError` where the model's plan is for another optimizer.
+    Raises `BudgetError` where they have no room.
     """
-    check_planned(interception.runtime.planned_optimizer, optimizer.gradients, optimizer.overlap)
     memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
     streamed = optimizer.gradients is Gradients.STREAMED
     lends = memory.uses_copies and streamed and not memory.resident
@@ -353,18 +352,6 @@ def reserve_homes(
         if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
             raise stays_on_device(memory, name)
         traffic.ensure_homes(memory.staying, (Role.GRAD,))
-
-
-def check_planned(planned: Mapping[str, str], gradients: Gradients, overlap: Overlap) -> None:
-    """Raises `ManageError` where visible gradients would take memory that the model's plan has given to other things.
-    What is faster or slower than `planned`, in no more memory, is the user's to choose."""
-    if planned.get("gradients") == Gradients.STREAMED and gradients is Gradients.VISIBLE:
-        said = ", ".join(f"{name}={value!r}" for name, value in planned.items())
-        raise ManageError(
-            f"the model's plan is for an optimizer with {said}, got overlap={overlap.value!r}, "
-            f"gradients={gradients.value!r}, which keeps the gradients of all parameters at home: make it as planned, "
-            f"or plan again with gradients='visible'"
-        )
 
 
 def saves_nothing(chunks: int) -> None:

@@ -16,6 +16,7 @@ from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
 from hetmem.planner.search import Judged, arranged, first_that_fits, has_room, judged, search
 from hetmem.planner.workload import Setting, Updating, Workload
+from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import PAGE_BYTES, WORTH, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 
@@ -210,14 +211,19 @@ def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | N
     that already."""
     best, workload, how = decision.candidate, decision.workload, decision.asked.updating
     asked = replace(decision.asked, chunk_bytes=None) if best is None else best.setting
-    ways = [how] if how.overlapped or not workload.trainable else [how, replace(how, overlapped=True)]
+    ways = [how]
     if asked.micro_batches == 1 and workload.trainable and (best is None or best.result.bytes["nvme_read"]):
         ways.append(replace(how, overlapped=True, streamed_gradients=True))
+    if workload.trainable and not how.overlapped:
+        ways.append(replace(how, overlapped=True))
     limit = math.inf if best is None else WORTH * best.result.seconds
+    busiest = 0.0 if best is None else max(best.result.terms[link.value] for link in Link)
     found = None
     for (made, within), updating in product(((workload, None), *others), ways):
         if made is workload and updating == how:
             continue
+        if made is workload and limit < busiest and not updating.streamed_gradients:
+            continue  # what was found with streamed ones is shorter than to move these gradients
         setting = replace(asked, capacities=within or asked.capacities, updating=updating)
         candidate = _quicker(made, setting, limit)
         if candidate is not None:

@@ -107,6 +107,9 @@ class KnownValues:
     def __init__(self) -> None:
         self._of: Any = WeakIdKeyDictionary()
 
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
     def __contains__(self, tensor: Any) -> bool:
         return tensor in self._of
 

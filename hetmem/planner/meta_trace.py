@@ -434,13 +434,16 @@ class _OperatorResults(TorchDispatchMode):
     ) -> Any:
         if self._tracer.paused:
             return func(*args, **(kwargs or {}))
-        results = self._tracer.results
+        results, operator = self._tracer.results, operator_of(func)
+        if operator.only_views and not results.values:  # two of five operators: they make nothing and cost nothing
+            results.last = func
+            return func(*args, **(kwargs or {}))
         if func is _ITEM and args[0] in results.values:
             return results.values.item(args[0])
         result, cost = results.of(func, args, kwargs or {})
         results.values.learn_result(func, args, kwargs or {}, result)
         made = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
-        self._tracer.count(made, operator_of(func).name)
+        self._tracer.count(made, operator.name)
         if cost is not None:
             self._tracer.worked(cost)
         return result

@@ -68,10 +68,10 @@ class Arrangement:
     def __hash__(self) -> int:
         return hash((self.numels, self.set_aside, len(self.lent), self.spilled_bytes))  # homes are dicts
 
-    def as_rehearsed(self) -> Arrangement:
-        """The same without what no step depends on: two budgets often differ in nothing else."""
+    def as_rehearsed(self, left: Room) -> Arrangement:
+        """The same with this `left`, and without what no step depends on: two budgets often differ in nothing else."""
         ground = replace(self.ground, host_bytes=0, missing_bytes=0, state_bytes=0, whole_bytes=0, copied=frozenset())
-        return replace(self, ground=ground, left=self.left if self.lent else Room(0, 0))
+        return replace(self, ground=ground, left=left)
 
     def role_bytes(self, chunk: int, role: str) -> int:
         """Bytes of `role` of `chunk` that move."""

@@ -19,7 +19,7 @@ from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import Setting, StepResult, Workload
 from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
-from hetmem.schedule.placement import WORTH, Capacities, NoRoom
+from hetmem.schedule.placement import WORTH, Capacities, NoRoom, Room
 from hetmem.schedule.trace import Tier
 
 MAXIMUM_SLOTS = 8192
@@ -76,7 +76,9 @@ def judge(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged:
     simulated = _coarser(workload, setting, arrangement)
     check_device(workload, simulated, setting.capacities)
     seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
-    result = _rehearsed(workload, simulated.as_rehearsed(), seen, steps)
+    result = _rehearsed(workload, simulated.as_rehearsed(Room(0, 0)), seen, steps)
+    if simulated.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:
+        result = _rehearsed(workload, simulated.as_rehearsed(simulated.left), seen, steps)  # gradients ask for homes
     if isinstance(result, NoRoom):
         raise result.with_traceback(None)
     return Judged(setting, arrangement, result)

@@ -64,7 +64,6 @@ class Cache:
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
         self.loading = 0
-        self.held: set[int] = set()  # blocks that nothing prefetches for now
         self.writing: dict[int, Copy] = {}
         self._blocks, self._policy, self._by_next_use = blocks, policy, type(policy) is NextUse
         self._nearer = nearer
@@ -228,8 +227,8 @@ class Cache:
 
     def missing(self, lookahead: int) -> Iterator[int]:
         """Yield the blocks that the next `lookahead` uses read and that have no copy on this tier, in order. What one
-        of these uses overwrites first is none of them, nor is one that is `held`."""
-        schedule, copies, held = self.schedule, self.copies, self.held
+        of these uses overwrites first is none of them."""
+        schedule, copies = self.schedule, self.copies
         start, end = schedule.position, schedule.horizon(lookahead)
         if start < self.complete:
             start = self.complete
@@ -245,7 +244,7 @@ class Cache:
                     complete, self.complete = False, at
                 if schedule.overwrites and not schedule.reads(at):
                     comes_by_itself.add(block)
-                elif block not in comes_by_itself and block not in held:
+                elif block not in comes_by_itself:
                     yield block
             if self.complete == at:  # nothing had to go that is used sooner
                 complete = all(map(copies.__contains__, blocks))

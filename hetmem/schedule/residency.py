@@ -63,7 +63,7 @@ class Residency:
         self.reach_on_device = self._device.reach
         """`reach` on the device, where weights are used."""
         self.blocks, self.counts, self.add = self._ledger.blocks, self._ledger.counts, self._ledger.add
-        self.suspend, self.hold, self.lift = self._supply.suspend, self._supply.hold, self._supply.lift
+        self.suspend = self._supply.suspend
         """Events that give no commands: see `Supply`."""
 
     # ---- facts -------------------------------------------------------------------------------------------------

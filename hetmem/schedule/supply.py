@@ -6,7 +6,7 @@ answer to a command changes, is not its business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Command, Copy
@@ -36,9 +36,8 @@ class Supply:
         self.waiting: list[tuple[Tier, int]] = []
         """Requests, the oldest first."""
         self._suspended: set[int] = set()
-        self._held: set[int] = set()
         for cache in self._caches:
-            cache.held, cache.most_ahead = self._held, at_once[cache.tier]
+            cache.most_ahead = at_once[cache.tier]
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -71,19 +70,6 @@ class Supply:
         """`block` may come to the device again."""
         self._suspended.discard(block)
         self._caches[DEVICE].too_soon = 0
-
-    def hold(self, block: int) -> None:
-        """The home of `block` may be written to by the user: until `lift` it is fetched where it is asked for, and not
-        prefetched."""
-        self._held.add(block)
-
-    def lift(self, blocks: Iterable[int | None] | None = None) -> None:
-        """Only the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they may be
-        prefetched."""
-        lifted = self._held.intersection(self._held if blocks is None else blocks)
-        if lifted:
-            self._held -= lifted
-            self._caches[DEVICE].too_soon = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
@@ -198,7 +184,7 @@ class Supply:
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
         cache = self._caches[tier]
-        if not self.waiting and block not in cache.copies and block not in self._held:
+        if not self.waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # it is renewed, for whenever it is used
             cache.too_soon = 0  # what is missing next may be needed sooner
@@ -248,7 +234,7 @@ class Supply:
         return device.unfed(staging.copies, self._is_fed) if device.fed_ahead else None
 
     def _is_fed(self, block: int) -> bool:
-        return self._blocks[block].home is NVME and block not in self._suspended and block not in self._held
+        return self._blocks[block].home is NVME and block not in self._suspended
 
     # ---- room --------------------------------------------------------------------------------------------------
 

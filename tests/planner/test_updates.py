@@ -16,6 +16,8 @@ from tests.planner.tested import (
     MIB,
     Capacities,
     CopyState,
+    Judged,
+    NoRoom,
     Rate,
     Rehearsal,
     Setting,
@@ -30,6 +32,7 @@ from tests.planner.tested import (
     arrange,
     judge,
     rehearse,
+    search,
 )
 from tests.schedule.invariants import check_invariants
 
@@ -175,7 +178,6 @@ def test_an_update_goes_on_wherever_the_thread_takes_note_of_what_has_ended() ->
 
 def test_nothing_fetches_what_is_being_updated_and_its_copy_comes_back_afterwards() -> None:
     simulated = traffic(2, [HOST] * 2)
-    simulated.own.add(0)  # else users may write to it behind its update: see below
     use(simulated, 0, 0.0)
     made = updates(simulated, cores=1)
     made.add(update(5.0, operand=0))
@@ -186,19 +188,6 @@ def test_nothing_fetches_what_is_being_updated_and_its_copy_comes_back_afterward
     assert simulated.residency.state(0, DEVICE) is CopyState.LOADING
     simulated.drain()
     assert simulated.now == 1.0 + 5.0 + 1.0
-
-
-def test_what_users_may_write_to_is_not_prefetched_from_its_update_to_the_next_forward() -> None:
-    simulated = traffic(2, [HOST] * 2)
-    use(simulated, 0, 0.0)
-    made = updates(simulated, cores=1)
-    made.add(update(5.0, operand=0))
-    made.finish()
-    simulated.execute(simulated.residency.prefetch(0, DEVICE))
-    assert simulated.residency.state(0, DEVICE) is None
-    simulated.outdate([0])
-    simulated.execute(simulated.residency.prefetch(0, DEVICE))
-    assert simulated.residency.state(0, DEVICE) is CopyState.LOADING
 
 
 def test_a_use_of_what_is_being_updated_waits_for_that() -> None:
@@ -361,3 +350,29 @@ def test_steps_with_updates_that_trail_are_taken_in_the_mean(
     how = Updating(overlapped=True, trails=trails)
     result = rehearse(workload(), arrangement, Setting(ON_NVME, None, hardware=SLOW, updating=how))
     assert (result.bytes["nvme_write"], result.stall_seconds, result.seconds) == (expected, expected, 1e3 * expected)
+
+
+def test_two_budgets_differ_where_gradients_take_what_homes_leave_and_are_rehearsed_once_where_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, seen = search.rehearse, list[int]()
+
+    def counted(*of: Any) -> StepResult:
+        seen.append(1)
+        return real(*of)
+
+    monkeypatch.setattr(search, "rehearse", counted)
+    how = Updating(overlapped=True, streamed_gradients=True)
+
+    def with_room(host: int, nvme: int) -> Judged | NoRoom:
+        room = Capacities(20 * MIB, host * MIB, nvme * MIB, 8 * MIB)
+        return search.judged(workload(8), Setting(room, MIB, hardware=SLOW, updating=how))
+
+    found = [with_room(12, nvme) for nvme in (20, 24)]  # where none can be lent a home
+    assert isinstance(found[0], NoRoom) and found[0].tier is Tier.NVME
+    assert isinstance(found[1], Judged) and found[1].result.new_bytes == {"nvme": 8 * MIB}
+    seen.clear()
+    found = [with_room(14, nvme) for nvme in (20, 24)]
+    assert isinstance(found[0], Judged) and isinstance(found[1], Judged)
+    assert found[0].result is found[1].result
+    assert len(seen) == 1
