@@ -177,7 +177,7 @@ class Interception:
         return not modes and compute.compiler is None and self._regions.compiler is None
 
     def _is_interpreted(self, compute: Compute, module: torch.nn.Module) -> bool:
-        """Whether nothing compiles `compute`, which begins with `module`, or a part; a mode of operators would stop it."""
+        """Whether nothing compiles `compute`, begun with `module`, or a part, which a mode of operators prevents."""
         asked = compute.compiler is not None or self._regions.compiler is not None or self._regions.any_asked
         return not (asked or any(map(compiles_itself, module.modules())))
 
