@@ -10,8 +10,8 @@ about use: above what it was when the view was made, it is in use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ class Bindings:
         self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
         """Parameters that rest in a backward: see `end_rest`."""
+        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
+        """See `DeviceMonitor.unwatched`."""
         self._layouts: dict[Chunk, int] = {}
         self._numbers: dict[Any, int] = {}
         """Of layouts of parameters in a chunk: chunks of one layout take turns with the same views of a slot."""
@@ -72,54 +74,44 @@ class Bindings:
             return None
 
     def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Make the views of all parameters of `chunk`, whose copy is in device slot `slot`, that are not kept there."""
-        if self.reopen_device(chunk, pool, slot):
-            return
-        for managed in chunk.parameters:
-            if managed.device is None:
-                view = managed.shaped(pool.flat(slot, chunk.compute_dtype, managed.numel, managed.offset))
-                storage = view.untyped_storage()
-                managed.device_storage, managed.device_address = storage._cdata, storage.data_ptr()
-                del storage  # which counts; that it was asked for once does, too
-                managed.device, managed.device_references = view, references(managed.device_storage)
-                if managed.numel:
-                    self.by_address[managed.device_address] = self.by_storage[managed.device_storage] = managed
-
-    def reopen_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> bool:
-        """Take the views that are kept of `slot`, which asks nothing of torch. Return whether there are those of all
-        parameters of `chunk`."""
+        """Have the views of all parameters of `chunk`, whose copy is in device slot `slot`: those kept there, or new
+        ones."""
         layout = self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)
-        if slot not in pool.views or layout not in pool.views[slot]:
-            return False
-        views = pool.views[slot].pop(layout)
-        complete = True
-        for managed, view in zip(chunk.parameters, views, strict=True):
-            if managed.device is None and view is not None:
+        known: Any = pool.views[slot].pop(layout, ()) if slot in pool.views else ()
+        for at, managed in enumerate(chunk.parameters):
+            if managed.device is None:
+                view = known[at] if known and known[at] is not None else self._view(managed, pool, slot)
                 managed.device, managed.device_view, storage, address, managed.device_references = view
                 managed.device_storage, managed.device_address = storage, address
                 if managed.numel:
                     self.by_address[address] = self.by_storage[storage] = managed
-            complete = complete and managed.device is not None
-        return complete
+
+    def _view(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> tuple[torch.Tensor, None, int, int, int]:
+        with self.unwatched():
+            flat = pool.flat(slot, managed.chunk.compute_dtype, managed.numel, managed.offset)
+            view = managed.shaped(flat)
+            del flat
+            storage = view.untyped_storage()
+            handle, address = storage._cdata, storage.data_ptr()
+            del storage  # which counts; that it was asked for once does, too
+        return view, None, handle, address, references(handle)
 
     def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
         """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of
         torch, so those that no program holds are kept for the next chunk of this layout, as long as `slot` has its
         memory."""
-        views: list[Any] = []
-        for managed in chunk.parameters:
+        views: list[Any] = [None] * len(chunk.parameters)
+        for at, managed in enumerate(chunk.parameters):
             view, made = managed.device, managed.device_view
             if view is None:
-                views.append(None)
                 continue
             storage, address, count = managed.device_storage, managed.device_address, managed.device_references
             managed.device = managed.device_view = None
             if managed.numel:
                 del self.by_address[address], self.by_storage[storage]
                 if references(storage) > count or view.data_ptr() != address:
-                    views.append(None)
                     continue
-            views.append((view, made, storage, address, count))
+            views[at] = view, made, storage, address, count
         if slot in pool.views:
             pool.views[slot][self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)] = views
 

@@ -200,9 +200,7 @@ class Uses:
         for managed in used:
             if managed.device is None:
                 slot = self._traffic.residency.place(managed.chunk.operand_block, DEVICE)
-                if not self._bindings.reopen_device(managed.chunk, self._memory.device_pool, slot):
-                    with self._unwatched():
-                        self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
+                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """One more use of each of `blocks`, those of `used`; none if this raises."""

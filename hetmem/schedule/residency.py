@@ -252,10 +252,10 @@ class Residency:
     def release_all(self, uses: Mapping[int, int]) -> list[Command]:
         """`release` of each block on the device; what follows is asked for once."""
         cache, commands = self._device, list[Command]()
-        for block, count in uses.items():
-            if block not in cache.copies or (copy := cache.copies[block]).uses - count < copy.waiting:
+        for block in uses:
+            if block not in cache.copies or (copy := cache.copies[block]).uses - uses[block] < copy.waiting:
                 raise self._ledger.illegal(block, DEVICE, "release")
-            copy.uses = left = copy.uses - count
+            copy.uses = left = copy.uses - uses[block]
             if not left:
                 if copy.last_use < cache.asked_at:
                     cache.ask_at = 0
