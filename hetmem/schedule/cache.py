@@ -76,8 +76,10 @@ class Cache:
         self.ask_at = 0
         """Nothing is to be fetched ahead before the schedule comes to this use. What changes what is missing, or what
         there is room for, and is no use that the schedule expects, sets it to 0: so does the end of one that had begun
-        before `asked_at`, the tick at which it was found."""
+        before the tick `asked_at`."""
         self.asked_at = 0
+        self.is_known = True
+        """Whether the schedule has the use just reached."""
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None:
@@ -168,7 +170,9 @@ class Cache:
         passed, first = schedule.unmet, schedule.position
         if passed:
             self._change(passed)
-        if not schedule.reach(blocks):
+        self.is_known = schedule.reach(blocks)
+        if not self.is_known:
+            self.ask_at = 0
             return
         last = schedule.position
         if last == first + 1:
@@ -300,8 +304,8 @@ class Cache:
         if least <= needed_at:
             least = needed_at + 1
         victims = self._victims(span, spared, least, arrived=True)
-        if not victims:
-            self.ask_at = self.schedule.first_with(least, *before) + 2
+        if not victims and needed_at <= self.complete:  # nothing that is needed sooner is missing
+            self.ask_at = min(self.schedule.first_with(least, *before) + 2, needed_at + 1)
         return victims
 
     def excess(self) -> list[int]:

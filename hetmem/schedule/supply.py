@@ -164,7 +164,7 @@ class Supply:
                 break
         else:
             cache.ask_at = cache.complete - self.lookahead + 1
-        cache.asked_at = self._ledger.tick
+        cache.asked_at = self._ledger.tick + (not cache.is_known)  # the end of a use that is not known, too
         if staging.slots.count:  # which goes by when reads end
             cache.ask_at = 0
 

@@ -20,6 +20,9 @@ orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 class Program:
     """Uses of weights one after the other; how many transfers end meanwhile, and which, is what `ends` says."""
 
+    forgets = False
+    """What is missing, and that there is no room for it, is found anew at each event."""
+
     def __init__(self, slots: int, lookahead: int, at_once: int, spans: list[int], ends: list[int]) -> None:
         self.residency = Residency({DEVICE: slots}, lookahead=lookahead, in_flight=at_once)
         for number, span in enumerate(spans):
@@ -29,6 +32,9 @@ class Program:
         self.ends, self.turn = ends, 0
 
     def issue(self, commands: list[Command]) -> None:
+        if self.forgets:
+            for cache in self.residency._caches:
+                cache.ask_at = cache.complete = 0
         self.issued += commands
         self.in_flight += [command for command in commands if not isinstance(command, Drop)]
 
@@ -42,9 +48,13 @@ class Program:
         for _ in range(min(len(self.in_flight), self.ends[self.turn % len(self.ends)] % 4)):
             self.end_one()
 
-    def run(self, used: list[tuple[int, ...]], updated: set[int]) -> list[Command]:
-        residency = self.residency
+    def run(self, used: list[tuple[int, ...]], updated: set[int], kept: frozenset[int] = frozenset()) -> list[Command]:
+        """Those of the uses `kept` go on for three more."""
+        residency, longer = self.residency, list[tuple[int, list[int]]]()
         for at, blocks in enumerate(used):
+            while longer and longer[0][0] <= at:
+                for block in longer.pop(0)[1]:
+                    self.issue(residency.release(block, DEVICE))
             residency.reach(blocks, DEVICE)
             taken = []
             for block in blocks:
@@ -56,11 +66,16 @@ class Program:
                     taken.append(block)
                 else:
                     residency.withdraw(block, DEVICE)
-            for block in taken:
+            if at in kept:
+                longer.append((at + 4, taken))
+            for block in taken if at not in kept else ():
                 self.end_some()
                 self.issue(residency.release(block, DEVICE))
-            if at in updated:
+            if at in updated and not residency.uses(blocks[0], DEVICE):
                 self.update(blocks[0])
+        for _, taken in longer:
+            for block in taken:
+                self.issue(residency.release(block, DEVICE))
         return self.issued
 
     def update(self, block: int) -> None:
@@ -102,4 +117,38 @@ def test_in_whatever_order_transfers_end_the_same_copies_are_fetched_and_evicted
         program.run(expected, updated)
         program.run(others, updated)  # it leaves its trace
         issued.append(program.run(expected, set()))
+    assert issued[0] == issued[1]
+
+
+@settings(max_examples=100)
+@given(
+    expected=uses.filter(lambda found: len(found) > 4),
+    others=uses,
+    spans=st.lists(st.sampled_from([1, 1, 1, 2]), min_size=BLOCKS, max_size=BLOCKS),
+    slots=st.integers(2, 5),
+    lookahead=st.integers(2, 8),
+    at_once=st.integers(1, 4),
+    updated=st.sets(st.integers(0, 14), max_size=3),
+    kept=st.frozensets(st.integers(0, 14), max_size=2),
+)
+def test_what_is_remembered_of_what_could_not_be_fetched_changes_no_decision(
+    expected: list[tuple[int, ...]],
+    others: list[tuple[int, ...]],
+    spans: list[int],
+    slots: int,
+    lookahead: int,
+    at_once: int,
+    updated: set[int],
+    kept: frozenset[int],
+) -> None:
+    issued = []
+    for forgets in (True, False):
+        program = Program(slots, lookahead, at_once, spans, [1])
+        program.forgets = forgets
+        program.issue(program.residency.expect({DEVICE: Schedule(expected)}))
+        program.run(expected + expected, updated, kept)
+        program.issue(program.residency.limit(DEVICE, max(2, slots - 1)))
+        program.run(others + expected, updated)
+        program.issue(program.residency.limit(DEVICE, slots))
+        issued.append(program.run(expected, set(), kept))
     assert issued[0] == issued[1]
