@@ -9,7 +9,7 @@ from hetmem.cpu.adamw import (
     kernel_name,
     prepare_adamw,
 )
-from hetmem.cpu.norm import compare_tasks, square_sum_tasks, square_sums_on_device, sums_of_tiles, total
+from hetmem.cpu.norm import square_sum_tasks, square_sums_on_device, sums_of_tiles, total
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "adamw_compact_tasks",
     "adamw_on_device",
     "adamw_tasks",
-    "compare_tasks",
     "kernel_name",
     "prepare_adamw",
     "square_sum_tasks",

@@ -125,17 +125,6 @@ def adamw_8_bit(
                 c[i] = _narrow(_widen(p[i]), c[i])
 
 
-# ---- Copies ----
-
-
-def compare(values: Any, copy: Any) -> Any:
-    """Not 0 if an element of `copy` is not what that of `values`, a float32, is rounded to."""
-    found = np.uint32(0)
-    for i in range(values.size):
-        found |= np.uint32(_narrow(values[i], copy[i]) ^ copy[i])
-    return found
-
-
 # ---- The norm ----
 
 
