@@ -20,7 +20,7 @@ from hetmem.base.units import MIB, format_size
 from hetmem.cpu import kernel_name
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
-from hetmem.memory.mapping import free_host_bytes
+from hetmem.memory.host_memory import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
 _LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
