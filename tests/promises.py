@@ -51,8 +51,8 @@ PROMISES: dict[str, Mutation | str] = {
     "between a step and the next forward": "keep the copies of weights that the user may have written to after a step",
     "before the first forward": Mutation(
         "engine/write_check.py",
-        "self.touched: set[ManagedParameter] = {*parameters}",
-        "self.touched: set[ManagedParameter] = set()",
+        "        self._renew(due)\n",
+        "",
         "tests/engine/test_user_writes.py::"
         "test_writes_before_the_first_forward_and_without_an_optimizer_count[bf16-host]",
     ),
