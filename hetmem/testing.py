@@ -277,8 +277,7 @@ class Inside:
         self._runtime.statistics.non_model_peak_bytes = 0
 
     def prefetch(self, chunk: int, tier: str, role: str = "param") -> None:
-        """Begin to fetch `role` of `chunk` to `tier`, if there is room, also where a step holds it back."""
-        self._traffic.residency.lift()
+        """Begin to fetch `role` of `chunk` to `tier`, if there is room."""
         block = self._runtime.chunks[chunk].homes[_role(role)].block
         assert block is not None
         self._traffic.execute(self._traffic.residency.prefetch(block, Tier[tier.upper()]))

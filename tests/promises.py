@@ -49,30 +49,18 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     # ---- What a program writes to weights
     "between a step and the next forward": "keep the copies of weights that the user may have written to after a step",
-    "an average swapped in and out": Mutation(
-        "engine/write_check.py",
-        "stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(",
-        "stepped or bool(",
-        UNSEEN + "test_an_average_that_is_swapped_in_for_an_evaluation_is_swapped_out_again[fp32-all copies]",
-    ),
-    "a step by hand": Mutation(
-        "engine/write_check.py",
-        " or bool(self.edited_gradients())",
-        "",
-        UNSEEN + "test_a_step_by_hand_of_a_few_rows_reaches_the_next_forward[all copies]",
-    ),
     "before the first forward": Mutation(
         "engine/write_check.py",
-        "        if begun is not None and begun():\n            return []\n",
-        "        return []\n",
+        "        self._renew(due)\n",
+        "",
         "tests/engine/test_user_writes.py::"
         "test_writes_before_the_first_forward_and_without_an_optimizer_count[bf16-host]",
     ),
     "between other forwards": "forget to look again at what a disk was reading",
     "that count none (`p.data.mul_()`, NumPy, also through memory that was kept)": Mutation(
-        "engine/write_check.py",
-        "        due.update(managed.chunk for managed in self.touched)\n",
-        "",
+        "intercept/watched.py",
+        "return (managed for managed in shared if managed.numel)",
+        "return iter(())",
         UNSEEN + "test_single_elements_of_frozen_weights_that_are_written_reach_the_next_forward[bf16-all copies]",
     ),
     "between a forward and its backward": Mutation(
@@ -82,9 +70,9 @@ PROMISES: dict[str, Mutation | str] = {
         WITHIN + "test_a_weight_changed_between_forward_and_backward_is_an_error_as_in_torch[bf16-nvme]",
     ),
     "the backward, the step and the next forward have it": Mutation(
-        "engine/write_check.py",
-        "        touched = [*self.touched]\n",
-        "        touched = []\n",
+        "engine/runtime.py",
+        "            if self.writes.renew_touched():\n",
+        "            if False:\n",
         "tests/engine/test_never_silent.py::"
         "test_a_program_gives_the_bits_of_torch_or_one_error_in_each_run[before_the_backward-off-all copies-None]",
         costly=True,

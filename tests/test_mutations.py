@@ -181,18 +181,11 @@ MUTATIONS = {
         "            pass\n",
         COPIES + "test_what_another_optimizer_writes_is_in_the_copies[host]",
     ),
-    "look at no 16-bit copy at home for writes that count no version": Mutation(
-        "engine/write_check.py",
-        "        if begun is not None and begun():\n            return []\n",
-        "        return []\n",
-        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
-        "[bf16 with copies at home-off-all copies]",
-    ),
     "keep the copies of weights that the user may have written to after a step": Mutation(
         "engine/write_check.py",
-        "                traffic.outdate(chunk)\n",
-        "                pass\n",
-        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward[fp32-off-nvme]",
+        "        self._renew(due)\n",
+        "",
+        UNSEEN + "test_after_a_step_of_others_they_do_so_too[off-all copies]",
     ),
     "add to no gradient that a step has used up, and say nothing": Mutation(
         "engine/gradients.py",

@@ -1,8 +1,15 @@
 """The optimizer's passes over host memory, each as tasks over tiles: AdamW, AdamW on smaller states, and the norm."""
 
-from hetmem.cpu.adamw import AdamWStep, adamw_on_device, adamw_tasks, kernel_name, prepare_adamw
-from hetmem.cpu.compact import GROUP_ELEMENTS, adamw_compact_tasks
-from hetmem.cpu.norm import compare_tasks, square_sum_tasks, square_sums_on_device, sums_of_tiles, total
+from hetmem.cpu.adamw import (
+    GROUP_ELEMENTS,
+    AdamWStep,
+    adamw_compact_tasks,
+    adamw_on_device,
+    adamw_tasks,
+    kernel_name,
+    prepare_adamw,
+)
+from hetmem.cpu.norm import square_sum_tasks, square_sums_on_device, sums_of_tiles, total
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
 __all__ = [
@@ -13,7 +20,6 @@ __all__ = [
     "adamw_compact_tasks",
     "adamw_on_device",
     "adamw_tasks",
-    "compare_tasks",
     "kernel_name",
     "prepare_adamw",
     "square_sum_tasks",

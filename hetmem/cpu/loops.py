@@ -62,7 +62,7 @@ def adamw(scalars: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, co
             copy[i] = _narrow(p, copy[i])
 
 
-# ---- AdamW on smaller states, rounded by chance: see `hetmem.cpu.compact`. ----
+# ---- AdamW on smaller states, rounded by chance: see note "chance" of `hetmem.cpu.adamw`. ----
 
 
 def adamw_compact(
@@ -123,17 +123,6 @@ def adamw_8_bit(
             c = copy[here]
             for i in range(p.size):
                 c[i] = _narrow(_widen(p[i]), c[i])
-
-
-# ---- Copies ----
-
-
-def compare(values: Any, copy: Any) -> Any:
-    """Not 0 if an element of `copy` is not what that of `values`, a float32, is rounded to."""
-    found = np.uint32(0)
-    for i in range(values.size):
-        found |= np.uint32(_narrow(values[i], copy[i]) ^ copy[i])
-    return found
 
 
 # ---- The norm ----

@@ -1,4 +1,4 @@
-"""Passes that only read: the sum of squares of gradients, and whether 16-bit copies are those of their weights.
+"""The pass that sums up the squares of gradients.
 
 It knows flat tensors and tasks; it must not know what the results are for.
 
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from hetmem.cpu import loops
+from hetmem.cpu.adamw import kernels_of
 from hetmem.cpu.workers import Array, Task, as_array, check_flat, one_torch_thread, tiles_of
-from hetmem.cuda.backend import backend
 from hetmem.cuda.kernels import RUN_ELEMENTS, by_halves, square_sums, torch_square_sums
 
 _LOOPED = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,7 +48,7 @@ def square_sums_on_device(grad: torch.Tensor) -> torch.Tensor:
     """The sums of squares of runs of `grad`, flat on a GPU, there too, on its current stream; see `sums_of_tiles`."""
     sums = torch.empty(-(-grad.numel() // RUN_ELEMENTS), dtype=torch.float64, device=grad.device)
     if grad.dtype in _LOOPED:
-        square_sums(backend(), grad.detach(), sums)
+        square_sums(kernels_of(grad.device), grad.detach(), sums)
     else:
         sums.copy_(torch_square_sums(grad.detach()))
     return sums
@@ -87,37 +87,3 @@ def _square_sum_torch(values: torch.Tensor) -> float:
     """`loops.square_sum` of one tile by torch, with the same bits."""
     with one_torch_thread():
         return float(sums_of_tiles(torch_square_sums(values)).sum())  # of one number, or none
-
-
-def compare_tasks(values: torch.Tensor, copy: torch.Tensor) -> tuple[list[Task], Array]:
-    """Tasks that compare one tile each, and the array that they write to: not zero where a tile of `copy` is not
-    `values.to(copy.dtype)`. Both are flat and on the CPU; NaNs of different payloads may count as different.
-
-    The tasks may run in any order on any thread, and hold the memory. Compiles on first use.
-    """
-    check_flat(values, copy)
-    tiles = tiles_of(values.numel())
-    found = np.zeros(len(tiles), np.uint32)
-    loop = _compare_loop(values.dtype, copy.dtype)
-    compare = _compare_by_torch if isinstance(loop, str) else loop
-    one, other = (values.detach(), copy.detach()) if isinstance(loop, str) else (as_array(values), as_array(copy))
-    return [partial(_store, compare, found, i, one[tile], other[tile]) for i, tile in enumerate(tiles)], found
-
-
-def _compare_by_torch(values: torch.Tensor, copy: torch.Tensor) -> int:
-    with one_torch_thread():
-        return int(not torch.equal(values.to(copy.dtype).view(torch.uint8), copy.view(torch.uint8)))
-
-
-@cache
-def _compare_loop(values: torch.dtype, copy: torch.dtype) -> loops.Loop | str:
-    """The compiled loop for these dtypes once it has told what torch tells, or why torch must do it."""
-    if values is not torch.float32 or copy not in (torch.bfloat16, torch.float16):
-        return f"no loop for {values}, {copy}"
-    sines = torch.linspace(0, 700, 1000, dtype=torch.float64, device="cpu").sin().float()
-    same, other = sines.to(copy), sines.to(copy)
-    other[517] = -other[517]
-    return loops.verified(
-        loops.compare,
-        lambda loop: loop(as_array(sines), as_array(same)) == 0 and loop(as_array(sines), as_array(other)) != 0,
-    )

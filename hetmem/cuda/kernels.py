@@ -10,6 +10,7 @@ the tensors must stay until it has passed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ RUN_ELEMENTS, LANES = 4096, 64
 _TEAM = 8
 """Threads that do one run; squares.cu says the same."""
 
-_PART_ELEMENTS = 1 << 24
-"""What torch sums up at a time: the temporaries take half a byte an element."""
+_PART_ELEMENTS = 1 << 20
+"""What torch computes at a time: the temporaries of AdamW take some 80 bytes an element."""
 
 # ---- Casts. ----
 
@@ -86,14 +87,14 @@ def adamw(
 
     Bit for bit what the host computes, `m = fma(lerp, g - m, m)` and so on in float32: see `hetmem.cpu`. The last
     `tail` elements are rounded as torch's kernel on the host rounds those behind its last full vector. See `SCALARS`,
-    and `ADAMS` for the dtypes; the moments have that of `param`. Raises NotImplementedError where nothing is launched.
+    and `ADAMS` for the dtypes; the moments have that of `param`.
     """
     tensors = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "compute_copy": compute_copy}
     names, numel = _check_adamw(scalars, tensors, tail), param.numel()
     addresses = [np.uint64(0) if flat is None else backend.address(flat, what) for what, flat in tensors.items()]
     if not backend.native:
-        raise NotImplementedError(f"there is no kernel of AdamW without CuPy: {backend.reason}")
-    if numel > 0:
+        torch_adamw(scalars, param, grad, exp_avg, exp_avg_sq, compute_copy, tail)
+    elif numel > 0:
         grid = blocks_for(-(-numel // GROUP_ELEMENTS))
         arguments = (np.int64(numel), np.int64(numel - tail), *addresses, *(np.float32(scalar) for scalar in scalars))
         backend.launch("adam.cu", f"adamw_{'_'.join(names)}", grid, arguments, stream_for(None, param, grad))
@@ -117,6 +118,50 @@ def _check_adamw(scalars: Sequence[np.float32], tensors: Mapping[str, torch.Tens
     return ["none" if dtype is None else NAMES[dtype] for dtype in (state, grad, copy)]
 
 
+def torch_adamw(
+    scalars: Sequence[np.float32],
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    compute_copy: torch.Tensor | None,
+    tail: int = 0,
+) -> None:
+    """`adamw` in torch, of tensors that were checked."""
+    sign, decay, lerp, beta2, square, bias, eps, negative_step = map(float, scalars)
+    body = param.numel() - tail
+    starts = [*range(0, body, _PART_ELEMENTS), *range(body, param.numel(), _PART_ELEMENTS)]
+    for start, end in pairwise([*starts, param.numel()]):
+        part = slice(start, end)
+        g = (sign * grad[part].float()).to(param.dtype).float()
+        p, m, v = (state[part].to(g) for state in (param, exp_avg, exp_avg_sq))
+        m = _fma(torch.full_like(g, lerp), g - m, m if lerp > 0 else g)
+        x = square * g
+        v = _fma(x, g, beta2 * v) if start < body else _fma(torch.full_like(v, beta2), v, x * g)
+        root = v.double().sqrt().float()  # rounded once; torch's own float32 root is off by a bit on some CPUs
+        root = root / torch.full_like(root, bias)  # by a scalar torch multiplies with the rounded reciprocal, in places
+        p = p * decay + (negative_step * m) / (root + eps)
+        for state, new in ((param, p), (exp_avg, m), (exp_avg_sq, v), (compute_copy, p)):
+            if state is not None:
+                state[part].copy_(new)
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c in float32, rounded once.
+
+    In float64 the product is exact; the sum is rounded to odd there (Boldo and Melquiond, 2008), so that rounding it
+    once more to float32 gives the correctly rounded result.
+    """
+    product, addend = a.double() * b.double(), c.double()
+    total = product + addend
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)  # Knuth's two-sum: total + error is exact
+    bits = total.view(torch.int64)
+    inexact = (error != 0) & total.isfinite() & (bits & 1 == 0)
+    away = (error > 0) == (total > 0)  # the exact sum lies further from zero than total
+    return torch.where(inexact, bits + torch.where(away, 1, -1), bits).view(torch.float64).float()
+
+
 # ---- Sums of squares. ----
 
 
@@ -138,9 +183,9 @@ def square_sums(backend: Backend, values: torch.Tensor, sums: torch.Tensor) -> N
 
 
 def torch_square_sums(values: torch.Tensor) -> torch.Tensor:
-    """`square_sums` in torch, of values of any dtype."""
+    """`square_sums` in torch, of values of any dtype. In parts, as temporaries take half a byte an element."""
     whole = values.numel() // RUN_ELEMENTS * RUN_ELEMENTS
-    parts = [*values[:whole].split(_PART_ELEMENTS), torch.nn.functional.pad(values[whole:], (0, RUN_ELEMENTS))]
+    parts = [*values[:whole].split(16 * _PART_ELEMENTS), torch.nn.functional.pad(values[whole:], (0, RUN_ELEMENTS))]
     sums = []
     for part in parts:
         rows = part[: part.numel() // RUN_ELEMENTS * RUN_ELEMENTS].view(-1, RUN_ELEMENTS // LANES, LANES)

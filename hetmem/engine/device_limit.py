@@ -1,8 +1,8 @@
 """The room of chunks on the device.
 
-On a watched device every tensor is counted as it is made; of a GPU only its allocator's peaks are known, and what it
-refused. Everything else comes before chunks: slots are given back, homes that moved to the device go back to host
-memory. Copies come before homes that moved.
+On a watched device every tensor is counted as it is made; of a GPU its allocator's peaks count, and what it refused,
+and tensors are seen for the report alone. Everything else comes before chunks: slots are given back, homes that moved
+to the device go back to host memory. Copies come before homes that moved.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class DeviceRoom(ChunkLimit):
             memory.is_home_address,
             lambda address: memory.is_device_address(address) or lies_in_a_slot(address),
             weakly(self.non_model_grew),
-            strict=sanitize,
+            memory.device.torch_device,
+            strict=sanitize and memory.device.watched,
         )
         self.shortage = Shortage(memory, traffic.residency, tracer)
         self.refusals = Refusals(memory, self.shortage)
@@ -211,8 +212,12 @@ class DeviceRoom(ChunkLimit):
         """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to,
         and wait for gradients on their way home. The trace has what is left beside chunks then.
 
-        Raises `DeviceOutOfMemoryError` if what is left in use does not fit beside it.
+        Raises `DeviceOutOfMemoryError` if what is left in use does not fit beside it. Of a GPU, whose allocator says
+        what chunks may have, it is noted for the report alone.
         """
+        if not self._memory.device.watched:
+            self.monitor.peak.reached(live_bytes, self.statistics.steps + 1)
+            return
         with self.monitor.unwatched():
             self._let_homes_go(live_bytes)
             live_bytes = self.make_room(live_bytes)
@@ -263,9 +268,9 @@ class DeviceRoom(ChunkLimit):
         only guessed to be needed beside them, or what gradients have left that were on their way when the moment began.
         False if there is no such room."""
         watched = self._memory.device.watched
-        before = self.leaving_bytes, self.monitor.live_bytes
+        before = self.leaving_bytes, self.non_model_bytes
         self._let_activations_go(self._memory.device_pool.slot_bytes)
-        if self._give_way() or before != (self.leaving_bytes, self.monitor.live_bytes):
+        if self._give_way() or before != (self.leaving_bytes, self.non_model_bytes):
             if watched and self._tracer.measured:
                 self.set_limit(self.monitor.live_bytes)
             return True

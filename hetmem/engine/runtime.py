@@ -31,7 +31,7 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
-from hetmem.engine.write_check import TRAINS, WriteCheck
+from hetmem.engine.write_check import WriteCheck
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
@@ -66,22 +66,20 @@ class Segments(Protocol):
 class MarksParameters(Protocol):
     """Marks the parameters of one model between its calls, so that uses of them are seen."""
 
-    step_runs: Callable[[], bool]
+    def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
+        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
 
-    def begin(self) -> None:
-        """Mark what a step leaves to be updated."""
+    def updates_trail(self) -> None:
+        """The step leaves updates behind: reads wait for them."""
 
-    def begin_step(self) -> None:
-        """Mark frozen parameters alone."""
+    def end_step(self) -> None:
+        """Mark again, where the model is whole on the device frozen parameters alone."""
 
     def pause(self) -> bool:
         """Begin compute: none is marked. Return whether all were."""
 
     def resume(self) -> None:
         """End compute: mark again."""
-
-    def look_again(self) -> None:
-        """Mark anew, after all updates were waited for."""
 
     def stop(self) -> None:
         """Mark no more."""
@@ -169,21 +167,12 @@ class Runtime:
             if self.writes.renew_touched():
                 self.uses.renew_what_is_held()
 
-    def hold_homes(self) -> None:
-        """An optimizer has stepped, and the user may write to weights in whatever way: nothing is read ahead from the
-        homes of those that are trained before the next forward, which makes their copies anew."""
-        self.writes.stepped = True
-        for chunk in self.chunks if not self.memory.resident else ():
-            if any(map(TRAINS, chunk.parameters)):
-                self.traffic.hold(chunk)
-
     def after_step(self) -> None:
         """The weights are new: plan for what usually follows, and start to fetch for it. A step that is over must not
         look as if it had failed: what cannot be fetched ahead is asked for again, or refused, where it is used."""
         self.room.look_at_allocator()
         self.tracer.end()
         self.events.end_segment()
-        self.hold_homes()
         with suppress(Exception), self.unwatched():
             self.uses.renew_what_is_held()
         if (follower := self.tracer.book.follower(STEP)) is not None:

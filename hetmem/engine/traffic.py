@@ -334,28 +334,6 @@ class Traffic:
                 self.execute(self.residency.invalidate(block, tier))
             self.executor.torn_reads.forget(block)
 
-    def hold(self, chunk: Chunk) -> None:
-        """Prefetch nothing from the home of the parameters of `chunk`, which the program may write to, until a forward
-        begins; 16-bit copies at home are."""
-        if chunk.operand_block >= 0 and not chunk.moved and chunk.operand == Role.PARAM:
-            self.residency.hold(chunk.operand_block)
-
-    def outdate(self, chunk: Chunk) -> None:
-        """Drop the copies of the parameters of `chunk`, which the program may have written to, unless an update of them
-        is under way, or being written to NVMe."""
-        block = chunk.homes[Role.PARAM].block
-        if block is not None and chunk not in self.updating and not self.residency.dirty(block):
-            self.superseded(chunk, Role.PARAM)
-
-    def forget_read_ahead(self, chunks: Iterable[Chunk]) -> None:
-        """Drop staged parameters of `chunks`, which the program may have written to, as a step begins."""
-        on_nvme = [chunk for chunk in chunks if chunk.homes[Role.PARAM].tier is Tier.NVME]
-        for chunk in on_nvme:
-            self.hold(chunk)
-        for chunk in on_nvme:
-            self.outdate(chunk)
-        self.residency.lift(home.block for home in (chunk.homes[Role.PARAM] for chunk in on_nvme))
-
     def forget_copies(self) -> None:
         """Drop every copy on every tier; none may be in use."""
         self.executor.drain()
@@ -374,7 +352,6 @@ class Traffic:
         if block < 0:
             return False
         self.residency.suspend(block)
-        self.hold(chunk)
         try:
             found = self.has_copy(block)
             if found and not keep_copy:
@@ -419,11 +396,6 @@ class Traffic:
             return
         if not wait_until(self.executor, lambda: chunk not in self.updating):
             raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
-
-    def trails(self, chunk: Chunk) -> bool:
-        """Return whether the home of the parameters of `chunk` is not yet what the last step makes of it."""
-        block = staged_block(chunk.homes[Role.PARAM])
-        return chunk in self.updating or (block is not None and self.residency.dirty(block))
 
     def wait_for_updates(self) -> None:
         """Wait until all parameters are at home, also on NVMe, as the last step makes them."""

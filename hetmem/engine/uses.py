@@ -95,14 +95,15 @@ class Uses:
                 self.let_go()
                 self._traffic.executor.poll()
         unseen = not _functions_around()
-        unsure, as_seen = self._writes.unsure, unseen
+        as_seen = unseen
         for managed in used if unseen else ():
-            if managed.counter._version != managed.version or (unsure and managed.chunk in unsure):
+            if managed.counter._version != managed.version:
                 as_seen = False
         try:
             if not as_seen:  # writes are to be honoured first
                 with self._unwatched():
-                    self._honour_writes(used)
+                    for managed in used:
+                        self._notice_write(managed)
             if not (unseen and self._acquire_again(operator, used)):  # bytes are to be counted
                 with self._unwatched():
                     blocks = [managed.chunk.operand_block for managed in used]
@@ -118,12 +119,6 @@ class Uses:
             return
         with self._unwatched():
             self._bindings.bind(used)
-
-    def _honour_writes(self, used: list[ManagedParameter]) -> None:
-        for managed in used:
-            self._notice_write(managed)
-            if managed.chunk in self._writes.unsure:
-                self._writes.make_sure(managed.chunk)
 
     def _acquire_again(self, operator: str, used: Sequence[ManagedParameter]) -> bool:
         """A moment that uses `used`, with one more use of each. False, and nothing is done, where the segment is
@@ -176,8 +171,7 @@ class Uses:
             traffic.executor.poll()
             if not room.is_as_left(moment):
                 room.before_moment(moment)
-            unsure = {chunk.operand_block for chunk in self._writes.unsure}
-            there = {block: uses[block] for block in traffic.bring_all(blocks) if block not in unsure}
+            there = {block: uses[block] for block in traffic.bring_all(blocks)}
             if not traffic.use(there):
                 there = {}
             leased = used

@@ -5,29 +5,23 @@ operators, NumPy) count no version:
 
 - An operator may have written to a device copy: that is compared with its home, the one place that waits for the
   device. Only models that write to weights get there.
-- After a step, between forwards with and without gradients, and where gradients were cleared, the program may have
-  written to weights that are trained. Every copy of them is made anew for the next forward, and nothing is prefetched
-  from their homes before it.
-- 16-bit copies at home are compared with their parameters as a whole instead: an update writes both in one pass, and
-  the copy may be fetched while the program may write. The comparison runs on the optimizer's workers while the first
-  chunks are computed with: a pass over 6 bytes a parameter. Making the copy only then would read and write as many.
-- In all other cases (forwards alone, accumulation, frozen weights) copies stay. Functions of torch that may write are
-  seen as they are called, and tensors that share a weight's memory as compute ends (`touched`); what C++ writes through
-  a pointer that it kept is not.
+- Between its calls the parameters of a model are watched (`intercept.watched`): functions of torch that may write are
+  seen as they are called, and tensors that share a weight's memory as compute ends and begins (`touched`). Copies of
+  these are made anew before the next forward, backward or step. What C++ writes through a pointer that it kept, of
+  which nothing tells, is not seen.
+- A model that is whole on the device is not watched from a step to the next forward, which makes the copies of all that
+  is trained anew: that crosses no link, and a look at a watched parameter takes some calls of Python.
 - Gradients that are staged from NVMe are compared with their home by one element of each parameter.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Iterable
 from itertools import compress
 from operator import attrgetter, ne
 
 import torch
 
-from hetmem.cpu import compare_tasks
-from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import is_home_gradient
 from hetmem.engine.param_views import Bindings, storage_references
 from hetmem.engine.sampling import as_integers, as_sampled, sample_of
@@ -39,7 +33,7 @@ from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
 _COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
-TRAINS = attrgetter("parameter.requires_grad")
+_TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, _VERSION_SEEN),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
@@ -47,7 +41,6 @@ _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedP
     (torch.Tensor.stride, attrgetter("stride")),
 ]
 """What a parameter shows of a write, and as it was last seen."""
-_TILE = 512 * 1024  # elements that are cast and compared while they are in the CPU's cache
 
 
 class WriteCheck:
@@ -57,12 +50,9 @@ class WriteCheck:
         self._bindings, self._traffic = bindings, traffic
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
-        self.home_copies = HomeCopies()
-        self.unsure = self.home_copies.unchecked
-        """Chunks that `make_sure` has to check before their next use."""
         self.uncounted: set[int] = set()
         """The `id`s of parameters whose copies were ever found to be written without a version."""
-        self.touched: set[ManagedParameter] = set()
+        self.touched: set[ManagedParameter] = {*parameters}
         """Parameters that the program may have written to without a version since their copies were made: a function in
         place, or one whose result shares their memory, was called (`intercept.watched`)."""
         self.kept: set[ManagedParameter] = set()
@@ -72,71 +62,54 @@ class WriteCheck:
         """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
         self._ties: dict[ManagedParameter, ManagedParameter] = {}
         """Parameters whose `.data` was last set to that of another one, within the forward that runs."""
-        self.stepped = True
-        """Whether an optimizer has stepped since the last forward."""
-        self._gradients_wanted: bool | None = None
+        self.unwatched = True
+        """Whether the program may have written to what is trained while that was not watched."""
         self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
-        """`_gradient` of parameters as backwards since the last forward that made copies anew have left it."""
+        """`_gradient` of parameters as the last backward has left it."""
 
     # ---- by the program, to the home ---------------------------------------------------------------------------
 
     def notice_all(self, *, seen: bool = False) -> None:
-        """Check every parameter for writes since it was last used, as a forward begins. `seen`: a function that
-        sets `.data` was, unless a step came since, and what it set is in `touched`."""
-        traffic = self._traffic
-        traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
-        stepped, self.stepped = self.stepped, True  # as it is if this raises: all is looked at again
-        trained = stepped or torch.is_grad_enabled() is not self._gradients_wanted or bool(self.edited_gradients())
-        if trained:
-            self._gradients_left.clear()
-        chunks, counted = self._chunks, dict[Chunk, list[ManagedParameter]]()
-        for managed in self._counted_but_data() if seen and not stepped else self.all_counted(self._parameters):
-            counted.setdefault(managed.chunk, []).append(managed)
-        first = self._gradients_wanted is None  # before which nothing was watched
-        due = {each for each in chunks if first or (trained and any(map(TRAINS, each.parameters)))}
-        self._gradients_wanted = torch.is_grad_enabled()
-        due.update(managed.chunk for managed in self.touched)
+        """Honour writes to each parameter since it was last used, as a forward begins. `seen`: all were watched up to
+        now, so that what got another `.data` is in `touched`."""
+        self._traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
+        unwatched, self.unwatched = self.unwatched, True  # as it is if this raises: all is looked at again
+        self._gradients_left.clear()
+        for managed in self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters):
+            self._traffic.wait_for_update(managed.chunk)  # which writes to a copy in staging
+            self.by_user(managed)
+        due = {managed.chunk for managed in self.touched}
+        if unwatched:
+            due.update(chunk for chunk in self._chunks if any(map(_TRAINS, chunk.parameters)))
+        self._renew(due)
         self.touched.clear()
-        compared: list[Chunk] = []
-        copied = bool(traffic.executor.chunk_of_block)
-        on_device: list[Chunk] = []
-        for chunk in chunks:
-            at_home = chunk.homes[Role.PARAM].tier is Tier.DEVICE
-            if at_home and (chunk in due or chunk in counted):
-                on_device += (chunk,)
-            if chunk in counted:
-                self._notice_counted_of(chunk, counted[chunk])
-            elif not copied or chunk.operand_block < 0:
-                continue  # operators see the home itself
-            if at_home or chunk not in due or chunk in traffic.updating:
-                continue  # the copy is made anew below, or stays, or the update makes it
-            if chunk.operand == Role.COMPUTE:
-                compared.append(chunk)
-            else:
-                traffic.outdate(chunk)
-        if copied:
-            traffic.executor.copy_homes_again(on_device)
-        self.home_copies.begin(compared)
-        traffic.residency.lift()
-        self.stepped = False
+        self.unwatched = False
 
     def renew_touched(self) -> bool:
-        """Make copies of what was touched since the forward stale, as a backward begins. Returns whether there were
-        such."""
+        """Make copies of what the program may have written to since the forward anew, as a backward or a step begins.
+        Returns whether there are such."""
         touched = [*self.touched]
-        self.touched = {managed for managed in touched if _is_replaced(managed)}  # `notice_all` brings that home
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
-        for managed in touched:
-            chunk = managed.chunk
-            if chunk.operand_block < 0:
-                continue
-            self._traffic.wait_for_update(chunk)
-            self._traffic.wait_until_written([chunk.homes[Role.PARAM]])
-            if chunk.homes[Role.PARAM].tier is Tier.DEVICE:
-                self._traffic.executor.copy_homes_again([chunk])
-            else:
-                self._supersede(managed)
+        if touched:
+            self._renew({managed.chunk for managed in touched})
+        self.touched = {managed for managed in touched if _is_replaced(managed)}  # `notice_all` brings that home
         return bool(touched)
+
+    def _renew(self, due: set[Chunk]) -> None:
+        """Make the copies of the chunks in `due` anew, where operators see copies."""
+        traffic = self._traffic
+        chunks = [chunk for chunk in self._chunks if chunk in due and chunk.operand_block >= 0]
+        at_home = [chunk for chunk in chunks if chunk.homes[Role.PARAM].tier is Tier.DEVICE]
+        if at_home:
+            traffic.executor.copy_homes_again(at_home)
+        for chunk in chunks if len(at_home) < len(chunks) else ():
+            if chunk.homes[Role.PARAM].tier is not Tier.DEVICE:
+                traffic.wait_for_update(chunk)
+                if chunk.operand == Role.COMPUTE:
+                    traffic.superseded(chunk, Role.PARAM)
+                    traffic.wait_until_written([chunk.homes[Role.COMPUTE]])  # a write in flight must not come later
+                    chunk.recast()
+                traffic.superseded(chunk, chunk.operand)
 
     @staticmethod
     def all_counted(parameters: list[ManagedParameter]) -> list[ManagedParameter]:
@@ -155,11 +128,6 @@ class WriteCheck:
             return []
         return [managed for managed in self._parameters if self.counted(managed)]
 
-    def _notice_counted_of(self, chunk: Chunk, counted: list[ManagedParameter]) -> None:
-        self._traffic.wait_for_update(chunk)  # which writes to a copy in staging
-        for managed in counted:
-            self.by_user(managed)
-
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as the backward that is over has left them."""
         there = [managed for managed in arrived if managed.parameter.grad is not None]
@@ -173,14 +141,6 @@ class WriteCheck:
         """Return the parameters whose gradients were cleared, or written to with a version, since the last backwards:
         accumulation leaves them alone, a step by hand does not."""
         return [managed for managed, left in self._gradients_left.items() if _gradient(managed) != left]
-
-    def make_sure(self, chunk: Chunk) -> None:
-        """Wait for the comparison of a chunk of `unsure` before its next use."""
-        if chunk in self._traffic.updating:  # which makes the home, and its copy, anew
-            self.home_copies.renewed(chunk)
-        elif stale := self.home_copies.stale(chunk):
-            self.noticed.update(map(id, stale))
-            self._traffic.superseded(chunk, Role.COMPUTE)
 
     def notice_counted(self, chunk: Chunk) -> None:
         """Honour the writes to `chunk` that torch itself shows, and clear `noticed` of it."""
@@ -366,64 +326,6 @@ def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
     """Return what changes if `p.grad` is replaced, or written to with a version, without holding it."""
     gradient = managed.parameter.grad
     return None if gradient is None else (id(gradient), gradient._version)
-
-
-# ---- 16-bit copies at home: as a whole -----------------------------------------------------------------------------
-
-
-class HomeCopies:
-    """The comparison of 16-bit copies at home with their parameters. A chunk is `unchecked` until `stale` is asked."""
-
-    def __init__(self) -> None:
-        self.unchecked: dict[Chunk, None] = {}
-        self._begun: dict[Chunk, Callable[[], bool]] = {}
-        self._workers: Callable[[], WorkerPool | None] = lambda: None
-
-    def compare_on(self, workers: WorkerPool) -> None:
-        """Have the threads of `workers` compare, as long as that lives."""
-        self._workers = weakref.ref(workers)
-
-    def begin(self, chunks: Iterable[Chunk]) -> None:
-        """Begin to compare `chunks`, and those of earlier forwards that were not used since, in their order of use."""
-        self.unchecked.update(dict.fromkeys(chunks))
-        workers = self._workers()
-        self._begun = {} if workers is None else {chunk: _begin_to_compare(workers, chunk) for chunk in self.unchecked}
-
-    def renewed(self, chunk: Chunk) -> None:
-        """Forget what was begun of `chunk`: an update makes its parameters and copy anew."""
-        self.unchecked.pop(chunk, None)
-        self._begun.pop(chunk, None)
-
-    def stale(self, chunk: Chunk) -> list[ManagedParameter]:
-        """Return the parameters of `chunk` whose copies differ from them; these copies are made anew."""
-        self.unchecked.pop(chunk, None)
-        begun = self._begun.pop(chunk, None)
-        if begun is not None and begun():
-            return []
-        found = [managed for managed in chunk.parameters if not _copy_is_current(managed)]
-        if found or begun is not None:
-            with torch.no_grad():
-                chunk.flat(Role.COMPUTE).copy_(chunk.flat(Role.PARAM))  # what lies between parameters too
-            chunk.recast()
-        return found
-
-
-def _begin_to_compare(workers: WorkerPool, chunk: Chunk) -> Callable[[], bool]:
-    """Begin to compare the 16-bit copy of `chunk`; the result waits for whether it equals the parameters."""
-    tasks, found = compare_tasks(chunk.flat(Role.PARAM), chunk.flat(Role.COMPUTE))
-    batch = workers.begin(tasks)
-
-    def same() -> bool:
-        batch.join()
-        return not found.any()
-
-    return same
-
-
-def _copy_is_current(managed: ManagedParameter) -> bool:
-    home, copy = (managed.part(managed.chunk.flat(role)) for role in (Role.PARAM, Role.COMPUTE))
-    tiles = zip(home.split(_TILE), copy.split(_TILE), strict=True)
-    return all(same_bits(there, here.to(there.dtype)) for here, there in tiles)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -76,6 +76,12 @@ def has_compiled_forward(module: torch.nn.Module) -> bool:
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
+def compiles_itself(module: torch.nn.Module) -> bool:
+    """Whether a call of `module` by another one is compiled, by whichever way that was asked for."""
+    wrapped = "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
+    return wrapped or has_compiled_forward(module)
+
+
 def can_compile() -> bool:
     """Whether modules are to be compiled here: a dispatch mode would see nothing of what their code does."""
     return not torch_private.dispatch_mode_stack()

@@ -250,14 +250,14 @@ class Faults:
         try:
             return func(*args, **kwargs)
         finally:
-            self._marks.look_again()
+            self._marks.resume()
 
     @HELD_BACK
     def _wait_for(self, used: list[ManagedParameter]) -> None:
         """Wait for the updates of `used`, which the program reads at home, or raise if they have begun too early."""
         self._gradients.use_again(used)
         for managed in used:
-            self._marks.wait_for(managed)
+            self._runtime.uses.read_at_home(managed)
 
     def _at_home(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
         """Call `func` outside of compute, as a hook of the user in a backward does: with parameters at home, as the
@@ -272,8 +272,8 @@ class Faults:
             there = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
-                writes_all = func == set_data or is_in_place(func)
-                shown = [managed for managed in used if writes_all or hands_out(managed, func, result)]
+                written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
+                shown = [m for m in used if self._are_among([m], written) or hands_out(m, func, result)]
                 (writes.kept if computes else writes.touched).update(shown)
                 return result
             finally:
@@ -288,7 +288,7 @@ class Faults:
         managed = self._by_id.get(id(parameter))
         if managed is not None and not self._runtime.monitor.paused:
             with HELD_BACK:
-                self._marks.wait_for(managed)
+                self._runtime.uses.read_at_home(managed)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """`parameter.data = value` within a forward: the value goes home."""

@@ -29,7 +29,7 @@ from hetmem.intercept.diagnostics import (
     refuse_a_fork,
     refuse_a_surrounding,
 )
-from hetmem.intercept.dynamo import Tracing, hook_forwards, opaque, set_compiler
+from hetmem.intercept.dynamo import Tracing, compiles_itself, hook_forwards, opaque, set_compiler
 from hetmem.intercept.faults import Faults
 from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
@@ -176,6 +176,11 @@ class Interception:
         modes = compute.operators or compute.functions or len(compute.calls) > 1
         return not modes and compute.compiler is None and self._regions.compiler is None
 
+    def _is_interpreted(self, compute: Compute, module: torch.nn.Module) -> bool:
+        """Whether nothing compiles `compute`, begun with `module`, or a part, which a mode of operators prevents."""
+        asked = compute.compiler is not None or self._regions.compiler is not None or self._regions.any_asked
+        return not (asked or any(map(compiles_itself, module.modules())))
+
     def _begins_to_work(self, compute: Compute, module: torch.nn.Module) -> bool:
         """Have modules compute with working weights, if they can, in `compute`, which has just begun with `module`."""
         alone = self._is_alone(compute) and not self._regions.any_asked and not self._saved.casts.are_made()
@@ -234,7 +239,7 @@ class Interception:
             if self.activations is not None and torch.is_grad_enabled():
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)
-        if measured and runtime.memory.device.watched:
+        if measured and (runtime.memory.device.watched or self._is_interpreted(compute, module)):
             buffers = self._buffers()
             with runtime.unwatched():
                 runtime.monitor.count("inputs", chain.from_iterable(map(tensors_within, leaves)))

@@ -255,6 +255,11 @@ class StepSegments:
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 
+    def end_step(self) -> None:
+        """End a step, also one that has raised."""
+        self._runtime.marks.end_step()
+        self.rest()
+
     def forget_forwards(self) -> None:
         """A backward is over that was not seen to begin: the next one is of other forwards."""
         self._pending = ()

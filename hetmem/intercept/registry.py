@@ -60,9 +60,7 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         _taken.setdefault(get_ident(), []).append((runtime.turn, section))
         if not in_backward():  # an optimizer within a backward steps a part of the model
             runtime.events.begin_segment("step")
-            runtime.marks.begin_step()
-            runtime.marks.step_runs = runs
-            runtime.marks.resume()
+            runtime.marks.begin_step(runs)
 
 
 def _managed_by(optimizer: torch.optim.Optimizer) -> Iterator[Interception]:
@@ -94,14 +92,15 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             found = of_parameter(parameter)
             if found is not None:
-                if not found[0].runtime.writes.stepped:
-                    found[0].runtime.hold_homes()
                 found[0].runtime.memory.bound_to_device = True
                 failed = _updated(*found) or failed
                 if any(found[1] in listener.begun() for listener in found[0].gradients.listeners):
                     raise RuntimeError(updated_by_another(found[1].name))
     for interception in models:
         _count_step(interception.runtime)
+        if not in_backward():
+            interception.runtime.marks.end_step()
+            interception.runtime.marks.resume()
         _warn_of_states(interception, optimizer)
         with suppress(Exception), interception.runtime.unwatched():
             interception.runtime.uses.renew_what_is_held()

@@ -7,15 +7,15 @@ stay as they are; torch does the same to parameters without a shape (`torch.nn.p
 
 - while something computes, all parameters that are not bound for a call of a module. A bound one is of a subclass
   without the method, whose `.data` is a property, as writes through that count no versions.
-- after a step with `overlap="forward"`, those whose update still runs: a read waits for that update.
-- between a forward or backward and the step, while copies stay on the device, all: a read or write of one whose update
-  has begun raises, and a function that may write without counting a version (`p.data.mul_()`) makes its copies stale.
-  From the step to the next forward frozen ones are, as their copies outlive it.
+- between calls, while copies may stay on the device or be fetched, all: a read or write of one whose update has begun
+  raises, or waits for the update where it trails behind its step; a function that may write without counting a version
+  (`p.data.mul_()`) makes its copies stale. Where the model is whole on the device and no update trails, only frozen
+  ones are from a step to the next forward (see `engine.write_check`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import compress
 from operator import attrgetter, gt, not_
@@ -30,7 +30,6 @@ from hetmem.engine.param_views import (
     of_class,
     references,
     set_data,
-    storage_references,
 )
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept.dynamo import set_compiler, skipped
@@ -174,69 +173,69 @@ class ParameterMarks:
     `Bindings` watches what is not bound."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._chunks, self._traffic, self._uses = runtime.chunks, runtime.traffic, runtime.uses
-        self._bindings, self._touched = runtime.bindings, runtime.writes.touched.add
-        self.step_runs: Callable[[], bool] = lambda: False
-        """Returns whether a step of a torch optimizer is on the stack, which may ask for the type of a parameter."""
-        self._all = runtime.bindings.by_id
+        self._traffic, self._read_at_home = runtime.traffic, runtime.uses.read_at_home
+        self._bindings, self._writes, self._memory = runtime.bindings, runtime.writes, runtime.memory
+        self._step_runs: Callable[[], bool | None] | None = None
+        """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
+        self._all = self._watched = runtime.bindings.by_id
         self._marked: dict[int, ManagedParameter] = {}
-        self._goes_on = self._watches = False
-        self._frozen: dict[int, ManagedParameter] | None = None
-        """From a step to the next forward, those that it does not train."""
-
-    def begin(self) -> None:
-        """Mark what a step leaves to be updated. Waits for parameters whose memory a tensor of the program shares
-        (`kept = p.data`), as no function of torch tells of its use."""
-        self._goes_on = True
-        self.resume()
-        for managed in list(self._marked.values()):
-            if managed.numel and storage_references(managed.home) > managed.home_references:
-                self.wait_for(managed)
+        self._watches = self._trails = False
 
     def resume(self) -> None:
-        """End compute: mark again."""
-        if self._watches and not self.step_runs():
-            watched = self._watched()
-            managed_ones = watched.values()  # of which C++ is asked without a call of Python for each
-            now = map(references, map(_HOME, managed_ones))
-            for managed in compress(managed_ones, map(gt, now, map(_EXPECTED, managed_ones))):
-                if managed.numel:
-                    self._touched(managed)  # perhaps, through a tensor that shares its memory (`kept = p.data`)
-            self._mark(watched)
-        if self._goes_on:
-            trailing = [chunk for chunk in self._chunks if self._traffic.trails(chunk)]
-            self._goes_on = bool(trailing)
-            self._mark({id(managed.parameter): managed for chunk in trailing for managed in chunk.parameters})
+        """End compute: mark again, unless a step runs."""
+        if self._step_runs is not None and self._step_runs():
+            self._writes.unwatched = True
+        elif self._watches:
+            self._writes.touched.update(self._shared())
+            self._bindings.watch(self._watched.values())
+            self._marked = self._watched
 
-    def look_again(self) -> None:
-        """Mark anew, after all updates were waited for."""
-        self.unmark_all()
-        self.resume()
+    def _shared(self) -> Iterator[ManagedParameter]:
+        """Yield those whose memory a tensor shares (`kept = p.data`), through which it may be read and written."""
+        watched = self._watched.values()  # of which C++ is asked without a call of Python for each
+        now = map(references, map(_HOME, watched))
+        shared = compress(watched, map(gt, now, map(_EXPECTED, watched)))
+        return (managed for managed in shared if managed.numel)
 
     def pause(self) -> bool:
         """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
         functions that set `.data` of any are known."""
         seen = len(self._marked) == len(self._all)
         self.unmark_all()
-        self._watches, self._frozen = bool(self._traffic.executor.chunk_of_block), None
+        if self._watches:
+            self._writes.touched.update(self._shared())
+        self._watches, self._watched = bool(self._traffic.executor.chunk_of_block), self._all
         return seen
 
-    def begin_step(self) -> None:
-        """Mark frozen parameters alone: a step begins, which makes the copies of all others stale."""
-        self.unmark_all()
-        trains = map(_TRAINS, self._all.values())
-        self._frozen = dict(compress(self._all.items(), map(not_, trains))) if self._watches else {}
-        if self._watches:
-            self._mark(self._watched())
+    def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
+        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
+        self.pause()
+        self._step_runs, self._trails = runs or _always, False
+        self._writes.unwatched = True
+
+    def updates_trail(self) -> None:
+        """The step leaves updates behind: reads wait for them. Those of parameters whose memory a tensor of the program
+        shares are waited for here, as no function of torch tells of its use."""
+        self._trails = True
+        for managed in list(self._shared()):
+            self._read_at_home(managed)
+
+    def end_step(self) -> None:
+        """End `begin_step`; where the model is whole on the device and nothing trails, only what is frozen is marked
+        until the next forward."""
+        if self._step_runs is None:
+            return
+        self._step_runs = None
+        if self._memory.resident and not self._trails:
+            trains = map(_TRAINS, self._all.values())
+            self._watched = dict(compress(self._all.items(), map(not_, trains)))
+        else:
+            self._writes.unwatched = False
 
     def stop(self) -> None:
         """Mark no more: the model is released."""
         self.unmark_all()
         self._watches = False
-
-    def _watched(self) -> dict[int, ManagedParameter]:
-        """The parameters whose copies stay on the device though the program may write to them."""
-        return self._all if self._frozen is None else self._frozen
 
     def unmark_all(self) -> None:
         """Unmark all parameters until `resume`."""
@@ -247,15 +246,6 @@ class ParameterMarks:
         """Watch those of `used` again that are marked, and were not watched while the program read them."""
         self._bindings.watch([managed for managed in used if id(managed.parameter) in self._marked])
 
-    def wait_for(self, managed: ManagedParameter) -> None:
-        """Wait for the update of `managed`, and unmark what its chunk has no other reason to be marked for. Raises
-        `StoreError` if a drive fails."""
-        self._uses.read_at_home(managed)
-        for each in managed.chunk.parameters if self._marked else ():
-            watched = self._watches and id(each.parameter) in self._watched()
-            if not watched and self._marked.pop(id(each.parameter), None) is not None:
-                self._bindings.unwatch((each,))
 
-    def _mark(self, parameters: dict[int, ManagedParameter]) -> None:
-        self._bindings.watch(parameters.values())
-        self._marked = parameters | self._marked
+def _always() -> bool:
+    return True

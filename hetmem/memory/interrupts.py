@@ -14,7 +14,6 @@ costs no call: the handler is set for the length of a segment, and looks for suc
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import threading
 from collections.abc import Callable
@@ -42,18 +41,6 @@ class _Here(threading.local):
 
 
 HERE = _Here()
-
-
-def _ask_anew() -> None:
-    """Look up the main thread in a fork. One made by another thread does not have what the main thread was doing."""
-    global _main
-    before, _main = _main, threading.main_thread().ident
-    HERE.__init__()  # type: ignore[misc]  # of this thread, which is the main one now
-    if _main != before:
-        HELD_BACK.forget()
-
-
-os.register_at_fork(after_in_child=_ask_anew)
 
 
 class HeldBack(ContextDecorator):
@@ -132,11 +119,6 @@ class HeldBack(ContextDecorator):
             return wait()
         finally:
             self._wake = None
-
-    def forget(self) -> None:
-        """Forget, in a forked process, what its parent has entered and got."""
-        self.came, self._wake, self.segments = False, None, 0
-        self._give_back()
 
     def _remember(self, _: int, frame: FrameType | None) -> None:
         held = self.depth > 0

@@ -70,7 +70,7 @@ class PeakTensors:
 
 
 class DeviceMonitor(TorchDispatchMode):
-    """Counts the live bytes of every tensor that operators make or meet, except chunk memory.
+    """Counts the live bytes of every tensor on devices like `device` that operators make or meet, except chunk memory.
 
     `is_device_memory(address)` and `is_home_memory(address)` tell chunk slots and homes from everything else;
     `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
@@ -93,10 +93,12 @@ class DeviceMonitor(TorchDispatchMode):
         is_home_memory: Callable[[int], bool],
         is_device_memory: Callable[[int], bool],
         grown: Callable[[str, int], None],
+        device: torch.device,
         *,
         strict: bool,
     ) -> None:
         super().__init__()
+        self._device_type = device.type
         self._live_bytes = 0
         self._dead: deque[tuple[int, Made | None]] = deque()
         self.peak = PeakTensors()
@@ -171,7 +173,7 @@ class DeviceMonitor(TorchDispatchMode):
         it is in words, has made them."""
         before, came = self.live_bytes, dict[Made, None]()
         for tensor in tensors:
-            if not _has_memory(tensor):
+            if not _has_memory(tensor) or tensor.device.type != self._device_type:
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata

@@ -156,7 +156,7 @@ class OffloadedOptimizer(Optimizer):
                 self._step_all()
             finally:
                 for interception in self._steppers:  # what trails may be another optimizer's
-                    interception.segments.rest()
+                    interception.segments.end_step()
 
     @contextmanager
     def _turns(self, what: str) -> Iterator[None]:

@@ -64,7 +64,6 @@ class Stepper:
         self._arrivals = Arrivals(sees_all=self.runtime.memory.uses_copies)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._mutations = MutationCheck(self._passes, self.runtime.writes)
-        self.runtime.writes.home_copies.compare_on(workers)
         self.failed = False
         """Whether a step raised, and may be tried again with the same gradients."""
         self.runtime.traffic.executor.workers.add(self._updates)
@@ -221,9 +220,8 @@ class Stepper:
         self._interception.segments.begin_step()
         self._refuse_edits()
         self._mutations.show_no_more(update for update in self._progress.values() if update.begun)
-        begun = {update.chunk for update in self._progress.values() if update.begun}
-        waiting = [chunk for chunk in self.runtime.chunks if chunk not in begun]
-        self.runtime.traffic.forget_read_ahead(waiting)
+        with self.runtime.unwatched():
+            self.runtime.writes.renew_touched()
         self._optimizer.states.look()
         with self._remembering_a_failure():
             self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
@@ -307,12 +305,11 @@ class Stepper:
         self.runtime.statistics.steps += updated
         self.runtime.after_step()
         if self._trails:
-            self.runtime.marks.begin()
+            self.runtime.marks.updates_trail()
 
     def synchronize(self) -> None:
         """Everything is done and at home, also on NVMe."""
         self._carry_out(home for chunk in self.runtime.chunks for home in chunk.homes.values())
-        self.runtime.marks.look_again()
 
     def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
         """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""

@@ -137,7 +137,7 @@ class WorkingWeights:
         if not memory.resident or len(found) < len(memory.chunks) or not residency.all_on_device(found):
             return False
         moment, later = tracer.all_ahead(found), None if backward is None else tracer.book.get(backward)
-        if moment is None or (later is None) is not (backward is None) or runtime.writes.unsure:
+        if moment is None or (later is None) is not (backward is None):
             return False
         needed = [moment] if later is None else [moment, Moment("backward", found, *later.worst).times(tracer.growth)]
         if not all(map(room.has_room_for, needed)):

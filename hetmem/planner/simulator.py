@@ -16,12 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 
 from hetmem.base.hardware import HardwareProfile, Rate
 from hetmem.schedule.blocks import (
     LOADING,
-    STALE,
     VALID,
     WAITING,
     Block,
@@ -101,9 +99,6 @@ class SimulatedTraffic:
         self._share_the_disk(hardware.nvme_both_ways_bytes_per_second)
         self._transfer_seconds = hardware.thread.transfer_seconds
         self.on_device: set[int] = set()
-        self.own: set[int] = set()
-        """Blocks that no user writes to: 16-bit copies at home."""
-        self._updating: set[int] = set()
         self._cast = Rate(hardware.device.bytes_per_second)
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
@@ -209,9 +204,6 @@ class SimulatedTraffic:
         if operand is None:
             return False
         self.residency.suspend(operand)
-        self._updating.add(operand)
-        if operand not in self.own | self.on_device:
-            self.residency.hold(operand)
         while self.residency.state(operand, DEVICE) is LOADING:
             self.wait_for_one()
         found = self.residency.state(operand, DEVICE) is VALID
@@ -222,23 +214,9 @@ class SimulatedTraffic:
     def end_update(self, operand: int | None, *, renew: bool) -> None:
         """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again."""
         if operand is not None:
-            self._updating.discard(operand)
             self.execute(self.residency.resume(operand))
             if renew:
                 self.execute(self.residency.prefetch(operand, DEVICE))
-
-    def outdate(self, blocks: Iterable[int]) -> None:
-        """The user may have written to the homes of `blocks`, but where an update trails: no copy of them counts, and
-        from now on they may be prefetched."""
-        blocks = [block for block in blocks if block not in self._updating and not self.residency.dirty(block)]
-        for block in blocks:
-            self.residency.hold(block)
-        for block, tier in product(blocks, (HOST, DEVICE)):
-            while self.residency.state(block, tier) is LOADING:
-                self.wait_for_one()
-            if self.residency.state(block, tier) in (VALID, STALE):
-                self.execute(self.residency.invalidate(block, tier))
-        self.residency.lift(blocks)
 
     def copy_beside(self, link: LinkQueue, nbytes: int, done: Callable[[], None]) -> None:
         """Send `nbytes` that are no block's over `link`; `done` is called when they are there."""

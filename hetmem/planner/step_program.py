@@ -75,7 +75,6 @@ class Rehearsal:
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
-        self._stepped = False
 
     def _register(self) -> None:
         """Blocks in the order in which the run registers them."""
@@ -89,8 +88,6 @@ class Rehearsal:
                     self._blocks[role, chunk] = number
                     if tier is Tier.DEVICE:
                         self._traffic.on_device.add(number)
-                    if role == "compute":
-                        self._traffic.own.add(number)
 
     @property
     def arrangement(self) -> Arrangement:
@@ -154,10 +151,6 @@ class Rehearsal:
         self._gone += event.let_go
         match event.kind:
             case Kind.FORWARD:
-                if self._stepped:
-                    self._traffic.outdate(self._written_by_users())
-                    self._traffic.residency.lift()
-                    self._stepped = False
                 self._notes.begin(FORWARD)
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
@@ -234,12 +227,6 @@ class Rehearsal:
             self._traffic.wait_for_gradients()
             self._traffic.wait_until_written(self._on_nvme("grad"))
 
-    def _written_by_users(self) -> list[int]:
-        """The blocks of trained parameters at home, where operators see copies of them, and not of 16-bit copies."""
-        operands = (self._operand(chunk) for chunk in self._arrangement.homes["exp_avg"])
-        blocks = [self._blocks[operand] for operand in operands if operand in self._blocks]
-        return [block for block in blocks if block not in self._traffic.own | self._traffic.on_device]
-
     def _on_nvme(self, role: str) -> list[int]:
         homes = self._arrangement.homes.get(role, {})
         return [self._blocks[role, chunk] for chunk, tier in homes.items() if tier is Tier.NVME]
@@ -283,8 +270,6 @@ class Rehearsal:
 
     def _optimize(self) -> None:
         self._notes.begin(STEP)
-        begun = {self._blocks["param", chunk] for chunk in self._begun if ("param", chunk) in self._blocks}
-        self._traffic.outdate(block for block in self._on_nvme("param") if block not in begun)
         if not self._how.trails:
             self._updates.finish()
         self._fill_idle()
@@ -297,7 +282,6 @@ class Rehearsal:
         else:
             self._updates.finish()
             self._traffic.wait_until_written(self._on_nvme("param"))
-        self._stepped = True
         self._let_go()
         self._notes.end()
 

@@ -158,8 +158,8 @@ def _tokens(window: Window, past: dict[str, Any], runtime: Runtime) -> int:
 
 def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] | None:
     """Return the largest kinds of tensors that were no chunks, by operator and module, when most of the device was
-    taken by such; None where none were watched, as on a GPU."""
-    peak, statistics = runtime.monitor.peak, runtime.statistics
+    taken by such, of steps whose operators were seen; None where none were."""
+    peak, most = runtime.monitor.peak, runtime.room.non_model_peak_bytes
     if not peak.nbytes:
         return None
     names = _names(model)
@@ -170,8 +170,10 @@ def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] |
     largest = sorted(kinds.items(), key=lambda kind: -sum(kind[1]))[:_KINDS_SHOWN]
     where = "a forward" if only_infers(runtime.events) else f"the {peak.segment} of step {peak.step}"
     sentence = f"Beside chunks the device held at most {format_size(peak.nbytes)}, in {where}."
-    if statistics.non_model_peak_bytes > peak.nbytes:
-        sentence += f" Larger inputs since, of steps not watched: up to {format_size(statistics.non_model_peak_bytes)}."
+    if most > peak.nbytes and runtime.memory.device.watched:
+        sentence += f" Larger inputs since, of steps not watched: up to {format_size(most)}."
+    elif most > peak.nbytes:
+        sentence += f" Its allocator counted up to {format_size(most)}, with what libraries take, and other steps."
     return {
         "bytes": peak.nbytes,
         "segment": peak.segment,

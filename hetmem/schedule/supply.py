@@ -6,7 +6,7 @@ answer to a command changes, is not its business.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Command, Copy
@@ -36,9 +36,8 @@ class Supply:
         self.waiting: list[tuple[Tier, int]] = []
         """Requests, the oldest first."""
         self._suspended: set[int] = set()
-        self._held: set[int] = set()
         for cache in self._caches:
-            cache.held, cache.most_ahead = self._held, at_once[cache.tier]
+            cache.most_ahead = at_once[cache.tier]
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -70,20 +69,7 @@ class Supply:
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
-        self._caches[DEVICE].too_soon = 0
-
-    def hold(self, block: int) -> None:
-        """The home of `block` may be written to by the user: until `lift` it is fetched where it is asked for, and not
-        prefetched."""
-        self._held.add(block)
-
-    def lift(self, blocks: Iterable[int | None] | None = None) -> None:
-        """Only the program itself writes to the homes of `blocks` (None: of all that are held) from now on: they may be
-        prefetched."""
-        lifted = self._held.intersection(self._held if blocks is None else blocks)
-        if lifted:
-            self._held -= lifted
-            self._caches[DEVICE].too_soon = 0
+        self._caches[DEVICE].ask_at = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
@@ -147,14 +133,10 @@ class Supply:
         if self.waiting:
             return
         device, staging = self._caches
-        if cache is device and not staging.slots.count:
-            if device.kept:
-                self._scan(device, commands)
-            elif device.complete < device.schedule.position + self.lookahead and not device.waits():
-                self._begin(device, commands)
+        if cache is device and device.schedule.position < device.ask_at:
             return
         self._begin(cache, commands)
-        if cache is device:  # what staging has put off until the clock of the device came near
+        if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
             self._begin(staging, commands)
 
     def _has_enough(self, cache: Cache, at_once: int) -> bool:
@@ -180,6 +162,11 @@ class Supply:
                 break
             if self._has_enough(cache, at_once) or not self._prefetch(block, cache, commands):
                 break
+        else:
+            cache.ask_at = cache.complete - self.lookahead + 1
+        cache.asked_at = self._ledger.tick
+        if staging.slots.count:  # which goes by when reads end
+            cache.ask_at = 0
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
         """Fetch what is missing on the device as far ahead as a round reaches: see note "scans"."""
@@ -198,10 +185,10 @@ class Supply:
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
         cache = self._caches[tier]
-        if not self.waiting and block not in cache.copies and block not in self._held:
+        if not self.waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # it is renewed, for whenever it is used
-            cache.too_soon = 0  # what is missing next may be needed sooner
+            cache.ask_at = 0  # what is missing next may be needed sooner
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
         """Bring in `block`, which is missing in `cache`; False if that has to wait for room."""
@@ -248,7 +235,7 @@ class Supply:
         return device.unfed(staging.copies, self._is_fed) if device.fed_ahead else None
 
     def _is_fed(self, block: int) -> bool:
-        return self._blocks[block].home is NVME and block not in self._suspended and block not in self._held
+        return self._blocks[block].home is NVME and block not in self._suspended
 
     # ---- room --------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from hetmem.base.units import MIB, format_size
 from hetmem.cpu import kernel_name
 from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
-from hetmem.memory.mapping import free_host_bytes
+from hetmem.memory.host_memory import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
 _SIGNS = {True: "ok  ", False: "FAIL", None: "--  "}

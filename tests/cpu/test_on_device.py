@@ -10,7 +10,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hetmem.cuda.backend import TorchBackend
 from tests.cpu.tested import (
     AdamWStep,
     adamw_as_on_host,
@@ -20,7 +19,6 @@ from tests.cpu.tested import (
     update,
     update_by_torch,
 )
-from tests.cuda.shim import GPP, ShimBackend, build
 from tests.engine.harness import same_bits
 
 CPU = torch.device("cpu")
@@ -32,15 +30,8 @@ STEPS = {
 }
 
 
-pytestmark = pytest.mark.skipif(GPP is None, reason="g++ is not installed")
-
-
 @pytest.fixture(autouse=True)
-def tried_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The device is the CPU, and its kernel that of the GPU, compiled by g++."""
-    shim = ShimBackend({"adam.cu": build("adam.cu")})
-    monkeypatch.setattr(update, "backend", lambda: shim)
-    update._width.cache_clear()
+def tried_anew() -> Iterator[None]:
     yield
     update._width.cache_clear()
 
@@ -148,6 +139,8 @@ def test_a_device_where_nothing_runs_is_not_used(monkeypatch: pytest.MonkeyPatch
         adamw_as_on_host([(STEPS["first"], tuple(torch.zeros(3) for _ in range(4)))])
 
 
-def test_without_kernels_the_host_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "backend", lambda: TorchBackend("a test"))
+def test_a_device_that_rounds_otherwise_does_not_equal_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert equals_host(CPU, torch.float32, BF16)
+    update._width.cache_clear()
+    monkeypatch.setattr(kernels, "_fma", lambda a, b, c: a * b + c)
     assert not equals_host(CPU, torch.float32, BF16)

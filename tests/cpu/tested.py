@@ -14,7 +14,6 @@ from hetmem.cpu import (
     Task,
     adamw_on_device,
     adamw_tasks,
-    compact,
     kernel_name,
     loops,
     norm,
@@ -29,7 +28,7 @@ from hetmem.cpu.adamw import adamw_as_on_host, equals_host, update_by_torch
 from hetmem.cpu.loops import BLOCK, RUN
 from hetmem.cpu.workers import WorkerPool, one_torch_thread
 from hetmem.cuda import kernels
-from tests.cuda.reference import torch_adamw
+from hetmem.cuda.kernels import torch_adamw
 
 __all__ = [
     "BLOCK",
@@ -44,7 +43,6 @@ __all__ = [
     "adamw_compact_tasks",
     "adamw_on_device",
     "adamw_tasks",
-    "compact",
     "equals_host",
     "kernel_name",
     "kernels",
@@ -85,7 +83,7 @@ def adamw_compact_tasks(
 ) -> list[Task]:
     both = (exp_avg, exp_avg_sq)
     moments = [each for moment in both for each in (moment if isinstance(moment, Codes8Bit) else [moment])]
-    return compact.adamw_compact_tasks(step, param, grad, moments, copy, key=key)
+    return update.adamw_compact_tasks(step, param, grad, moments, copy, key=key)
 
 
 def adamw(pool: WorkerPool, *of: Any) -> None:

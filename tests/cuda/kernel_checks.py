@@ -14,8 +14,7 @@ import torch
 from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles
 from hetmem.cpu import adamw as update
 from hetmem.cuda import backend
-from hetmem.cuda.kernels import ADAMS, CASTS, adamw, cast, square_sums, torch_square_sums
-from tests.cuda.reference import torch_adamw
+from hetmem.cuda.kernels import ADAMS, CASTS, adamw, cast, square_sums, torch_adamw, torch_square_sums
 from tests.cuda.vectors import HALVES, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----

@@ -83,14 +83,9 @@ def test_a_refusal_says_what_was_expected_and_got(name: str) -> None:
         call()
 
 
-@pytest.mark.parametrize("check", [name for name in CHECKS if not name.startswith("adamw")])
+@pytest.mark.parametrize("check", CHECKS)
 def test_without_a_gpu_torch_does_the_same_work(check: str) -> None:
     CHECKS[check](Place(TORCH, thorough=False))
-
-
-def test_without_a_gpu_the_host_updates() -> None:
-    with pytest.raises(NotImplementedError, match="without CuPy: a test"):
-        adamw(TORCH, SCALARS_8, *(zeros(8) for _ in range(4)))
 
 
 def test_the_backend_says_why_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:

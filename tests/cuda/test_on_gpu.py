@@ -26,7 +26,7 @@ def test_equals_torch(check: str) -> None:
     CHECKS[check](Place(HERE, "cuda"))
 
 
-@pytest.mark.parametrize("check", [name for name in CHECKS if not name.startswith("adamw")])
+@pytest.mark.parametrize("check", CHECKS)
 def test_without_cupy_torch_does_the_same_work(check: str) -> None:
     CHECKS[check](Place(TorchBackend("a test"), "cuda", thorough=False))
 

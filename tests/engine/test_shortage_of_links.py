@@ -66,7 +66,9 @@ def peak_of_a_backward(module: nn.Module, batch: torch.Tensor) -> int:
         nonlocal peak
         peak = max(peak, live_bytes + runtime.room.chunk_bytes())
 
-    monitor = DeviceMonitor(runtime.memory.is_home_address, runtime.memory.is_device_address, grown, strict=False)
+    monitor = DeviceMonitor(
+        runtime.memory.is_home_address, runtime.memory.is_device_address, grown, torch.device("cpu"), strict=False
+    )
     with monitor:
         monitor.count("inputs", [batch])
         loss = module(batch)
@@ -130,7 +132,7 @@ def test_a_weight_waits_for_gradients_that_lie_in_its_way(speed: str | None) -> 
 
 def test_what_dies_while_something_is_counted_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the thread of a copy, or by the garbage collector: a sum that has begun must not put its bytes back."""
-    monitor = DeviceMonitor(lambda _: False, lambda _: False, lambda *_: None, strict=False)
+    monitor = DeviceMonitor(lambda _: False, lambda _: False, lambda *_: None, torch.device("cpu"), strict=False)
     with monitor:
         dying = [torch.ones(100) for _ in range(3)]
     size = torch.UntypedStorage.nbytes

@@ -204,7 +204,6 @@ def test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too(tmp_p
     runtime = runtime_of(modules[1])
     traffic, residency = runtime.traffic, runtime.traffic.residency
     traffic.forget_copies()
-    residency.lift()  # as behind an evaluation
     chunk = next(chunk for chunk in runtime.chunks if chunk.parameters[0].name == "0.weight")
     block = chunk.homes[Role.PARAM].block
     assert block is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,19 +51,14 @@ def five_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(5)))
 
 
-def by_address(weight: torch.Tensor) -> torch.Tensor:
-    """The memory of `weight` where it is now, of which nothing tells torch or hetmem: as C++ that keeps a pointer."""
-    memory = (ctypes.c_char * weight.nbytes).from_address(weight.data_ptr())
-    return torch.frombuffer(memory, dtype=weight.dtype).view_as(weight)
-
-
-WAYS = ("clamp", "mask", "one_element", "by_numpy", "by_a_kept_tensor", "proximal")
+WAYS = ("clamp", "mask", "one_element", "by_numpy", "by_a_kept_tensor", "proximal", "by_a_state_dict")
 
 
 class Writer:
-    """What training programs do to weights behind a step, each in one of six; two of them write single elements."""
+    """What training programs do to weights behind a step, each in one of seven; three of them write single elements."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.parameters = list(module.parameters())
         self.masks = [torch.arange(p.numel()).remainder(101).ne(7).float().view_as(p) for p in self.parameters]
         self.kept: list[torch.Tensor] = []
@@ -96,6 +90,10 @@ class Writer:
     def proximal(self, step: int) -> None:
         for p in self.parameters:
             p.data.copy_(p.data.sign() * (p.data.abs() - 1e-3).clamp(min=0))
+
+    def by_a_state_dict(self, step: int) -> None:
+        for value in self.module.state_dict().values():
+            value.numpy()[7, step % WIDTH] = 0.375
 
 
 @pytest.mark.each
@@ -129,9 +127,9 @@ def test_writes_that_count_no_version_after_a_step_reach_the_next_forward(
 def test_an_average_that_is_swapped_in_for_an_evaluation_is_swapped_out_again(
     mixed: torch.dtype | None, place: str, tmp_path: Path
 ) -> None:
-    """It differs in one element, between two forwards without a step, and is swapped out through a raw pointer."""
+    """It differs in one element, between two forwards, and is swapped out through memory that is kept."""
     plain, managed = placed(place, tmp_path, mixed)
-    memory = {module: by_address(module[1].weight) for module in (plain, managed)}
+    memory = {module: module[1].weight.detach().numpy() for module in (plain, managed)}
     optimizers, backward = adamws(plain, managed), reference(plain, mixed)
     for batch in vector_batches(4, 2, WIDTH, dtype=mixed):
         expected = backward(lambda module, batch=batch: loss_of(module, batch))
@@ -143,7 +141,7 @@ def test_an_average_that_is_swapped_in_for_an_evaluation_is_swapped_out_again(
             optimizer.zero_grad()
         for value in (3.0, 0.125):
             for module in (plain, managed):
-                (module[1].weight.data if value == 3.0 else memory[module])[11, 13] = value
+                (module[1].weight.data.numpy() if value == 3.0 else memory[module])[11, 13] = value
             with torch.no_grad():
                 right = plain if mixed is None else Mixed(plain, mixed).twin
                 if value == 3.0:
@@ -152,17 +150,17 @@ def test_an_average_that_is_swapped_in_for_an_evaluation_is_swapped_out_again(
 
 @pytest.mark.parametrize("place", ["all copies", "nvme"])
 def test_a_step_by_hand_of_a_few_rows_reaches_the_next_forward(place: str, tmp_path: Path) -> None:
-    """As tutorials and C++ make it, without an optimizer. Few rows have a gradient, and no sample lies there."""
+    """As tutorials and C++ make it, without an optimizer. Few rows have a gradient."""
     plain, managed = placed(place, tmp_path, None)
-    memory = {module: by_address(module[0].weight) for module in (plain, managed)}
+    memory = {module: module[0].weight.detach().numpy() for module in (plain, managed)}
     (batch,) = vector_batches(1, 2, WIDTH)
     with torch.no_grad():
         batch[0][:, :63] = 0  # of the first weight one column has a gradient
     for step in range(4):
         for module in (plain, managed):
             loss_of(module, batch).backward()
-            written = memory[module] if step % 2 else module[0].weight.data
-            written -= 0.1 * module[0].weight.grad
+            written = memory[module] if step % 2 else module[0].weight.data.numpy()
+            written -= 0.1 * module[0].weight.grad.numpy()
             module.zero_grad()
         assert_same(loss_of(plain, batch), loss_of(managed, batch), "loss")
 

@@ -193,6 +193,7 @@ def test_what_hetmem_writes_itself_is_no_write_of_the_user_s(
 
     _, managed = pair(lambda: WritesInForward("mul_"), placement, tmp_path, mixed_precision=mixed)
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    managed(*BATCHES[0])  # before which the program may have written to all
     with testing.around("write of the user", superseding):
         for batch in BATCHES:
             loss_of(managed, batch).backward()

@@ -73,6 +73,7 @@ def test_code_of_one_block_is_good_for_all_of_them(compiled: Any, tmp_path: Path
     train(plain, managed, call, call_managed)
     assert backend.graphs == [5], "one graph, with every operator of a block in it"
     assert backend.calls == STEPS * BLOCKS, "and every forward ran it"
+    assert hetmem.report(managed).to_dict()["beside_chunks"] is None, "operators were not all seen"
 
 
 @pytest.mark.parametrize("compiled", AS_A_WHOLE)

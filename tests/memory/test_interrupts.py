@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.forked import end_in_a_fork
 from tests.memory.tested import HELD_BACK, Link, SimDevice, TransferEngine
 
 
@@ -17,7 +16,7 @@ from tests.memory.tested import HELD_BACK, Link, SimDevice, TransferEngine
 def _nothing_is_left() -> Iterator[None]:
     before = signal.default_int_handler  # not that of a forward of another test which ended without a word
     signal.signal(signal.SIGINT, before)
-    HELD_BACK.forget()
+    HELD_BACK.segments = 0
     yield
     assert signal.getsignal(signal.SIGINT) == before
     signal.signal(signal.SIGINT, before)
@@ -159,22 +158,6 @@ def test_another_thread_holds_nothing_back() -> None:
         pass
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_that_another_thread_makes_holds_nothing_back() -> None:
-    """The main thread, which has entered, is not there."""
-    ended: list[int] = []
-
-    def is_interrupted() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            ctrl_c()
-
-    with HELD_BACK:
-        thread = threading.Thread(target=lambda: ended.append(end_in_a_fork(is_interrupted)))
-        thread.start()
-        thread.join()
-    assert ended == [0]
-
-
 def engine() -> TransferEngine:
     return TransferEngine(SimDevice().copier, None)
 
@@ -259,7 +242,7 @@ def test_a_segment_that_was_forgotten_holds_back_under_a_handler_that_came_later
             assert not came
         assert came == [signal.SIGINT]
     finally:
-        HELD_BACK.forget()
+        HELD_BACK.segments = 0
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

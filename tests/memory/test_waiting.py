@@ -33,8 +33,6 @@ ON_NVME = {
     "executor.wait_for_one < traffic.wait_until_written < step._carry_out: take",
     # What was read ahead while it was written is read again:
     "executor.wait_for_one < traffic.superseded < write_check.honour_written_gradients: take",
-    # What is being read ahead as a step begins is read again, as the program may have written to it:
-    "executor.wait_for_one < traffic.superseded < traffic.outdate: take",
 }
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
@@ -42,7 +40,7 @@ OF_THE_FAKE = (
     "sampling._on_host",
     "workers.as_array",
 )
-WRITES = "write_check.compare < write_check.by_view"
+WRITES = "write_check.compare < "
 """A model that takes `weight.data` in forward may write to it: the one way to know is to look."""
 
 

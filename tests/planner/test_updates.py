@@ -178,7 +178,6 @@ def test_an_update_goes_on_wherever_the_thread_takes_note_of_what_has_ended() ->
 
 def test_nothing_fetches_what_is_being_updated_and_its_copy_comes_back_afterwards() -> None:
     simulated = traffic(2, [HOST] * 2)
-    simulated.own.add(0)  # else users may write to it behind its update: see below
     use(simulated, 0, 0.0)
     made = updates(simulated, cores=1)
     made.add(update(5.0, operand=0))
@@ -189,19 +188,6 @@ def test_nothing_fetches_what_is_being_updated_and_its_copy_comes_back_afterward
     assert simulated.residency.state(0, DEVICE) is CopyState.LOADING
     simulated.drain()
     assert simulated.now == 1.0 + 5.0 + 1.0
-
-
-def test_what_users_may_write_to_is_not_prefetched_from_its_update_to_the_next_forward() -> None:
-    simulated = traffic(2, [HOST] * 2)
-    use(simulated, 0, 0.0)
-    made = updates(simulated, cores=1)
-    made.add(update(5.0, operand=0))
-    made.finish()
-    simulated.execute(simulated.residency.prefetch(0, DEVICE))
-    assert simulated.residency.state(0, DEVICE) is None
-    simulated.outdate([0])
-    simulated.execute(simulated.residency.prefetch(0, DEVICE))
-    assert simulated.residency.state(0, DEVICE) is CopyState.LOADING
 
 
 def test_a_use_of_what_is_being_updated_waits_for_that() -> None:
