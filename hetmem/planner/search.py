@@ -64,21 +64,8 @@ def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Ju
     return refusal
 
 
-def judge(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged:
-    """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
-    arrangement = arranged(workload, setting)
-    check_device(workload, arrangement, setting.capacities)
-    seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
-    result = _rehearsed(workload, arrangement.as_rehearsed(Room(0, 0)), seen, steps)
-    if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients ask for homes
-        result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
-    if isinstance(result, NoRoom):
-        raise result.with_traceback(None)
-    return Judged(setting, arrangement, result)
-
-
 def has_room(workload: Workload, setting: Setting) -> bool:
-    """Whether homes have places and each operator has room on the device, which is the quick part of `judge`."""
+    """Whether homes have places and each operator has room on the device, which is the quick part of `judged`."""
     with suppress(NoRoom):
         check_device(workload, arranged(workload, setting), setting.capacities)
         return True
@@ -86,11 +73,17 @@ def has_room(workload: Workload, setting: Setting) -> bool:
 
 
 def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | NoRoom:
-    """`judge` with the refusal as a value."""
+    """One candidate, rehearsed for `steps` steps, of which the first two know no trace and need most; or its refusal."""
     try:
-        return judge(workload, setting, steps=steps)
+        arrangement = arranged(workload, setting)
+        check_device(workload, arrangement, setting.capacities)
     except NoRoom as refusal:
         return refusal.with_traceback(None)
+    seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
+    result = _rehearsed(workload, arrangement.as_rehearsed(Room(0, 0)), seen, steps)
+    if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients ask for homes
+        result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
+    return result if isinstance(result, NoRoom) else Judged(setting, arrangement, result)
 
 
 @functools.lru_cache(maxsize=64)
@@ -99,7 +92,7 @@ def _rehearsed(workload: Workload, arrangement: Arrangement, setting: Setting, s
     try:
         return rehearse(workload, arrangement, setting, steps)
     except NoRoom as refusal:
-        return refusal
+        return refusal.with_traceback(None)
 
 
 # ---- what is varied ----------------------------------------------------------------------------------------------

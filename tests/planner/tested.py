@@ -34,7 +34,9 @@ Setting = functools.partial(workload.Setting, hardware=planner.load_profile("h10
 def judge(
     of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged:
-    return search.judge(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
+    found = search.judged(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
+    assert isinstance(found, Judged), found
+    return found
 
 
 def judged(of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int) -> Judged | NoRoom:
