@@ -73,7 +73,7 @@ def has_room(workload: Workload, setting: Setting) -> bool:
 
 
 def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | NoRoom:
-    """One candidate, rehearsed for `steps` steps, of which the first two know no trace and need most; or its refusal."""
+    """One candidate, rehearsed for `steps` steps (the first two know no trace, and need most), or its refusal."""
     try:
         arrangement = arranged(workload, setting)
         check_device(workload, arrangement, setting.capacities)
