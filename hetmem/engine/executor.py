@@ -361,7 +361,8 @@ class Executor:
 
     def _carry_out(self, command: Command) -> None:
         if type(command) is Drop:
-            self._log_change(command.block, command.tier, False)
+            change = self._events.now(), command.block, command.tier, False
+            self._events.copies += (_tuple(CopyChange, change),)
             if command.tier is DEVICE:
                 chunk, _ = self.chunk_of_block[command.block]
                 self._bindings.close_device(chunk, self._memory.device_pool, command.slot)
@@ -370,7 +371,8 @@ class Executor:
                     self.mark_use(command.slot)
             return
         if type(command) is Fetch:
-            self._log_change(command.block, command.target, True)
+            change = self._events.now(), command.block, command.target, True
+            self._events.copies += (_tuple(CopyChange, change),)
             if command.target is DEVICE:
                 try:
                     self._fetch_to_device(command)
@@ -389,22 +391,18 @@ class Executor:
             self.torn_reads.begin_read(command.block, chunk, role)
             self._engine.read(command, extent, memory)
 
-    def _log_change(self, block: int, tier: Tier, present: bool) -> None:
-        copies = self._events.copies
-        copies += (_tuple(CopyChange, (self._events.now(), block, tier, present)),)
-
     def _fetch_to_device(self, command: Fetch) -> None:
         slot = command.slot
         self._made.pop(slot, None)
         chunk, role = self.chunk_of_block[command.block]
-        home, nbytes = chunk.homes[role], chunk.role_nbytes(role)
+        home = chunk.homes[role]
         if home.tier is not Tier.NVME:
             source = chunk.flat(role)
         else:
             source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
         after = self._free_after(chunk, slot)
         work = partial(self._memory.device.copy_in, self.on_device(chunk, slot), source)
-        now = command.block == self._urgent
+        now, nbytes = command.block == self._urgent, source.nbytes
         if home.tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
             work()
             self.mark_making(slot)

@@ -88,9 +88,10 @@ class Bindings:
     def reopen_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> bool:
         """Take the views that are kept of `slot`, which asks nothing of torch. Return whether there are those of all
         parameters of `chunk`."""
-        views: Any = pool.views.get(slot, {}).pop(self._layout(chunk), None)
-        if views is None:
+        layout = self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)
+        if slot not in pool.views or layout not in pool.views[slot]:
             return False
+        views = pool.views[slot].pop(layout)
         complete = True
         for managed, view in zip(chunk.parameters, views, strict=True):
             if managed.device is None and view is not None:
@@ -119,13 +120,11 @@ class Bindings:
                     views.append(None)
                     continue
             views.append((view, made, storage, address, count))
-        if pool.holds_place(slot):
-            pool.views.setdefault(slot, {})[self._layout(chunk)] = views
+        if slot in pool.views:
+            pool.views[slot][self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)] = views
 
     def _layout(self, chunk: Chunk) -> int:
         """Return the number of the layout of `chunk`: that of no other one."""
-        if chunk in self._layouts:
-            return self._layouts[chunk]
         places = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
         number = self._numbers.setdefault((chunk.compute_dtype, *places), len(self._numbers))
         self._layouts[chunk] = number

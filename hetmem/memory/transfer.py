@@ -35,8 +35,6 @@ class Finished:
     beside: bool = False
 
 
-_tuple: Any = tuple.__new__
-"""Makes a named tuple of a tuple, without Python."""
 _WOKEN = Finished(None)
 """Nothing has finished: an interrupt has come during a wait."""
 
@@ -190,6 +188,8 @@ class TransferEngine:
     def __init__(self, copier: Callable[[Seen, Callable[[Finished], None]], Copier], store: NvmeStore | None) -> None:
         self._store = store
         self._copied = {link: LinkUse() for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
+        self._by_caller: dict[Link, LinkUse] = {}
+        """What the caller, which alone counts here, has copied itself: over links where it is as fast as the copier."""
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._beside = 0  # jobs under way that are none of the copier's
         self._counting = threading.Lock()
@@ -199,8 +199,9 @@ class TransferEngine:
         self.order_compute_behind = self._copier.order_compute_behind
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
-        self._by_caller = {link for link in self._copied if not self.ordered and self._copier.unlimited(link)}
-        """Links over which the caller copies as the copier would."""
+        for link in self._copied:
+            if not self.ordered and self._copier.unlimited(link):
+                self._by_caller[link] = LinkUse()
         self.clock = self._copier.clock
         self.nothing_over: Callable[[], bool] = self._finished.empty if not self.ordered else self._nothing_over
         """Whether `take` has nothing to give. Asked at each use of a weight: it mostly has not."""
@@ -212,12 +213,16 @@ class TransferEngine:
 
     def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
         """Run `work` here and now, at the link's speed, behind all compute so far."""
-        if link in self._by_caller:
-            start = time.perf_counter()
-            work()
-            self._copied_over(_tuple(Job, (tag, link, work, nbytes)), start, time.perf_counter())
-        else:
-            self._copier.now(_tuple(Job, (tag, link, work, nbytes)))
+        if link not in self._by_caller:
+            self._copier.now(Job(tag, link, work, nbytes))
+            return
+        start = time.perf_counter()
+        work()
+        end, use = time.perf_counter(), self._by_caller[link]
+        use.bytes += nbytes
+        use.seconds += end - start
+        if self.observe is not None:
+            self.observe(link, tag, start, end, nbytes)
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""
@@ -280,9 +285,12 @@ class TransferEngine:
 
     def links(self) -> dict[Link, LinkUse]:
         """Return what every link has carried so far."""
-        store = self._store
+        store, mine = self._store, self._by_caller
         return {
-            **self._copied,
+            **{
+                link: LinkUse(use.bytes + mine[link].bytes, use.seconds + mine[link].seconds) if link in mine else use
+                for link, use in self._copied.items()
+            },
             Link.NVME_READ: LinkUse(store.bytes_read, store.read_seconds) if store else LinkUse(),
             Link.NVME_WRITE: LinkUse(store.bytes_written, store.write_seconds) if store else LinkUse(),
         }
@@ -298,7 +306,7 @@ class TransferEngine:
 
     def _copied_over(self, job: Job, start: float, end: float) -> None:
         use = self._copied[job.link]
-        with self._counting:  # the thread that trains copies small things itself
+        with self._counting:  # the thread that trains copies some things by the copier itself
             use.bytes += job.nbytes
             use.seconds += end - start
         if self.observe is not None:

@@ -73,11 +73,11 @@ class Cache:
         self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
         self.complete = 0
         """Every use from the position of the schedule up to this one has its copies, in whatever state."""
-        self.too_soon = 0
-        """The device fetches nothing ahead until a copy becomes idle that is used no sooner, or the schedule comes to
-        `_known_until`: nothing else could make room. 0 makes it ask again. Whatever changes what is missing, or what
-        there is room for, and is no use that the schedule expects, sets it to 0."""
-        self._known_until = 0
+        self.ask_at = 0
+        """Nothing is to be fetched ahead before the schedule comes to this use. What changes what is missing, or what
+        there is room for, and is no use that the schedule expects, sets it to 0: so does the end of one that had begun
+        before `asked_at`, the tick at which it was found."""
+        self.asked_at = 0
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None:
@@ -89,8 +89,7 @@ class Cache:
         """Make `copy` the one of `block` on this tier."""
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
-        self.too_soon = 0
-        self.touch(block)
+        self.ask_at = 0
         if self._farther is not None:
             self._farther.touch(block)
         return copy
@@ -98,7 +97,7 @@ class Cache:
     def remove(self, block: int) -> Copy:
         """Forget the copy of `block` on this tier, and return it."""
         self.unused.discard(block)
-        self.too_soon = 0
+        self.ask_at = 0
         self.touch(block)
         if self.complete and (next_use := self.schedule.next_use(block)) < self.complete:
             self.complete = next_use
@@ -108,7 +107,7 @@ class Cache:
 
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
-        self.limit, self.too_soon = max(0, min(slots, self.slots.count)), 0
+        self.limit, self.ask_at = max(0, min(slots, self.slots.count)), 0
         if self.limit < self._least:
             self._least = self.limit
             if self._kept_for is not None and self.limit < self._kept_for[1]:
@@ -130,7 +129,7 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """Take `schedule` for what comes next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
-        self.schedule, self.complete, self.too_soon = schedule, 0, 0
+        self.schedule, self.complete, self.ask_at = schedule, 0, 0
         self._keep(within)
         self._order.renew()
         if self._farther is not None:
@@ -166,19 +165,18 @@ class Cache:
     def reach(self, blocks: tuple[int, ...]) -> None:
         """Begin a use of `blocks`. Next uses change for what was waited for in vain, and for what was skipped."""
         schedule = self.schedule
-        passed, first, met = schedule.now, schedule.position, schedule.met
-        for block in passed:
-            if block not in met:
-                self._change((block,))
+        passed, first = schedule.unmet, schedule.position
+        if passed:
+            self._change(passed)
         if not schedule.reach(blocks):
             return
         last = schedule.position
         if last == first + 1:
             return  # the next one, as all expected
-        self.complete = self.too_soon = 0
+        self.complete = self.ask_at = 0
         if last < first:
             first, last = last, first
-        self._change(set().union(passed, blocks, *(schedule.between(first, last) if last - first > 1 else ())))
+        self._change(set().union(blocks, *schedule.between(first, last)))
 
     def _change(self, blocks: Iterable[int]) -> None:
         """Note that the next uses of `blocks` have changed."""
@@ -186,23 +184,13 @@ class Cache:
         if self._farther is not None:
             self._farther._order.touch_all(blocks)
 
-    def idle(self, block: int) -> None:
-        """Note that nothing uses the copy of `block` any more, which has arrived."""
-        if self.too_soon and self.schedule.next_use(block) >= self.too_soon:
-            self.too_soon = 0
-
-    def meet(self, block: int) -> None:
-        """Note that `block` of the use just reached has a copy, which is in use from now on."""
-        self.schedule.met.add(block)
-        if block in self.unused:
-            self.unused.remove(block)
-        self.touch(block)
-
-    def meet_all(self, blocks: Collection[int]) -> None:
-        """`meet` each of `blocks`."""
-        self.schedule.met.update(blocks)
-        self.unused.difference_update(blocks)
-        self._order.touch_all(blocks)
+    def meet(self, blocks: Collection[int]) -> None:
+        """Note that `blocks` of the use just reached have copies, which are in use from now on."""
+        self.schedule.meet(blocks)
+        for block in blocks:
+            if block in self.unused:
+                self.unused.remove(block)
+            self.touch(block)
 
     def needed(self, block: int) -> int:
         """Return when a copy of `block` on this tier is used next, NEVER if unknown: a use of the schedule; in host
@@ -263,10 +251,9 @@ class Cache:
     def fetched_ahead(self, lookahead: int) -> int:
         """Count the blocks that were fetched ahead of a use within the next `lookahead`, which has not come."""
         schedule, count = self.schedule, 0
-        now, met = schedule.now, schedule.met
         uses = schedule.between(schedule.position, schedule.position + lookahead)
         for block in self.unused:
-            if block in now and block not in met:
+            if block in schedule.unmet:
                 count += 1
                 continue
             for blocks in uses:
@@ -296,7 +283,7 @@ class Cache:
 
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
         """Return clean, idle copies, without `spared`, that may be evicted now to prefetch a block of `span` slots
-        first needed at `needed_at`; empty if there are not enough: then those used before `too_soon` are none.
+        first needed at `needed_at`; empty if there are not enough: then sets `ask_at`.
 
         DEVICE: only copies that were used since they were fetched, and of those Belady's choice at that time, or a copy
         whose next use is at least 90 % as far away (`_ALMOST`); if the choice is in use, wait. The 90 % keep cyclic
@@ -307,18 +294,15 @@ class Cache:
         if self.tier is HOST or self.kept:
             return self._victims(span, spared, needed_at + 1, arrived=True)
         position = self.schedule.position
-        awaited, its_use = self.schedule.furthest(position - 1 if position else 0, needed_at)
+        before = position - 1 if position else 0, needed_at
+        awaited = self.schedule.furthest(*before)
         least = position + int(_ALMOST * (awaited - position))
         if least <= needed_at:
             least = needed_at + 1
         victims = self._victims(span, spared, least, arrived=True)
         if not victims:
-            self.too_soon, self._known_until = least, its_use + 2
+            self.ask_at = self.schedule.first_with(least, *before) + 2
         return victims
-
-    def waits(self) -> bool:
-        """Return whether nothing has become idle, since nothing could make room, that can."""
-        return self.too_soon > 0 and self.schedule.position < self._known_until
 
     def excess(self) -> list[int]:
         """Return what has to be evicted because more than `limit` slots are taken and no write makes room."""
@@ -339,6 +323,8 @@ class Cache:
             spared = {*spared, *victims}
         if missing <= 0:
             return victims
+        if missing == 1:  # most often: whatever is first is enough
+            return victims + self._first(1, spared, least, arrived=arrived)
         more = self._first(missing, spared, least, arrived=arrived)
         return victims + more if sum(map(self._span, more)) >= missing else []
 

@@ -125,7 +125,7 @@ class Ledger:
         if type(command) is Fetch:
             copy.state = VALID
             if not copy.uses and command.block not in self.caches[command.target].unused:
-                self.caches[command.target].idle(command.block)
+                self.caches[command.target].ask_at = 0
             self._history[command.block].append((self.tick, "valid on", command.target))
         else:
             copy.dirty = False

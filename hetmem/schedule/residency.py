@@ -154,7 +154,7 @@ class Residency:
         commands: list[Command] = []
         ledger, cache = self._ledger, self._caches[tier]
         ledger.tick += 1
-        cache.meet(block)
+        cache.meet((block,))
         copy = cache.copies.get(block)
         if copy is not None and copy.state is VALID:
             copy.uses += 1
@@ -187,7 +187,7 @@ class Residency:
         for copy, more in zip(found, uses, strict=True):
             copy.uses += more
             copy.last_use = ledger.tick
-        cache.meet_all(blocks)
+        cache.meet(blocks)
         return [copy.slot for copy in found]
 
     def use(self, uses: Mapping[int, int], tier: Tier, *, coming: bool = False) -> list[Command] | None:
@@ -201,13 +201,23 @@ class Residency:
             state = copies[block].state
             if state is not VALID and not (coming and state is LOADING):
                 return None
-        cache.meet_all(uses)
-        for block, more in uses.items():
+        schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # as `Cache.meet`, without its calls
+        for block in schedule.unmet:
+            if block not in uses:
+                schedule.meet(uses)
+                break
+        else:
+            schedule.unmet = ()
+        for block in uses:
+            if block in unused:
+                unused.remove(block)
+            touch(block)
             copy = copies[block]
             ledger.tick = copy.last_use = ledger.tick + 1
-            copy.uses += more
+            copy.uses += uses[block]
         commands: list[Command] = []
-        self._supply.prefetch(cache, commands)
+        if schedule.position >= cache.ask_at:
+            self._supply.prefetch(cache, commands)
         return commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
@@ -226,8 +236,8 @@ class Residency:
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses = left = copy.uses - uses
-        if not left:
-            cache.idle(block)
+        if not left and copy.last_use < cache.asked_at:
+            cache.ask_at = 0
         if dirty:
             cache.touch(block)
             copy.dirty = copy.load = True
@@ -247,7 +257,8 @@ class Residency:
                 raise self._ledger.illegal(block, DEVICE, "release")
             copy.uses = left = copy.uses - count
             if not left:
-                cache.idle(block)
+                if copy.last_use < cache.asked_at:
+                    cache.ask_at = 0
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)
         if self._supply.waiting or cache.slots.used > cache.limit:
@@ -322,7 +333,8 @@ class Residency:
             supply.trim(device, commands)
         if host.slots.used > host.limit:
             supply.trim(host, commands)
-        supply.serve(commands)
+        if supply.waiting:
+            supply.serve(commands)
         if self.blocks[command.block].home is NVME:  # else what is fetched ahead follows from uses alone
             supply.prefetch(device, commands)
         return commands

@@ -69,7 +69,7 @@ class Supply:
     def resume(self, block: int) -> None:
         """`block` may come to the device again."""
         self._suspended.discard(block)
-        self._caches[DEVICE].too_soon = 0
+        self._caches[DEVICE].ask_at = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
@@ -133,14 +133,10 @@ class Supply:
         if self.waiting:
             return
         device, staging = self._caches
-        if cache is device and not staging.slots.count:
-            if device.kept:
-                self._scan(device, commands)
-            elif device.complete < device.schedule.position + self.lookahead and not device.waits():
-                self._begin(device, commands)
+        if cache is device and device.schedule.position < device.ask_at:
             return
         self._begin(cache, commands)
-        if cache is device:  # what staging has put off until the clock of the device came near
+        if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
             self._begin(staging, commands)
 
     def _has_enough(self, cache: Cache, at_once: int) -> bool:
@@ -166,6 +162,11 @@ class Supply:
                 break
             if self._has_enough(cache, at_once) or not self._prefetch(block, cache, commands):
                 break
+        else:
+            cache.ask_at = cache.complete - self.lookahead + 1
+        cache.asked_at = self._ledger.tick
+        if staging.slots.count:  # which goes by when reads end
+            cache.ask_at = 0
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
         """Fetch what is missing on the device as far ahead as a round reaches: see note "scans"."""
@@ -187,7 +188,7 @@ class Supply:
         if not self.waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # it is renewed, for whenever it is used
-            cache.too_soon = 0  # what is missing next may be needed sooner
+            cache.ask_at = 0  # what is missing next may be needed sooner
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
         """Bring in `block`, which is missing in `cache`; False if that has to wait for room."""

@@ -179,10 +179,8 @@ class Schedule:
         self._overwritten = known.overwritten
         self.overwrites = bool(known.overwritten)
         """Whether any use writes its blocks without reading them, so that `reads` is to be asked."""
-        self.now: tuple[int, ...] = ()
-        """The blocks of the use just reached."""
-        self.met: set[int] = set()
-        """Those of them that are there, so that from now on their next use counts."""
+        self.unmet: tuple[int, ...] = ()
+        """The blocks of the use just reached that are not there yet: from then on their next use counts."""
         self._passed_over: set[int] = set()
         self._next: dict[int, int] = {}  # known next uses; right for as long as they lie ahead
         self._positions, self._places = known.positions, known.places
@@ -206,8 +204,7 @@ class Schedule:
             self._passed_over.difference_update(blocks)
         if self.uses[at] == blocks and self.position < self._segment:  # as expected
             self.position += 1
-            self.met = set()
-            self.now = blocks
+            self.unmet = blocks
             return True
         places = self._places.get(blocks)
         if places is None:
@@ -224,8 +221,7 @@ class Schedule:
             self._next.clear()
         elif self._overwritten:
             self._pass_over(before, self.position - 1)
-        self.met.clear()
-        self.now = blocks
+        self.unmet = blocks
         return True
 
     def _pass_over(self, start: int, end: int) -> None:
@@ -237,10 +233,10 @@ class Schedule:
     def next_use(self, block: int) -> int:
         """The first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown.
 
-        A block of the use just reached is used there until it was met: it must not look far away, and be given up,
+        A block of the use just reached is used there until it is there: it must not look far away, and be given up,
         while the other blocks of that use are brought in.
         """
-        if block in self.now and block not in self.met:
+        if block in self.unmet:
             return self.position - 1
         known = self._next[block] if block in self._next else -1  # noqa: SIM401 - without a call, as it is asked often
         position = self.position
@@ -253,18 +249,35 @@ class Schedule:
             self._next[block] = known
         return known
 
-    def furthest(self, start: int, end: int) -> tuple[int, int]:
-        """When the blocks of the uses from `start` up to `end`, a round apart at most, have all been used again, and
-        which of these uses has the one that is used last."""
+    def meet(self, blocks: Collection[int]) -> None:
+        """Note that `blocks` of the use just reached are there."""
+        for block in self.unmet:
+            if block not in blocks:
+                self.unmet = tuple([block for block in self.unmet if block not in blocks])
+                return
+        self.unmet = ()
+
+    def furthest(self, start: int, end: int) -> int:
+        """When the blocks of the uses from `start` up to `end`, a round apart at most, have all been used again."""
         furthest, count = self.known.furthest, self._count
+        if start >= end:
+            return start
         first = start % count
         last = first + end - start
-        if start >= end:
-            return start, start
-        if last > count:  # around the end of a round
-            furthest = furthest + [count + again for again in furthest[: last - count]]
         found = max(furthest[first:last])
-        return start - first + found, start - first + furthest.index(found, first)
+        if last > count:  # around the end of a round
+            found = max(found, count + max(furthest[: last - count]))
+        return start - first + found
+
+    def first_with(self, least: int, start: int, end: int) -> int:
+        """Which of the uses from `start` up to `end` is the first that has a block which is used again at `least` or
+        later; `end` if none has."""
+        furthest, count = self.known.furthest, self._count
+        for at in range(start, end):
+            place = at % count
+            if at - place + furthest[place] >= least:
+                return at
+        return end
 
     def horizon(self, count: int) -> int:
         """The end of the next `count` uses, those known and not behind the barrier."""

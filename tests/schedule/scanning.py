@@ -50,14 +50,13 @@ class ComparedCache(Cache):
         else:
             assert self.first_missing(lookahead, found) is None
 
-    def waits(self) -> bool:
-        found = super().waits()
-        block = self.first_missing(self.supply.lookahead, self.held | self.supply._suspended)
-        if found and block is not None:
+    def reach(self, blocks: tuple[int, ...]) -> None:
+        block = self.first_missing(self.supply.lookahead, self.supply._suspended)
+        if self.schedule.position < self.ask_at and block is not None:
             span, needed_at = self._blocks[block].span, scan_needed(self, block)
             assert self.slots.used + span > self.limit
-            assert scan_victims(self, span, scan_harmless(self, needed_at)) == []
-        return found
+            assert scan_victims(self, span, scan_harmless(self, needed_at)) == [], "it is not asked, and has room"
+        super().reach(blocks)
 
     def first_missing(self, lookahead: int, beside: Container[int]) -> int | None:
         schedule, end = self.schedule, self.schedule.horizon(lookahead)

@@ -57,24 +57,21 @@ def test_reaching_uses_moves_on_as_if_every_use_was_looked_at(
         blocks = uses[number] if number < len(uses) else (0, 1, 2, 3)
         assert schedule.reach(blocks) == naive.reach(blocks, len(uses))
         for block in met:
-            schedule.met.add(block)
+            schedule.meet((block,))
             naive.unmet.discard(block)
         assert schedule.position == naive.position
         assert [schedule.next_use(b) for b in range(6)] == [naive.next_use(b) for b in range(6)]
 
 
-@given(uses.filter(bool), st.integers(0, 20), st.integers(0, 14))
-def test_the_furthest_use_of_what_some_uses_have_is_found_and_whose_it_is(
-    uses: list[tuple[int, ...]], start: int, more: int
+@given(uses.filter(bool), st.integers(0, 20), st.integers(0, 14), st.integers(0, 40))
+def test_the_furthest_use_of_what_some_uses_have_is_found_and_whose_is_far(
+    uses: list[tuple[int, ...]], start: int, more: int, least: int
 ) -> None:
     schedule, naive, end = Schedule(uses), NaiveSchedule(uses), start + min(more, len(uses) + 1)
     again = {at: max((naive.next_use_from(b, at + 1) for b in naive.uses[at]), default=0) for at in range(start, end)}
-    found, at = schedule.furthest(start, end)
+    assert schedule.first_with(least + 1, start, end) == next((at for at in again if again[at] > least), end)
     if any(again.values()):
-        assert found == max(again.values()) == again[at]
-        assert at == min(other for other in again if again[other] == found)
-    else:
-        assert found <= end
+        assert schedule.furthest(start, end) == max(again.values())
 
 
 @given(
@@ -98,9 +95,9 @@ def test_between_now_and_the_horizon_lie_the_next_uses_in_order_up_to_the_barrie
 def test_a_block_of_the_present_use_is_used_now_until_it_was_met() -> None:
     schedule = Schedule([(0, 1), (2,), (0,)])
     assert schedule.reach((0, 1))
-    schedule.met.add(0)
-    assert (schedule.now, schedule.next_use(1), schedule.next_use(0)) == ((0, 1), 0, 2)
-    schedule.met.add(1)
+    schedule.meet((0,))
+    assert (schedule.unmet, schedule.next_use(1), schedule.next_use(0)) == ((1,), 0, 2)
+    schedule.meet((1,))
     assert (schedule.position, schedule.next_use(1)) == (1, 3)
 
 
@@ -109,8 +106,8 @@ def test_two_blocks_of_one_chunk_in_one_operator_are_one_use() -> None:
     schedule on to the chunk's next use, a whole forward away in the end."""
     schedule = Schedule([(0,), (1,), (2,), (0,)])
     assert schedule.reach((0,))
-    schedule.met.add(0)
-    schedule.met.add(0)
+    schedule.meet((0,))
+    schedule.meet((0,))
     assert (schedule.position, schedule.next_use(1)) == (1, 1)
 
 
@@ -135,7 +132,7 @@ def test_no_use_of_a_later_segment_is_taken_for_one_of_this() -> None:
 
 def test_an_empty_schedule_expects_nothing() -> None:
     schedule = Schedule()
-    assert (schedule.next_use(0), schedule.now, schedule.horizon(8)) == (NEVER, (), 0)
+    assert (schedule.next_use(0), schedule.unmet, schedule.horizon(8)) == (NEVER, (), 0)
     assert not schedule.reach((0,))
 
 
