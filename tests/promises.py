@@ -98,8 +98,8 @@ PROMISES: dict[str, Mutation | str] = {
     "also to views of a weight": "skip the write-back of what an operator wrote",
     "as a measured forward (the first one) sees it": Mutation(
         "engine/write_check.py",
-        "            self._ties[managed] = source\n",
-        "            pass\n",
+        "            raise _shared(managed, source)\n        self._bindings.leave_to",
+        "            pass\n        self._bindings.leave_to",
         WITHIN + "test_a_weight_that_a_forward_leaves_the_memory_of_another_is_an_error[weight-host]",
     ),
     "`p.data = other_weight.data`, left so": Mutation(
