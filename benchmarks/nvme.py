@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetmem.base.units import GIB, MIB
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import Extent, NvmeStore
 
 CHUNK_BYTES = 64 * MIB

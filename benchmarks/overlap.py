@@ -34,7 +34,7 @@ import hetmem
 from benchmarks.clock import ClockDevice
 from benchmarks.demo_bytes import load_demo
 from hetmem.cpu.workers import usable_cores
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import NvmeStore
 
 

@@ -51,8 +51,8 @@ PROMISES: dict[str, Mutation | str] = {
     "between a step and the next forward": "keep the copies of weights that the user may have written to after a step",
     "before the first forward": Mutation(
         "engine/write_check.py",
-        "self.touched: set[ManagedParameter] = {*parameters}",
-        "self.touched: set[ManagedParameter] = set()",
+        "        self._renew(due)\n",
+        "",
         "tests/engine/test_user_writes.py::"
         "test_writes_before_the_first_forward_and_without_an_optimizer_count[bf16-host]",
     ),
@@ -98,8 +98,8 @@ PROMISES: dict[str, Mutation | str] = {
     "also to views of a weight": "skip the write-back of what an operator wrote",
     "as a measured forward (the first one) sees it": Mutation(
         "engine/write_check.py",
-        "            self._ties[managed] = source\n",
-        "            pass\n",
+        "            raise _shared(managed, source)\n        self._bindings.leave_to",
+        "            pass\n        self._bindings.leave_to",
         WITHIN + "test_a_weight_that_a_forward_leaves_the_memory_of_another_is_an_error[weight-host]",
     ),
     "`p.data = other_weight.data`, left so": Mutation(

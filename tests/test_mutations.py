@@ -185,8 +185,7 @@ MUTATIONS = {
         "engine/write_check.py",
         "        self._renew(due)\n",
         "",
-        UNSEEN + "test_writes_that_count_no_version_after_a_step_reach_the_next_forward"
-        "[bf16 with copies at home-off-all copies]",
+        UNSEEN + "test_after_a_step_of_others_they_do_so_too[off-all copies]",
     ),
     "add to no gradient that a step has used up, and say nothing": Mutation(
         "engine/gradients.py",

@@ -15,8 +15,8 @@ def last():
 import torch
 from hetmem.base.threads import Threads
 from hetmem.cpu.workers import WorkerPool
-from hetmem.memory.host_pool import PageLocks
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.cuda_device import PageLocks
+from hetmem.memory.host_memory import Mapping
 
 class Cudart:
     def cudaHostRegister(self, address, nbytes, flags):

@@ -48,7 +48,7 @@ def seconds_of(work: Callable[[], object], rounds: int = 9) -> float:
 def registered(nbytes: int) -> Iterator[torch.Tensor]:
     """Page-locked memory as hetmem takes it; tensors of it die with the context."""
     from hetmem.memory.cuda_device import CudaDevice
-    from hetmem.memory.mapping import Mapping
+    from hetmem.memory.host_memory import Mapping
 
     memory = Mapping(nbytes)
     unpin = CudaDevice().pin(memory)
@@ -133,11 +133,12 @@ def _host_adam(notes: Notes) -> None:
 
 
 def _populate(notes: Notes, threads: int) -> None:
-    from hetmem.memory import mapping
+
+    from hetmem.memory import host_memory
 
     nbytes = MIB if notes.small else 2 * GIB
-    memory = mapping.Mapping(nbytes)
-    with mock.patch.object(mapping, "_POPULATE_THREADS", threads):
+    memory = host_memory.Mapping(nbytes)
+    with mock.patch.object(host_memory, "_POPULATE_THREADS", threads):
         start = time.perf_counter()
         memory.populate()
     notes.number(f"populate, {threads} threads", nbytes / (time.perf_counter() - start) / 1e9, "GB/s")
@@ -145,7 +146,7 @@ def _populate(notes: Notes, threads: int) -> None:
 
 def _register(notes: Notes, gib: int, nbytes: int) -> None:
     from hetmem.memory.cuda_device import CudaDevice
-    from hetmem.memory.mapping import Mapping, free_host_bytes
+    from hetmem.memory.host_memory import Mapping, free_host_bytes
 
     if free_host_bytes() < 1.3 * nbytes:
         notes.line(name=f"register {gib} GiB", skipped=f"{free_host_bytes() / GIB:.0f} GiB of host memory are free")

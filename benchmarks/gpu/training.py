@@ -213,7 +213,7 @@ def streamed(notes: Notes) -> None:
 
 
 def _free_host_bytes() -> int:
-    from hetmem.memory.mapping import free_host_bytes
+    from hetmem.memory.host_memory import free_host_bytes
 
     return free_host_bytes()
 

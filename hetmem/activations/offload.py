@@ -26,7 +26,7 @@ from hetmem.base.weak import weakly
 from hetmem.engine.events import Held, SavedMove
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Role
-from hetmem.memory.host_pool import Loan
+from hetmem.memory.host_memory import Loan
 from hetmem.schedule.blocks import Link, in_flight_bytes
 from hetmem.schedule.saved import AT_ONCE, LOOKED_AT, least_bytes
 

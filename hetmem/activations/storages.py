@@ -21,7 +21,7 @@ from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import elements
-from hetmem.memory.host_pool import PAGE_BYTES, Loan
+from hetmem.memory.host_memory import PAGE_BYTES, Loan
 from hetmem.memory.nvme_store import LentExtent
 from hetmem.schedule.blocks import in_flight_bytes
 

@@ -27,7 +27,7 @@ from hetmem.base.units import format_size
 from hetmem.checkpoint import layout
 from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored, parse_tensors
 from hetmem.errors import CheckpointError, StoreError
-from hetmem.memory import mapping
+from hetmem.memory import host_memory
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_io import Move
 
@@ -280,14 +280,14 @@ BlockJob = Callable[["_BlockBuffer"], Any]
 class _BlockBuffer(threading.local):
     """Memory of a thread for one block at a time. Not from the allocator, which would keep it afterwards."""
 
-    memory: mapping.Mapping | None = None
+    memory: host_memory.Mapping | None = None
 
     def like(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
         """Return memory of a block as a tensor; its contents are undefined, and it is valid until the next call."""
         shape = tuple(shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if self.memory is None or self.memory.nbytes < nbytes:
-            self.memory = mapping.Mapping(max(nbytes, layout.BLOCK_BYTES))
+            self.memory = host_memory.Mapping(max(nbytes, layout.BLOCK_BYTES))
         return torch.frombuffer(self.memory.buffer(0, nbytes), dtype=dtype).view(shape)
 
 

@@ -1,7 +1,14 @@
 """The optimizer's passes over host memory, each as tasks over tiles: AdamW, AdamW on smaller states, and the norm."""
 
-from hetmem.cpu.adamw import AdamWStep, adamw_on_device, adamw_tasks, kernel_name, prepare_adamw
-from hetmem.cpu.compact import GROUP_ELEMENTS, adamw_compact_tasks
+from hetmem.cpu.adamw import (
+    GROUP_ELEMENTS,
+    AdamWStep,
+    adamw_compact_tasks,
+    adamw_on_device,
+    adamw_tasks,
+    kernel_name,
+    prepare_adamw,
+)
 from hetmem.cpu.norm import square_sum_tasks, square_sums_on_device, sums_of_tiles, total
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 

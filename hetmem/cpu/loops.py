@@ -62,7 +62,7 @@ def adamw(scalars: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, co
             copy[i] = _narrow(p, copy[i])
 
 
-# ---- AdamW on smaller states, rounded by chance: see `hetmem.cpu.compact`. ----
+# ---- AdamW on smaller states, rounded by chance: see note "chance" of `hetmem.cpu.adamw`. ----
 
 
 def adamw_compact(

@@ -16,7 +16,7 @@ from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, address_of
 from hetmem.memory.chunk import Memory as RawMemory
 from hetmem.memory.device import Device, DevicePool
-from hetmem.memory.host_pool import HostPool
+from hetmem.memory.host_memory import HostPool
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block
 from hetmem.schedule.gradients import Lending, set_aside

@@ -354,7 +354,6 @@ class Uses:
         """End a forward: what it wrote last to views goes home before it is read."""
         with self._unwatched():
             self.let_go()
-        self._writes.refuse_ties()
 
     def notice_writes_by_hooks(self) -> None:
         """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""

@@ -60,8 +60,6 @@ class WriteCheck:
         handed: their updates do not begin before `step()`."""
         self.noticed: set[int] = set()
         """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
-        self._ties: dict[ManagedParameter, ManagedParameter] = {}
-        """Parameters whose `.data` was last set to that of another one, within the forward that runs."""
         self.unwatched = True
         """Whether the program may have written to what is trained while that was not watched."""
         self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
@@ -176,9 +174,8 @@ class WriteCheck:
         """Honour `parameter.data = value` within compute: the value goes home, and counts from the next use on."""
         _refuse_another_kind(managed, value, value.dtype)
         source = self._bindings.of_storage(value)
-        self._ties.pop(managed, None)
         if source not in (None, managed):
-            self._ties[managed] = source
+            raise _shared(managed, source)
         self._bindings.leave_to_holders(managed)
         at_home = managed.parameter.data_ptr() == managed.home.data_ptr()
         self._leave_home_to_holders(managed, hetmem_holds=2 + at_home)
@@ -186,13 +183,6 @@ class WriteCheck:
         managed.data_sets += 1
         self.noticed.add(id(managed))
         self._supersede(managed)
-
-    def refuse_ties(self) -> None:
-        """Raise `ManageError` if the forward that ends has left a weight the memory of another one."""
-        if self._ties:
-            managed, source = self._ties.popitem()
-            self._ties.clear()
-            raise _shared(managed, source)
 
     def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
         """Leave the old values of `managed`, whose home gets new ones, to tensors of the program that hold more than

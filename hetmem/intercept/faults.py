@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -25,25 +24,12 @@ from hetmem.memory.interrupts import HELD_BACK
 _AsItIs: Any = torch_private.NoFunctionsOfSubclasses
 
 
-class _Asks(Enum):
-    """What a function asks of a parameter without touching its elements."""
-
-    FACT = auto()
-    """What its home says as well."""
-    LAYOUT = auto()
-    """What a stand-in, which takes no memory, would say wrongly."""
-    PLACE = auto()
-    """Where it is: for operators, on the device."""
-    DTYPE = auto()
-    IS_FLOATING = auto()
-
-
 def _getters(names: str) -> list[Any]:
     return [getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name)]
 
 
 _TENSOR: Any = torch.Tensor
-_FACTS = [
+_FACTS = {
     *_getters(
         "shape requires_grad grad grad_fn is_leaf layout ndim is_sparse is_quantized is_meta is_mkldnn "
         "is_nested output_nr _version retains_grad name names volatile _backward_hooks _post_accumulate_grad_hooks "
@@ -60,15 +46,16 @@ _FACTS = [
     _TENSOR.requires_grad.__set__,
     torch.numel,
     torch.is_same_size,
-]
-_ASKS: dict[Any, _Asks] = {
-    **dict.fromkeys(_FACTS, _Asks.FACT),
-    **dict.fromkeys((torch.Tensor.stride, torch.Tensor.is_contiguous), _Asks.LAYOUT),
-    **dict.fromkeys((*_getters("device is_cuda is_cpu"), torch.Tensor.get_device), _Asks.PLACE),
-    _TENSOR.dtype.__get__: _Asks.DTYPE,
-    **dict.fromkeys((torch.Tensor.is_floating_point, torch.is_floating_point), _Asks.IS_FLOATING),
 }
-_TELL_NO_VALUES = ({*_ASKS} - {torch.Tensor.size, torch.Tensor.dim}) | {
+"""What asks of a parameter, without touching its elements, what it says itself wherever it is."""
+_LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
+"""What a stand-in, which takes no memory, would say wrongly."""
+_KIND = {
+    *_getters("device is_cuda is_cpu dtype"),
+    *(torch.Tensor.get_device, torch.Tensor.is_floating_point, torch.is_floating_point),
+}
+"""What asks where it is, and of which dtype: for operators, on the device, in that which computes."""
+_TELL_NO_VALUES = (_FACTS | _LAYOUT | _KIND) - {torch.Tensor.size, torch.Tensor.dim} | {
     *_getters("nbytes"),
     torch.Tensor.element_size,
     torch.Tensor.is_complex,
@@ -105,7 +92,9 @@ class Faults:
         """The `Interception`, which knows what computes around a function: it imports this."""
         self._by_id = runtime.bindings.by_id
         with runtime.unwatched():
-            self._on_device = torch.empty(0, device=runtime.memory.device.torch_device)
+            dtypes, device = {chunk.compute_dtype for chunk in runtime.chunks}, runtime.memory.device.torch_device
+            self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
+            """Of the dtypes that compute, where they do."""
         kinds: dict[type, tuple[type, type]] = {}
         for managed in runtime.parameters:
             managed.kind = type(managed.parameter)
@@ -150,8 +139,8 @@ class Faults:
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`, where a watched parameter is among the arguments."""
-        asks, computes = _ASKS.get(func), self._bindings.away
-        as_it_is = asks is _Asks.FACT or self._runtime.monitor.paused if computes else func in _TELL_NO_VALUES
+        computes = self._bindings.away
+        as_it_is = func in _FACTS or self._runtime.monitor.paused if computes else func in _TELL_NO_VALUES
         if as_it_is:
             with _AsItIs():
                 return func(*args, **kwargs)
@@ -167,8 +156,9 @@ class Faults:
         around = self._around()
         if not computes or around is None or not around.computes():
             return self._at_home(func, args, kwargs, used)
-        if asks is not None:
-            return self._answer(asks, func, used[0], args, kwargs)
+        if func in _LAYOUT or func in _KIND:  # asked for more often than anything is computed
+            like = used[0].home if func in _LAYOUT else self._like[used[0].chunk.compute_dtype]
+            return func(like, *args[1:], **kwargs)
         with HELD_BACK:
             return self._operator(func, args, kwargs, used, around)
 
@@ -183,17 +173,6 @@ class Faults:
                 self._find(value, used)
             elif isinstance(value, dict):
                 self._find(value.values(), used)
-
-    def _answer(
-        self, asks: _Asks, func: Any, managed: ManagedParameter, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        """No operator, and often asked: a model looks at a shape more often than it computes something."""
-        if asks is _Asks.LAYOUT:
-            return func(managed.home, *args[1:], **kwargs)
-        if asks is _Asks.PLACE:
-            return func(self._on_device, *args[1:], **kwargs)
-        dtype = managed.chunk.compute_dtype
-        return dtype if asks is _Asks.DTYPE else dtype.is_floating_point
 
     def _operator(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Any

@@ -190,7 +190,7 @@ class Compute:
     def leave_functions(self) -> None:
         """`enter_functions` does not count until `enter_functions_again`."""
         stack = torch_private.function_mode_stack()
-        self._left = [mode for mode in stack if not self._is_own(mode)], stack
+        self._left = [mode for mode in stack if not (isinstance(mode, _Functions) and mode.compute() is self)], stack
         _exchange_modes(stack, self._left[0])
 
     def enter_functions_again(self) -> None:
@@ -198,9 +198,6 @@ class Compute:
         (others, before), self._left = self._left, ([], [])
         if not self.is_over and before and torch_private.function_mode_stack() == others:
             _exchange_modes(others, before)
-
-    def _is_own(self, mode: TorchFunctionMode) -> bool:
-        return isinstance(mode, _Functions) and mode.is_of(self)
 
     def enter_operators(self, handler: Handler) -> None:
         """`handler` is called in the place of operators."""
@@ -220,7 +217,7 @@ class _Functions(TorchFunctionMode):
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()
-        self._compute = weakref.ref(compute)
+        self.compute = weakref.ref(compute)
 
     @skipped
     def __torch_function__(
@@ -228,7 +225,7 @@ class _Functions(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # never true where this runs; see note "compiled functions"
             return func(*args, **(kwargs or {}))
-        compute = self._compute()
+        compute = self.compute()
         if compute is None or not compute.runs() or compute.functions is None:
             return func(*args, **(kwargs or {}))
         compiler = _get_compiler()
@@ -241,15 +238,6 @@ class _Functions(TorchFunctionMode):
             compute.functions_running -= 1
             if compiler is not None:
                 set_compiler(compiler)
-
-    def is_of(self, compute: Compute) -> bool:
-        """Whether it is there for `compute`."""
-        return self._compute() is compute
-
-    def is_over(self) -> bool:
-        """Whether it does nothing any more."""
-        compute = self._compute()
-        return compute is None or compute.is_over
 
 
 class _Operators(TorchDispatchMode):
@@ -264,20 +252,15 @@ class _Operators(TorchDispatchMode):
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()
-        self._compute = weakref.ref(compute)
+        self.compute = weakref.ref(compute)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        compute = self._compute()
+        compute = self.compute()
         if compute is None or not compute.runs() or compute.operators is None:
             return func(*args, **(kwargs or {}))
         return compute.operators(func, types, args, kwargs or {})
-
-    def is_over(self) -> bool:
-        """Whether it does nothing any more."""
-        compute = self._compute()
-        return compute is None or compute.is_over
 
 
 class Hook:
@@ -300,14 +283,21 @@ class Hook:
         return compute is None or compute.is_over
 
 
+def _is_over(mode: object) -> bool:
+    """Whether `mode` was entered for a `Compute`, and does nothing any more."""
+    if not isinstance(mode, (_Functions, _Operators)):
+        return False
+    compute = mode.compute()
+    return compute is None or compute.is_over
+
+
 def forget_what_is_over() -> None:
     """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode and hooks if they are
     on top. The one in whose place something is called just now is not there, and comes back after that."""
     functions, operators = torch_private.function_mode_stack(), torch_private.dispatch_mode_stack()
-    if any(isinstance(mode, _Functions) and mode.is_over() for mode in functions):
-        lasting = [mode for mode in functions if not (isinstance(mode, _Functions) and mode.is_over())]
-        _exchange_modes(functions, lasting)
-    while operators and isinstance(operators[-1], _Operators) and operators[-1].is_over():
+    if any(map(_is_over, functions)):
+        _exchange_modes(functions, [mode for mode in functions if not _is_over(mode)])
+    while operators and _is_over(operators[-1]):
         operators.pop().__exit__(None, None, None)
     while (top := _AUTOGRAD._top_saved_tensors_default_hooks(True)) and isinstance(top[0], Hook) and top[0].is_over():
         _AUTOGRAD._pop_saved_tensors_default_hooks()

@@ -16,8 +16,8 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.units import round_up
-from hetmem.memory import mapping
-from hetmem.memory.host_pool import PAGE_BYTES
+from hetmem.memory import host_memory
+from hetmem.memory.host_memory import PAGE_BYTES
 from hetmem.memory.nvme_store import Extent
 from hetmem.schedule.layout import ChunkSpec
 from hetmem.schedule.trace import Tier
@@ -116,7 +116,7 @@ def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int =
 
 def address_of(memory: Memory) -> int:
     """Return the address of the first byte of `memory`."""
-    return mapping.address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()
+    return host_memory.address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()
 
 
 def give_away(view: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ Needs torch with CUDA and nothing else. Importing it starts nothing; making a `C
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import time
 import warnings
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.threads import process_ends
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Memory, without_graph
 from hetmem.memory.device import Device, DevicePool
-from hetmem.memory.host_pool import PageLocks
-from hetmem.memory.mapping import Mapping, cores_near
+from hetmem.memory.host_memory import Mapping, cores_near
 from hetmem.memory.stream_copies import Moves, StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
@@ -197,6 +198,48 @@ def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) ->
         for device in list(_devices):
             if device.torch_device.index in (index, None):
                 device.refused(asked_bytes)
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU
+
+
+class PageLocks:
+    """The pieces of `host` that are page-locked, until `end` is called.
+
+    `cudart` has `cudaHostRegister(address, nbytes, flags)` and `cudaHostUnregister(address)`, which return an error
+    code. `piece_bytes`: the most that is registered in one call. `error` is the first code other than 0; pieces
+    registered before it stay so.
+    """
+
+    def __init__(self, cudart: Any, host: Mapping, piece_bytes: int) -> None:
+        self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until it is unregistered
+        self.pieces: list[range] = []
+        self.error = 0
+        for start in range(host.address, host.address + host.nbytes, piece_bytes):
+            piece = range(start, min(start + piece_bytes, host.address + host.nbytes))
+            error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE)
+            self.error = int(getattr(error, "value", error))  # torch's own enumeration, which need not be a number
+            if self.error:
+                break
+            self.pieces.append(piece)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that are page-locked."""
+        return sum(map(len, self.pieces))
+
+    def end(self) -> None:
+        """Unregister all pieces, which waits for the driver. In a forked child, which has none of its state, and at the
+        end of the process, which is that of page-locking too, it does nothing."""
+        if process_ends():
+            _LEFT.append(self)
+        elif os.getpid() == self._process:
+            while self.pieces:
+                self._cudart.cudaHostUnregister(self.pieces.pop().start)
+
+
+_LEFT: list[PageLocks] = []
+"""What the end of the process unregisters, with its memory."""
 
 
 def _locked_memory_advice(nbytes: int) -> str:

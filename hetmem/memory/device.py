@@ -15,7 +15,7 @@ import torch
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Memory, address_of, elements
-from hetmem.memory.mapping import Mapping, free_host_bytes
+from hetmem.memory.host_memory import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
 

@@ -22,8 +22,7 @@ from functools import partial
 from hetmem.base.threads import Threads
 from hetmem.base.units import MIB, format_size, round_up
 from hetmem.errors import BudgetError, StoreError
-from hetmem.memory.host_pool import Spans
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.host_memory import Mapping, Spans
 
 BLOCK_BYTES = 4096  # covers the O_DIRECT alignment of the disks and filesystems in use
 _EXIT_SECONDS = 5.0  # a disk that hangs must not keep a process alive that has failed

@@ -21,8 +21,7 @@ from typing import Any
 
 from hetmem.base.units import MIB, round_up
 from hetmem.errors import BudgetError, CapacityError, StoreError
-from hetmem.memory.host_pool import Loan, Spans
-from hetmem.memory.mapping import address_of
+from hetmem.memory.host_memory import Loan, Spans, address_of
 from hetmem.memory.nvme_io import BLOCK_BYTES, DiskLink, StoreFile, sized
 
 __all__ = ["BLOCK_BYTES", "Extent", "NvmeStore"]

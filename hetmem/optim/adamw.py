@@ -18,8 +18,7 @@ from hetmem.cpu import (
     adamw_on_device,
     prepare_adamw,
 )
-from hetmem.cpu.adamw import adamw_as_on_host, equals_host
-from hetmem.cpu.compact import check_numba
+from hetmem.cpu.adamw import adamw_as_on_host, check_numba, equals_host
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -189,7 +188,7 @@ class AdamWRule(Rule):
 
 
 class CompactAdamWRule(Rule):
-    """AdamW on states smaller than float32: see `hetmem.cpu.compact`. Host memory only."""
+    """AdamW on states smaller than float32: see `hetmem.cpu.adamw`. Host memory only."""
 
     runs_on_device = False
 

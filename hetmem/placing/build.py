@@ -22,7 +22,7 @@ from hetmem.engine.param_views import storage_references
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, Role
 from hetmem.memory.device import Device
-from hetmem.memory.host_pool import HostPool
+from hetmem.memory.host_memory import HostPool
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes

@@ -33,9 +33,8 @@ from hetmem.engine.param_views import is_shared, reside, storage_references
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
 from hetmem.memory.device import Device
-from hetmem.memory.host_pool import PAGE_BYTES
+from hetmem.memory.host_memory import PAGE_BYTES, Mapping, free_host_bytes
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.mapping import Mapping, free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.torch_private import is_traceable_wrapper_subclass
 

@@ -165,7 +165,7 @@ def _roles(decision: Decision) -> dict[str, dict[str, int]]:
 def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]) -> None:
     """Homes that go to the device leave their places behind, which stay reserved."""
     for role, nbytes in moved.items():
-        gone = min(nbytes, left.get(role, 0))  # another cut into chunks was rehearsed: a little more may have moved
+        gone = min(nbytes, left.get(role, 0))  # a home that gradients were given in the run is counted with those
         left[role] = left.get(role, 0) - gone
         left[KEPT] = left.get(KEPT, 0) + gone
         device[role] = device.get(role, 0) + gone

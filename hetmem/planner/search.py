@@ -7,24 +7,18 @@ the update where the states live; everything on the device if it fits there, or 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hetmem.base.units import MIB, round_up
+from hetmem.base.units import MIB
 from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import Setting, StepResult, Workload
-from hetmem.schedule.layout import PAGE_ELEMENTS, search_chunk_elements
 from hetmem.schedule.placement import WORTH, Capacities, NoRoom, Room
 from hetmem.schedule.trace import Tier
-
-MAXIMUM_SLOTS = 8192
-"""Models of more slots are rehearsed with proportionally larger chunks, which costs less time. Larger chunks waste more
-or lie elsewhere, which makes steps up to an eighth longer; so it is done only where the time would be felt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +64,8 @@ def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Ju
     return refusal
 
 
-def judge(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged:
-    """One candidate, rehearsed for `steps` steps; the first two know no trace, and need most. Raises `NoRoom`."""
-    arrangement = arranged(workload, setting)
-    simulated = _coarser(workload, setting, arrangement)
-    check_device(workload, simulated, setting.capacities)
-    seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
-    result = _rehearsed(workload, simulated.as_rehearsed(Room(0, 0)), seen, steps)
-    if simulated.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:
-        result = _rehearsed(workload, simulated.as_rehearsed(simulated.left), seen, steps)  # gradients ask for homes
-    if isinstance(result, NoRoom):
-        raise result.with_traceback(None)
-    return Judged(setting, arrangement, result)
-
-
 def has_room(workload: Workload, setting: Setting) -> bool:
-    """Whether homes have places and each operator has room on the device, which is the quick part of `judge`."""
+    """Whether homes have places and each operator has room on the device, which is the quick part of `judged`."""
     with suppress(NoRoom):
         check_device(workload, arranged(workload, setting), setting.capacities)
         return True
@@ -93,11 +73,17 @@ def has_room(workload: Workload, setting: Setting) -> bool:
 
 
 def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | NoRoom:
-    """`judge` with the refusal as a value."""
+    """One candidate, rehearsed for `steps` steps (the first two know no trace, and need most), or its refusal."""
     try:
-        return judge(workload, setting, steps=steps)
+        arrangement = arranged(workload, setting)
+        check_device(workload, arrangement, setting.capacities)
     except NoRoom as refusal:
         return refusal.with_traceback(None)
+    seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
+    result = _rehearsed(workload, arrangement.as_rehearsed(Room(0, 0)), seen, steps)
+    if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients ask for homes
+        result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
+    return result if isinstance(result, NoRoom) else Judged(setting, arrangement, result)
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,7 +92,7 @@ def _rehearsed(workload: Workload, arrangement: Arrangement, setting: Setting, s
     try:
         return rehearse(workload, arrangement, setting, steps)
     except NoRoom as refusal:
-        return refusal
+        return refusal.with_traceback(None)
 
 
 # ---- what is varied ----------------------------------------------------------------------------------------------
@@ -148,17 +134,6 @@ def _copies(workload: Workload, best: Judged, asked: Setting) -> Setting | None:
     return best.setting.within(home_copies=not best.arrangement.homes["compute"])
 
 
-def chunk_bytes_near(workload: Workload, nbytes: int, factor: float) -> int:
-    """The size with the least waste that is nearer to `factor` times `nbytes` than to any other power of two of it."""
-    itemsize = max(spec.itemsize for spec in workload.parameters)
-    wanted = max(PAGE_ELEMENTS, round_up(int(factor * nbytes) // itemsize, PAGE_ELEMENTS))
-    lower, upper = max(PAGE_ELEMENTS, int(0.75 * wanted)), int(1.35 * wanted) + PAGE_ELEMENTS
-    elements = search_chunk_elements(
-        workload.parameters, minimum_elements=lower, maximum_elements=upper, target_elements=wanted
-    )
-    return elements * itemsize
-
-
 def arranged(workload: Workload, setting: Setting) -> Arrangement:
     """What a run as told by `setting` reserves."""
     how = setting.updating
@@ -173,19 +148,6 @@ def arranged(workload: Workload, setting: Setting) -> Arrangement:
         nbytes = sum(made.bytes_by_role(Tier.DEVICE).values())
         raise NoRoom("small states are updated by the host alone, and have no room there", Tier.HOST, nbytes)
     return made
-
-
-def _coarser(workload: Workload, setting: Setting, arrangement: Arrangement) -> Arrangement:
-    """`arrangement`, or one with larger chunks if it has too many to be rehearsed quickly."""
-    total = sum(chunk.span for chunk in arrangement.ground.chunks)
-    factor = math.ceil(total / MAXIMUM_SLOTS)
-    if factor == 1:
-        return arrangement
-    size = chunk_bytes_near(workload, arrangement.ground.staging_slot_bytes, factor)
-    try:
-        return arranged(workload, replace(setting, chunk_bytes=size))
-    except NoRoom:  # there is little of some tier: then larger chunks have no place
-        return arrangement
 
 
 # ---- what becomes of the activations of repeated layers ------------------------------------------------------------

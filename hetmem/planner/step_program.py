@@ -64,7 +64,6 @@ class Rehearsal:
             tuple(phase.work.seconds(hardware.device, workload.dtype) for phase in (event.during, event.after))
             for event in workload.events
         ]
-        self._used: dict[int, tuple[list[tuple[int, int]], tuple[int, ...]]] = {}
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
         self._gradients = workload.gradients()
@@ -172,8 +171,8 @@ class Rehearsal:
     def _use(self, index: int, event: Event) -> None:
         self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
         self._let_go()
-        used, blocks = self._used.get(index) or self._look_up(index, event)
-        self._notes.moment(event.operator, blocks, event.live_bytes)
+        used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
+        self._notes.moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
         new = used if event.kind is Kind.USE else [(p, block) for p, block in used if p not in self._held]
         for _, block in new:
             self._notes.acquire(block, event.live_bytes)
@@ -192,12 +191,6 @@ class Rehearsal:
             if block is not None:
                 self._traffic.release(block, Tier.DEVICE)
         self._gone.clear()
-
-    def _look_up(self, index: int, event: Event) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-        """The parameters and blocks that `event` uses, and its blocks alone; kept while the arrangement is."""
-        used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
-        self._used[index] = found = used, tuple(dict.fromkeys(block for _, block in used))
-        return found
 
     def _operand(self, chunk: int) -> tuple[str, int]:
         """The role of `chunk` that copies on the device are fetched from."""
@@ -270,7 +263,6 @@ class Rehearsal:
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
         self._arrangement = moved(arrangement, chosen)
-        self._used.clear()
 
     def _members(self, chunk: int) -> set[int]:
         """The parameters of `chunk` that an update changes."""

@@ -25,7 +25,7 @@ from hetmem.base.units import MIB
 from hetmem.cpu import AdamWStep, adamw_tasks
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, REQUEST_BYTES, THREADS, Extent, NvmeStore
 from hetmem.schedule.placement import UPDATE_BYTES
 from hetmem.tools.measuring import measure, ordinary_torch

@@ -310,14 +310,14 @@ def test_a_cpu_without_fma_and_f16c_gives_the_same_bits(forks: Forks) -> None:
     code = """
 import numba, torch
 numba.config.CPU_NAME = "generic"  # what NUMBA_CPU_NAME sets
-from hetmem.cpu import AdamWStep, adamw, adamw_tasks, compact
+from hetmem.cpu import AdamWStep, adamw, adamw_tasks
 from hetmem.errors import ManageError
 b, f = torch.bfloat16, torch.float16
-assert callable(compact._kernel((b, b, b, b, b)))
+assert callable(adamw._kernel((b, b, b, b, b)))
 assert callable(adamw._verified_loop(torch.float32, b, b))
 assert "no casts of float16" in adamw._verified_loop(torch.float32, f, f)
 try:
-    compact._kernel((b, f, b, b, f))
+    adamw._kernel((b, f, b, b, f))
 except ManageError as error:
     assert "no casts of float16" in str(error)
 else:

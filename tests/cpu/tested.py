@@ -14,7 +14,6 @@ from hetmem.cpu import (
     Task,
     adamw_on_device,
     adamw_tasks,
-    compact,
     kernel_name,
     loops,
     norm,
@@ -44,7 +43,6 @@ __all__ = [
     "adamw_compact_tasks",
     "adamw_on_device",
     "adamw_tasks",
-    "compact",
     "equals_host",
     "kernel_name",
     "kernels",
@@ -85,7 +83,7 @@ def adamw_compact_tasks(
 ) -> list[Task]:
     both = (exp_avg, exp_avg_sq)
     moments = [each for moment in both for each in (moment if isinstance(moment, Codes8Bit) else [moment])]
-    return compact.adamw_compact_tasks(step, param, grad, moments, copy, key=key)
+    return update.adamw_compact_tasks(step, param, grad, moments, copy, key=key)
 
 
 def adamw(pool: WorkerPool, *of: Any) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from hetmem.base.units import MIB, round_down
 from hetmem.errors import StoreError
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, NvmeStore
 
 REQUEST_BYTES = 2 * BLOCK_BYTES

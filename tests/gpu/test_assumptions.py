@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from hetmem.memory.chunk import elements
 from hetmem.memory.cuda_device import CudaDevice
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.host_memory import Mapping
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS
 
 pytestmark = [

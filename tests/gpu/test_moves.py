@@ -17,7 +17,7 @@ from torch import nn
 import hetmem
 from hetmem.cuda.backend import Backend, TorchBackend, backend
 from hetmem.memory.cuda_device import CudaDevice, pci_address
-from hetmem.memory.mapping import Mapping
+from hetmem.memory.host_memory import Mapping
 from hetmem.memory.stream_copies import PIECE_BYTES
 from tests.cuda.vectors import assert_same, ordinary
 

@@ -192,3 +192,32 @@ def test_a_cell_of_a_notebook_that_runs_again_finds_all_that_it_took_given_back(
         assert list(tmp_path.iterdir()) == []
         most = most or objects()
         assert comes_to_be(lambda: objects() <= most, 5), "objects of hetmem"  # noqa: B023 - called here
+
+
+class Marked(torch.autograd.Function):
+    """Its node holds what `seen` gets a weak reference to, and raises if it is to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[Any], raises: bool) -> torch.Tensor:  # type: ignore[override]
+        ctx.raises, ctx.held = raises, nn.Identity()
+        seen.append(weakref.ref(ctx.held))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        if ctx.raises:
+            raise ValueError("a function of the user's")
+        return grads[0], None, None
+
+
+def test_a_backward_that_has_raised_keeps_nothing_of_its_graph(tmp_path: Path) -> None:
+    """Autograd has nodes in its queue then that were ready to run, until its next backward."""
+    model, seen = manage(nn.Linear(8, 8), "host", tmp_path), list[Any]()
+    y = model(torch.ones(2, 8))
+    loss = (Marked.apply(y, seen, False) + Marked.apply(y, seen, True)).sum()
+    with pytest.raises(ValueError, match="of the user's"):
+        loss.backward()
+    del y, loss
+    gc.collect()
+    assert [held() for held in seen] == [None, None]
+    hetmem.release(model)

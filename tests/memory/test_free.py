@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hetmem
-from tests.memory.tested import free_host_bytes, left_by_groups, mapping
+from tests.memory.tested import free_host_bytes, host_memory, left_by_groups
 
 GIB = 1 << 30
 
@@ -60,7 +60,7 @@ def test_without_a_limit_nothing_is_less(tmp_path: Path) -> None:
 
 def test_a_budget_that_nobody_says_is_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < free_host_bytes() <= psutil.virtual_memory().total
-    monkeypatch.setattr(mapping, "left_by_groups", lambda: [100 << 20])
+    monkeypatch.setattr(host_memory, "left_by_groups", lambda: [100 << 20])
     assert free_host_bytes() == 100 << 20
     assert hetmem.SimDevice().available_bytes() == 25 << 20
     for width, expected in ((8, range(1, 16 << 20)), (2048, [60 << 20])):  # by the model, as far as there is room

@@ -16,9 +16,8 @@ from tests.engine.harness import BATCHES, Recipe, mlp, pair, train_both
 from tests.forked import nothing_collected
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
 from tests.memory.test_mapping import resident_bytes
-from tests.memory.tested import MIB, PAGE_BYTES, HostPool, Mapping, host_pool
+from tests.memory.tested import MIB, PAGE_BYTES, HostPool, Mapping, host_memory
 from tests.memory.tested import cuda_device as cuda_module
-from tests.memory.tested import mapping as mapping_module
 
 __all__ = ["cuda"]  # a fixture
 
@@ -26,15 +25,15 @@ __all__ = ["cuda"]  # a fixture
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is done for each GiB and each 64 GiB, for each MiB."""
-    monkeypatch.setattr(mapping_module, "_POPULATE_STEP_BYTES", MIB)
-    for module in (host_pool, cuda_module):
+    monkeypatch.setattr(host_memory, "_POPULATE_STEP_BYTES", MIB)
+    for module in (host_memory, cuda_module):
         monkeypatch.setattr(module, "PIECE_BYTES", MIB)
 
 
 @pytest.mark.parametrize("kernel", ["this", "older than 5.14"])
 def test_populating_touches_every_page_and_keeps_what_is_there(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel != "this":
-        monkeypatch.setattr(mapping_module, "_MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(host_memory, "_MADV_POPULATE_WRITE", 9999)
     mapping = Mapping(5 * MIB + 3)
     view = mapping.buffer(0, mapping.nbytes)
     view[MIB : MIB + 4] = b"kept"
@@ -47,7 +46,7 @@ def test_populating_touches_every_page_and_keeps_what_is_there(kernel: str, monk
 @pytest.mark.usefixtures("small_pieces")
 def test_populating_stops_before_the_machine_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter([3 * MIB, 2 * MIB, MIB - 1])
-    monkeypatch.setattr(mapping_module, "free_host_bytes", lambda: next(left))
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: next(left))
     mapping = Mapping(8 * MIB)
     with pytest.raises(CapacityError, match=r"2\.00 MiB of 8\.00 MiB are populated.*Lower Budget\(host=…\) to at most"):
         mapping.populate()
@@ -57,7 +56,7 @@ def test_populating_stops_before_the_machine_has_nothing_left(monkeypatch: pytes
 def test_a_failure_to_populate_is_an_error_before_anything_is_managed(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mapping_module, "_touch", lambda address, nbytes: 12)
+    monkeypatch.setattr(host_memory, "_touch", lambda address, nbytes: 12)
     with pytest.raises(CapacityError, match="Cannot allocate memory"):
         pair(mlp, "host", tmp_path, device=CpuCuda())
     assert cuda.pinned == {}
@@ -81,7 +80,7 @@ def test_what_a_class_was_built_in_is_page_locked_when_its_homes_are_there(
     )
     hetmem.release(model)
     assert cuda.pinned == {}
-    monkeypatch.setattr(mapping_module, "_touch", lambda address, nbytes: 12)
+    monkeypatch.setattr(host_memory, "_touch", lambda address, nbytes: 12)
     with pytest.raises(CapacityError, match="Cannot allocate memory"):
         managed()
     assert cuda.pinned == {}

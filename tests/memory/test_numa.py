@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, cuda
-from tests.memory.tested import Mapping, SimDevice, mapping
+from tests.memory.tested import Mapping, SimDevice, host_memory
 
 __all__ = ["cuda"]  # a fixture
 
@@ -21,7 +21,7 @@ GPU = "0000:1b:00.0"
 def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Collection[int]]:
     """The cores that threads were kept on, by their names, in a process that may run on five."""
     found: dict[str, Collection[int]] = {}
-    monkeypatch.setattr(mapping, "SYSFS", tmp_path)
+    monkeypatch.setattr(host_memory, "SYSFS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 5, 8, 11})
     monkeypatch.setattr(
         os, "sched_setaffinity", lambda pid, cores: found.__setitem__(threading.current_thread().name, cores)
@@ -45,8 +45,8 @@ def test_the_cores_near_a_device_are_those_that_this_process_may_use(
     cpus: str, found: tuple[int, ...], bound: object, tmp_path: Path
 ) -> None:
     near(tmp_path, cpus)
-    assert mapping.cores_near(GPU) == mapping.cores_near(GPU.upper()) == found
-    assert mapping.cores_near("0000:1c:00.0") == ()
+    assert host_memory.cores_near(GPU) == host_memory.cores_near(GPU.upper()) == found
+    assert host_memory.cores_near("0000:1c:00.0") == ()
 
 
 def test_host_memory_is_populated_near_the_gpu_before_it_is_page_locked(

@@ -85,7 +85,7 @@ def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(forks: Fo
     program = (
         "import sys, warnings\n"
         "warnings.simplefilter('error')\n"
-        "from hetmem.memory.mapping import Mapping\n"
+        "from hetmem.memory.host_memory import Mapping\n"
         "from hetmem.memory.nvme_store import NvmeStore\n"
         "store = NvmeStore([sys.argv[1]], 1 << 24, request_bytes=4096)\n"
         "future = store.write(store.reserve(1 << 20), Mapping(1 << 20).buffer(0, 1 << 20))\n"
@@ -96,7 +96,7 @@ def test_an_unclosed_store_does_not_hold_up_the_end_of_the_interpreter(forks: Fo
 def test_the_interpreter_ends_although_a_disk_does_not_answer(forks: Forks, tmp_path: Path) -> None:
     program = (
         "import sys, threading\n"
-        "from hetmem.memory.mapping import Mapping\n"
+        "from hetmem.memory.host_memory import Mapping\n"
         "from hetmem.memory.nvme_store import NvmeStore\n"
         "class Hangs:\n"
         "    def preadv(self, *_):\n"
@@ -119,7 +119,7 @@ def test_what_is_queued_at_the_end_of_the_interpreter_writes_to_no_other_file(fo
         "    wrote.wait(30)\n"
         "    print(*(os.fstat(result).st_size for result in results))\n"
         "atexit.register(save)\n"
-        "from hetmem.memory.mapping import Mapping\n"
+        "from hetmem.memory.host_memory import Mapping\n"
         "from hetmem.memory.nvme_store import NvmeStore\n"
         "class Late:\n"
         "    preadv = staticmethod(os.preadv)\n"

@@ -7,12 +7,11 @@ from hetmem.base.units import GIB, MIB
 from hetmem.cuda.backend import Backend, TorchBackend, stream_for
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
-from hetmem.memory import cuda_device, host_pool, live_bytes, mapping, nvme_io, stream_copies
+from hetmem.memory import cuda_device, host_memory, live_bytes, nvme_io, stream_copies
 from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
-from hetmem.memory.host_pool import HostPool
+from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Mapping, address_of, free_host_bytes, left_by_groups
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.memory.mapping import PAGE_BYTES, Mapping, address_of, free_host_bytes, left_by_groups
 from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
@@ -50,10 +49,9 @@ __all__ = [
     "cuda_device",
     "examine",
     "free_host_bytes",
-    "host_pool",
+    "host_memory",
     "left_by_groups",
     "live_bytes",
-    "mapping",
     "nvme_io",
     "registry",
     "stream_copies",

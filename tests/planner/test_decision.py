@@ -9,7 +9,6 @@ import pytest
 from tests.planner.test_planner import HARDWARE, workload
 from tests.planner.tested import (
     MIB,
-    PAGE_ELEMENTS,
     Capacities,
     Decision,
     Rate,
@@ -18,17 +17,13 @@ from tests.planner.tested import (
     Variant,
     Workload,
     arrange,
-    build_layout,
-    chunk_bytes_near,
     combined,
     decide,
     format_enough,
     format_seconds,
     judge,
     parse_size,
-    round_down,
 )
-from tests.schedule.shapes import parameter_specs
 
 ROOM = Capacities(12 * MIB, 64 * MIB)
 
@@ -252,11 +247,3 @@ def test_the_largest_model_is_no_larger_than_one_that_does_not_fit() -> None:
     decision = decide(replace(made, parameters=specs), Capacities(64 * MIB, 16 * MIB, 512 * MIB, 8 * MIB), HARDWARE)
     assert decision.candidate is None
     assert decision.largest_parameters <= decision.workload.numel
-
-
-def test_of_the_sizes_near_another_one_the_least_wasteful_is_taken() -> None:
-    shape = replace(workload(), parameters=tuple(parameter_specs("llama-2-7b")))
-    for factor in (0.5, 2.0):
-        found = chunk_bytes_near(shape, 24 * MIB, factor)
-        naive = round_down(int(factor * 24 * MIB) // 4, PAGE_ELEMENTS)
-        assert build_layout(shape.parameters, found // 4).waste < build_layout(shape.parameters, naive).waste

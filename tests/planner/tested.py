@@ -16,7 +16,7 @@ from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
 from hetmem.planner.plan import KEPT
 from hetmem.planner.reservation import ROLES, arrange, state_bytes
-from hetmem.planner.search import Judged, arranged, chunk_bytes_near
+from hetmem.planner.search import Judged, arranged
 from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
@@ -34,7 +34,9 @@ Setting = functools.partial(workload.Setting, hardware=planner.load_profile("h10
 def judge(
     of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged:
-    return search.judge(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
+    found = search.judged(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
+    assert isinstance(found, Judged), found
+    return found
 
 
 def judged(of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int) -> Judged | NoRoom:
@@ -100,7 +102,6 @@ __all__ = [
     "arranged",
     "build_layout",
     "checkpointed",
-    "chunk_bytes_near",
     "combined",
     "decide",
     "divided",
