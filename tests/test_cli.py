@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 import torch
 
@@ -245,6 +247,33 @@ def test_the_doctor_says_what_works_and_how_to_mend_the_rest(
     if Path("/dev/shm").is_mount():
         assert main(["doctor", "--nvme-dir", "/dev/shm"]) == 1
         assert "tmpfs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("generation", "lanes", "rate"), [(5, 16, 63), (4, 16, 32), (5, 8, 32)])
+def test_the_doctor_knows_a_slot_that_slows_a_gpu_down(
+    generation: int, lanes: int, rate: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        assert main(["doctor"]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1"))
+    assert "PCIe link unknown: " in said(), "NVML finds no driver here"
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    for name, answer in {
+        "HandleByUUID": "GPU-1",
+        "MaxPcieLinkGeneration": generation,
+        "CurrPcieLinkWidth": lanes,
+        "GpuMaxPcieLinkGeneration": 5,
+        "MaxPcieLinkWidth": 16,
+    }.items():
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", lambda gpu, answer=answer: answer)
+    assert f"generation {generation}, {lanes} lanes: at most {rate} GB/s" in said()
+    assert ("try another slot" in said()) is ((generation, lanes) != (5, 16))
 
 
 def test_top_without_a_training_process_says_so(capsys: pytest.CaptureFixture[str]) -> None:

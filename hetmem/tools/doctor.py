@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import fill
 
 import psutil
+import pynvml
 import torch
 
 import hetmem
@@ -21,6 +22,9 @@ from hetmem.cuda.backend import backend
 from hetmem.errors import BudgetError
 from hetmem.memory.host_memory import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
+
+_LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of a PCIe lane each way, by generation (PCI-SIG's rates less the line code)."""
 
 _SIGNS = {True: "ok  ", False: "FAIL", None: "--  "}
 
@@ -45,7 +49,7 @@ class Finding:
 def examine(nvme_directory: str | None = None) -> list[Finding]:
     """Everything that hetmem needs or can use, the drive of `nvme_directory` too if it is given."""
     directory = [] if nvme_directory is None else [_drive(nvme_directory)]
-    return [_versions(), _gpu(), _kernels(), _host_kernel(), _host_memory(), *_locked_memory(), *directory]
+    return [_versions(), _gpu(), *_links(), _kernels(), _host_kernel(), _host_memory(), *_locked_memory(), *directory]
 
 
 def _versions() -> Finding:
@@ -61,6 +65,25 @@ def _gpu() -> Finding:
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     free, total = torch.cuda.mem_get_info()
     return Finding("GPU", f"{', '.join(names)}; {format_size(free)} of {format_size(total)} free")
+
+
+def _links() -> Iterator[Finding]:
+    """The PCIe link of each GPU, as NVML tells it. An idle GPU lowers its generation, so the highest one is shown that
+    GPU and slot share, beside the lanes in use."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        try:
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+            here = pynvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu), pynvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)
+            able = pynvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(gpu), pynvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)
+        except pynvml.NVMLError as error:
+            yield Finding("PCIe link", f"unknown: {error}", None)
+            continue
+        rate = _LANE_GBS.get(here[0], 0) * here[1]
+        found = f"generation {here[0]}, {here[1]} lanes: at most {rate:.0f} GB/s each way"
+        could = f"the GPU could use generation {able[0]}, {able[1]} lanes: try another slot"
+        advice = could if here < able else ""
+        yield Finding("PCIe link", found, advice=advice)
 
 
 def _kernels() -> Finding:
