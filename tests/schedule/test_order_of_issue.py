@@ -6,7 +6,7 @@ drive never waits for a use; see docs/adr/0028-one-decision-for-run-and-plan.md.
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.schedule.stories import DEVICE, HOST
@@ -131,6 +131,10 @@ def test_in_whatever_order_transfers_end_the_same_copies_are_fetched_and_evicted
     updated=st.sets(st.integers(0, 14), max_size=3),
     kept=st.frozensets(st.integers(0, 14), max_size=2),
 )
+@example([(1,), (3,), (0,), (0,), (0, 1)], [(2,), (1, 0)], [1, 1, 1, 1, 1, 1], 2, 2, 1, set(), frozenset())
+@example([(0,), (0, 5), (0, 2), (0,), (0, 1)], [], [1, 1, 1, 1, 1, 2], 2, 2, 1, set(), frozenset())
+@example([(1,), (1,), (1,), (3,), (0,), (0,), (2,), (4, 0)], [], [1, 1, 2, 1, 1, 1], 3, 7, 3, set(), frozenset([3]))
+@example([(0,), (0,), (2,), (1,), (0,)], [(2,), (1, 2)], [1, 1, 1, 1, 1, 1], 2, 2, 1, set(), frozenset())
 def test_what_is_remembered_of_what_could_not_be_fetched_changes_no_decision(
     expected: list[tuple[int, ...]],
     others: list[tuple[int, ...]],
