@@ -77,9 +77,11 @@ def has_compiled_forward(module: torch.nn.Module) -> bool:
 
 
 def compiles_itself(module: torch.nn.Module) -> bool:
-    """Whether a call of `module` by another one is compiled, by whichever way that was asked for."""
+    """Whether a call of `module` by another one is compiled, by whichever way that was asked for; transformers compiles
+    flex attention, which takes memory for all pairs of tokens if it is not, by a function of its own."""
     wrapped = "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
-    return wrapped or has_compiled_forward(module)
+    attention = getattr(vars(module).get("config"), "_attn_implementation", None)
+    return wrapped or has_compiled_forward(module) or attention == "flex_attention"
 
 
 def can_compile() -> bool:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,6 +185,16 @@ def test_what_was_beside_chunks_at_the_peak_is_told_by_operator_and_module(
     assert found["relu", "blocks.*.1", "saved"] == 512 * kib // (1 if mixed is None else 2)
     assert {module for _, module, held in found if held == "temporary"} == {""}
     assert "ones" not in {operator for operator, _, _ in found}, "it is not on the device"
+    hetmem.release(managed)
+
+
+def test_operators_are_not_seen_where_transformers_compiles_flex_attention(tmp_path: Path) -> None:
+    """A mode of operators would have it run uncompiled, which takes memory for all pairs of tokens."""
+    model = Wide()
+    model.config = SimpleNamespace(_attn_implementation="flex_attention")
+    managed = hetmem.manage(model, budget(next(iter(PLACEMENTS)), tmp_path), chunk_bytes="64KiB")
+    managed(torch.ones(512, 64, device="cuda")).backward()
+    assert hetmem.report(managed).to_dict()["beside_chunks"] is None
     hetmem.release(managed)
 
 
