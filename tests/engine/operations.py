@@ -398,8 +398,9 @@ class Side:
             return thread.submit(act, draw).result()
 
     def shared(self, _: Random) -> Any:
-        """Storages of weights get memory that other processes may see. See docs/limits.md for `kept`."""
+        """Storages of weights get memory that other processes may see. See docs/limits.md for what is kept."""
         self.kept.clear()
+        self.shown.clear()
         if not (self.program.early and self.arrived):
             for parameter in self.module.parameters():
                 parameter.data.share_memory_()
