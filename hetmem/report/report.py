@@ -24,6 +24,7 @@ from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import Device, SimDevice
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
 from hetmem.report.step import activations_section, step_section
 from hetmem.report.text import line, table
@@ -68,6 +69,7 @@ class MemoryReport:
         return f'<iframe srcdoc="{page}" style="width:100%; height:720px; border:0" sandbox="allow-scripts"></iframe>'
 
 
+@HELD_BACK
 def report(model: torch.nn.Module) -> MemoryReport:
     """Report what `model`, a managed module, did so far, once the transfers that it asked for are over: bytes and
     seconds on every link, homes and peaks of every tier, the terms of the last whole step (of a model that only infers,
