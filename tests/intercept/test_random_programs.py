@@ -38,7 +38,7 @@ REPEATED = (
 """What is simply repeated after an error of a disk; everything else that fails then is given up on both sides."""
 
 
-_SAYS_SO = "overlap=|last step was not cleared|modified by an inplace operation|gradients='streamed' with mixed_precision"
+_SAYS_SO = "overlap=|last step was not cleared|modified by an inplace operation|'streamed' with mixed_precision"
 
 
 class RefusedError(Exception):
