@@ -175,7 +175,9 @@ class Runtime:
         self.events.end_segment()
         with suppress(Exception), self.unwatched():
             self.uses.renew_what_is_held()
-        if (follower := self.tracer.book.follower(STEP)) is not None:
+        self.writes.stepped = True
+        follower = self.tracer.book.follower(STEP)
+        if follower is not None and not self.writes.handed_out:
             with suppress(Exception):
                 self.expect(follower)
 

@@ -62,6 +62,10 @@ class WriteCheck:
         """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
         self.unwatched = True
         """Whether the program may have written to what is trained while that was not watched."""
+        self.stepped = self.handed_out = False
+        """Whether an optimizer has stepped since the last forward; and whether the program had weights at hand that
+        it may write to (an average of weights takes `p.data`) between the last step and the forward behind it: then
+        nothing is fetched ahead behind the next step, as it would be fetched once more."""
         self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
         """`_gradient` of parameters as the last backward has left it."""
 
@@ -79,6 +83,8 @@ class WriteCheck:
         due = {managed.chunk for managed in self.touched}
         if unwatched:
             due.update(chunk for chunk in self._chunks if any(map(_TRAINS, chunk.parameters)))
+        if self.stepped:
+            self.stepped, self.handed_out = False, bool(self.touched)
         self._renew(due)
         self.touched.clear()
         self.unwatched = False
@@ -89,6 +95,8 @@ class WriteCheck:
         touched = [*self.touched]
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
         if touched:
+            if self.stepped:  # a backward of another model comes before the forward
+                self.stepped, self.handed_out = False, True
             self._renew({managed.chunk for managed in touched})
         self.touched = {managed for managed in touched if _is_replaced(managed)}  # `notice_all` brings that home
         return bool(touched)

@@ -177,7 +177,8 @@ class Updates(HostUpdates[ChunkUpdate]):
         if failed and update.owed and not update.ruined:
             back.append(partial(self._put, update))  # nothing else would ask for it again
         elif update.writes:
-            back.append(partial(traffic.end_update, chunk, renew=update.had_copy))
+            renew = update.had_copy and not self._runtime.writes.handed_out
+            back.append(partial(traffic.end_update, chunk, renew=renew))
         if update.writes and update.staged and not failed:
             back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))

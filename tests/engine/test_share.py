@@ -390,3 +390,18 @@ def test_a_second_optimizer_finds_its_states_where_the_chunk_is(tmp_path: Path) 
     for chunk in chunks_of(managed):
         assert len(set(chunk.homes.values())) == 1
         assert "momentum_buffer" in chunk.homes
+
+
+def test_an_average_of_weights_that_takes_their_data_brings_no_copy_twice(tmp_path: Path) -> None:
+    """Copies of weights that the program may write to behind a step are made anew for the forward, and come once."""
+    _, managed = pair(build, room("host", None, tmp_path, 0), tmp_path, mixed_precision=None)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-3)
+    average = [parameter.detach().clone() for parameter in managed.parameters()]
+    for batch in token_batches(4):
+        before = links(managed)["host_to_device"]
+        loss_of(managed, batch).backward()
+        optimizer.step()
+        for mean, parameter in zip(average, managed.parameters(), strict=True):
+            mean.lerp_(parameter.data, 0.1)
+        optimizer.zero_grad()
+    assert links(managed)["host_to_device"] - before == sum(chunk.copy_bytes for chunk in chunks_of(managed))
