@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import compress, product
@@ -27,6 +27,7 @@ from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_com
 from hetmem.intercept.forward_scope import outermost_of_modules, running
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
+from hetmem.placing.working import run_through
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -112,7 +113,7 @@ class PartHooks:
             hooks = [*map(getitem, self._where, self._names)]
         self._empty = self._empty or [OrderedDict() for _ in hooks]
         self._hooks = hooks
-        _all(map(setitem, self._where, self._names, self._empty))
+        run_through(map(setitem, self._where, self._names, self._empty))
 
     def _leave_out(self, alone: list[bool]) -> None:
         """Have nothing to do with parts that are not `alone`, now and later: they have hooks of others."""
@@ -127,7 +128,7 @@ class PartHooks:
             return
         now, changed = [*map(getitem, self._where, self._names)], any(self._empty)
         if not changed and all(map(is_, now, self._empty)):
-            _all(map(setitem, self._where, self._names, hooks))
+            run_through(map(setitem, self._where, self._names, hooks))
             return
         for at, (handle, names, name) in enumerate(zip(self._handles, self._where, self._names, strict=True)):
             none = self._empty[at]
@@ -141,8 +142,6 @@ class PartHooks:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_all: Any = deque(maxlen=0).extend
-"""Does what an iterator does."""
 
 
 class BeforeStateDict(_OfThisModule):

@@ -34,8 +34,8 @@ _VERSION, _TRAINS = attrgetter("_version"), attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _DEVICE = attrgetter("device")
 _referrers: Any = torch_private.tensor_references
-_all: Any = deque(maxlen=0).extend
-"""Does what an iterator does, for all modules, by C alone."""
+run_through: Any = deque(maxlen=0).extend
+"""Carries out what an iterator does, for all modules, by C alone."""
 
 
 class WorkingWeights:
@@ -90,7 +90,7 @@ class WorkingWeights:
         self._entered += 1
         if self._entered == 1:
             where, _, names = self._places
-            _all(map(setitem, where, names, self._placed))
+            run_through(map(setitem, where, names, self._placed))
             self._counted = [*map(_VERSION, self._weights)]
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class WorkingWeights:
         if self._entered:
             return
         where, _, names = self._places
-        _all(map(dict.pop, where, names, repeat(None)))
+        run_through(map(dict.pop, where, names, repeat(None)))
         written = [*map(_VERSION, self._weights)] != self._counted
         if written or not self.serve:
             with self._runtime.unwatched():
