@@ -199,44 +199,6 @@ def in_backward() -> bool:
     return bool(torch_private.current_graph_task() != -1)
 
 
-class Running:
-    """Backwards that run now, each by the thread that has called it; those within a node of another are left out.
-
-    Note "backwards that raise": autograd does not report it, and drops what it was to call at the end. A device has a
-    thread of its own for the backward, which may drop that last, some time after the caller has got the error. Until
-    then the next backward would look like a part of the one that has raised, and its gradients would not be waited for.
-    So a backward is over, too, once none of those that it may be is running; on a thread of autograd's that is any.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._by_thread: dict[int, int] = {}
-
-    def begin(self) -> None:
-        """This thread calls a backward."""
-        self._by_thread[threading.get_ident()] = next(self._numbers)
-
-    def end(self) -> None:
-        """It has returned or raised."""
-        self._by_thread.pop(threading.get_ident(), None)
-
-    def here(self) -> frozenset[int]:
-        """The backwards that the node which runs on this thread may be of."""
-        own = self._by_thread.get(threading.get_ident())
-        return frozenset(self.all() if own is None else (own,))
-
-    def callers(self) -> tuple[int, ...]:
-        """The threads that have called them."""
-        return tuple(self._by_thread)
-
-    def all(self) -> tuple[int, ...]:
-        """Their numbers."""
-        return tuple(self._by_thread.values())
-
-
-RUNNING = Running()
-"""Of the process."""
-
 _POLL_SECONDS = 0.05
 _NUMBERS = itertools.count()
 _WAITING: dict[int, Turn] = {}
@@ -284,7 +246,7 @@ class Turn:
         Raises `ManageError` if that would be never: two threads wait for each other, or the one that has the turn has
         done nothing for as long as `turn_timeout_seconds` says.
         """
-        section = Section(what, self._acting(), runs)
+        section = Section(what, get_ident(), runs)
         while True:
             with self._changed:
                 if self._queue or self._sections:
@@ -296,12 +258,6 @@ class Turn:
                 self._changed.notify_all()
                 given = self._given
                 self._wait(section, lambda given=given: self._given != given)  # type: ignore[misc]
-
-    def take_if_free(self, what: str) -> Section | None:
-        """The same, or None where it would have to wait."""
-        with self._changed:
-            free = not self._queue and not self._sections
-            return self.take(what) if free or self.is_mine() else None
 
     def give(self, section: Section) -> None:
         """`section` is over."""
@@ -323,17 +279,9 @@ class Turn:
 
     def is_mine(self) -> bool:
         """Whether this thread has it."""
-        return self._has(self._acting())
+        return self._has(get_ident())
 
     # ---- inside ------------------------------------------------------------------------------------------------
-
-    def _acting(self) -> int:
-        """Return the thread that this one works for: one of autograd's own works for the caller of the backward."""
-        me = get_ident()
-        callers = RUNNING.callers() if in_backward() else ()
-        if callers and me not in callers:
-            return next(filter(self._has, callers), callers[0])
-        return me
 
     def _has(self, thread: int) -> bool:
         return any(section.thread == thread for section in tuple(self._sections))
