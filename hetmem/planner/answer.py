@@ -30,20 +30,20 @@ _TIMES = 64.0
 
 def activation_choices(
     ways: Mapping[str, tuple[Workload, str]],
-    moved: Callable[[Workload | None, str], Workload | None],
+    moved: Callable[[Workload, str], Workload],
     asked: Setting,
 ) -> tuple[dict[str, Any], ...]:
     """For each of `ways`, a workload and what `manage(activations=…)` does with it: the `choice`, the seconds of a step
     (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
     found = []
     for choice, (kept, how) in ways.items():
-        workload = moved(kept, how) or kept
+        workload = moved(kept, how)
         best = first_that_fits(workload, asked, steps=2)
         lower, upper = 1 / _TIMES, _TIMES
 
         def fits(factor: float, kept: Workload = kept, how: str = how) -> bool:
             larger = resized(kept, lambda nbytes: int(factor * nbytes))
-            made = moved(larger, how) or larger
+            made = moved(larger, how)
             return any(has_room(made, setting) for setting in dict.fromkeys((asked, not_whole(made, asked))))
 
         for _ in range(12):

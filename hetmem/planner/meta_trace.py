@@ -366,11 +366,7 @@ class _Uses(TorchFunctionMode):
             self._tracer.called()
         if func is torch.nn.functional.scaled_dot_product_attention:
             return attention(self._tracer.results, func, *args, **kwargs)
-        if (
-            func is torch.Tensor.__bool__
-            and id(args[0]) in self._answers
-            and args[0] not in self._tracer.results.values
-        ):
+        if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:
             return self._answers[id(args[0])][1]
         used: list[int] = []
         self._find((*args, *kwargs.values()), used)
@@ -414,9 +410,6 @@ _QUESTIONS = frozenset(
 )
 
 
-_ITEM = torch.ops.aten._local_scalar_dense.default
-
-
 class _OperatorResults(TorchDispatchMode):
     """Tells the tracer what every operator makes and costs."""
 
@@ -435,17 +428,13 @@ class _OperatorResults(TorchDispatchMode):
         if self._tracer.paused:
             return func(*args, **(kwargs or {}))
         results, operator = self._tracer.results, operator_of(func)
-        if operator.only_views and not results.values:  # two of five operators: they make nothing and cost nothing
+        if operator.only_views:  # two of five operators: they make nothing and cost nothing
             results.last = func
             return func(*args, **(kwargs or {}))
-        if func is _ITEM and args[0] in results.values:
-            return results.values.item(args[0])
         result, cost = results.of(func, args, kwargs or {})
-        results.values.learn_result(func, args, kwargs or {}, result)
         made = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         self._tracer.count(made, operator.name)
-        if cost is not None:
-            self._tracer.worked(cost)
+        self._tracer.worked(cost)
         return result
 
 
