@@ -19,7 +19,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import WeakOnes
-from hetmem.engine.events import CopyChange, EventLog, Transfer
+from hetmem.engine.events import EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.sampling import TornReads
@@ -30,8 +30,6 @@ from hetmem.memory.transfer import Finished, TransferEngine
 from hetmem.schedule.blocks import SMALL_BYTES, Command, CopyState, Drop, Fetch, Link, Write
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, NVME, Tier
-
-_tuple: Any = tuple.__new__
 
 
 class _ClearsFrames(ContextDecorator):
@@ -359,37 +357,39 @@ class Executor:
 
     def _carry_out_all(self) -> BaseException | None:
         first: BaseException | None = None
-        commands, log, now = self._commands, self._events.copies, self._events.now
-        while commands:
-            command = commands.popleft()
+        waiting = self._commands
+        while waiting:
             try:
-                if isinstance(command, Drop):
-                    block, tier, slot = command
-                    log += (_tuple(CopyChange, (now(), block, tier, False)),)
-                    if tier is DEVICE:
-                        self._leave(block, slot)
-                    continue
-                if isinstance(command, Fetch):
-                    block, _, tier, slot = command
-                    log += (_tuple(CopyChange, (now(), block, tier, True)),)
-                    if tier is DEVICE:
-                        self._fetch_to_device(command, block, slot)
-                        continue
-                self._stage(command)
-            except Exception as error:
+                self._carry_out(waiting.popleft())
+            except Exception as error:  # noqa: PERF203 - each may fail
                 first = first or error
         return first
 
-    def _leave(self, block: int, slot: int) -> None:
-        """Another copy than that of `block` comes into `slot` of the device."""
-        pool = self._memory.device_pool
-        self._bindings.close_device(self.chunk_of_block[block][0], pool, slot)
-        if self._sanitize:
-            pool.poison(slot)
-            self.mark_use(slot)
-
-    def _stage(self, command: Fetch | Write) -> None:
-        """Begin what goes between NVMe and staging."""
+    def _carry_out(self, command: Command) -> None:
+        events = self._events
+        if isinstance(command, Drop):
+            block, tier, slot = command
+            events.copies.append((events.now(), block, int(tier), False))
+            if tier is DEVICE:
+                pool = self._memory.device_pool
+                self._bindings.close_device(self.chunk_of_block[block][0], pool, slot)
+                if self._sanitize:
+                    pool.poison(slot)
+                    self.mark_use(slot)
+            return
+        if isinstance(command, Fetch):
+            block, _, tier, slot = command
+            events.copies.append((events.now(), block, int(tier), True))
+            if tier is DEVICE:
+                try:
+                    arrived = self._fetch_to_device(command, block, slot)
+                except BaseException:  # it cannot begin (the allocator has no memory for the slot, say): it has failed
+                    self._fetched(block)
+                    self.execute(self._residency.failed(command))
+                    raise
+                if arrived:
+                    self._commands += self._residency.done(command)
+                return
         chunk, role = self.chunk_of_block[command.block]
         extent = chunk.homes[role].extent
         assert extent is not None, f"{chunk.label(role)} is not on NVMe"
@@ -400,17 +400,7 @@ class Executor:
             self.torn_reads.begin_read(command.block, chunk, role)
             self._engine.read(command, extent, memory)
 
-    def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> None:
-        try:
-            arrived = self._copy_to_device(command, block, slot)
-        except BaseException:  # it cannot begin (the allocator has no memory for the slot, say): it has failed
-            self._fetched(block)
-            self.execute(self._residency.failed(command))
-            raise
-        if arrived:
-            self._commands += self._residency.done(command)
-
-    def _copy_to_device(self, command: Fetch, block: int, slot: int) -> bool:
+    def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> bool:
         """Begin to copy `block` into `slot`; return whether it is there already."""
         memory, engine, pool = self._memory, self._engine, self._memory.device_pool
         if slot in self._made:
@@ -452,5 +442,4 @@ class Executor:
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
     """A function of the log alone: the engine's threads must not keep a model alive."""
     block = -1 if tag is None or type(tag) is int else tag.block
-    transfers = events.transfers
-    transfers += (_tuple(Transfer, (link, block, start, end, nbytes)),)
+    events.transfers.append((link._value_, block, start, end, nbytes))
