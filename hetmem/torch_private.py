@@ -48,7 +48,6 @@ ATTRIBUTES = {
 current_graph_task = _C._current_graph_task_id  # which backward runs on this thread; -1: none
 current_node = _C._current_autograd_node  # within which node of it: a custom function's backward, an accumulation
 autograd = _C._autograd  # whether hooks of saved tensors are in force, whose are innermost
-engine: Any = torch.autograd.Variable._execution_engine  # calls back at the end of the backward that runs
 
 # ---- GPUs ----
 raw_current_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)  # a tenth of what `current_stream` costs

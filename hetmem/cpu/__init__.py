@@ -9,7 +9,7 @@ from hetmem.cpu.adamw import (
     kernel_name,
     prepare_adamw,
 )
-from hetmem.cpu.norm import square_sum_tasks, square_sums_on_device, sums_of_tiles, total
+from hetmem.cpu.norm import square_sum_tasks, total
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
 __all__ = [
@@ -23,7 +23,5 @@ __all__ = [
     "kernel_name",
     "prepare_adamw",
     "square_sum_tasks",
-    "square_sums_on_device",
-    "sums_of_tiles",
     "total",
 ]

@@ -28,9 +28,8 @@ LANES = 64
 ROWS = 4
 BLOCK = ROWS * LANES
 RUN = 4096
-RUNS = 128
-"""`square_sum` adds up in LANES sums, a BLOCK at a time, a RUN of blocks together, and of these RUNS at most. LANES and
-RUN as in hetmem.cuda.kernels."""
+"""`square_sums` adds up in LANES sums, a BLOCK at a time, a RUN of blocks together. LANES and RUN as in
+hetmem.cuda.kernels."""
 
 _OPTIONS: Any = {"fastmath": False, "error_model": "numpy"}
 """Of Numba. error_model: no check for x / 0, so that vectors can be used."""
@@ -128,23 +127,25 @@ def adamw_8_bit(
 # ---- The norm ----
 
 
-def square_sum(values: Any) -> Any:
-    """The sum of squares of up to RUNS * RUN elements, widened to float32, in float64, in an order that a GPU can
-    follow.
+def square_sums(values: Any, sums: Any) -> None:
+    """The sum of squares of each RUN of `values`, widened to float32, in float64, in an order that a GPU can follow.
 
-    Element i of each RUN goes to lane i % LANES; the lanes are added by halves (the second to the first, and so on),
-    and so are the sums of RUNS runs, those that are not there being 0. So it is the same sum whatever the CPU's vectors
-    hold. A square is exact: a float32 has 24 bits, a float64 53.
+    Element i goes to lane i % LANES, and the lanes are added by halves: the second to the first, and so on. So it is
+    the same sum whatever the CPU's vectors hold. A square is exact: a float32 has 24 bits, a float64 53.
     """
-    runs, lanes = np.zeros(RUNS), np.zeros(LANES)
-    whole = values.size // BLOCK * BLOCK
-    blocks = values[:whole].reshape(-1, ROWS, LANES)
-    for index in range(blocks.shape[0]):
-        _fetch_ahead(values, index * BLOCK)
-        _add_squares(lanes, blocks[index])
-        if (index + 1) % (RUN // BLOCK) == 0:
-            _end_run(runs, lanes, index * BLOCK // RUN)
-    return _add_runs(runs, lanes, values[whole:], whole // RUN)
+    lanes = np.empty(LANES)
+    for run in range(sums.size):
+        part = values[run * RUN : min((run + 1) * RUN, values.size)]
+        whole = part.size // BLOCK * BLOCK
+        blocks = part[:whole].reshape(-1, ROWS, LANES)
+        lanes[:] = 0.0
+        for index in range(blocks.shape[0]):
+            _fetch_ahead(part, index * BLOCK)
+            _add_squares(lanes, blocks[index])
+        for i in range(whole, part.size):
+            x = np.float64(_widen(part[i]))
+            lanes[i % LANES] += x * x
+        sums[run] = _by_halves(lanes)
 
 
 def _fetch_ahead(values: Any, start: Any) -> None:
@@ -161,22 +162,6 @@ def _add_squares(lanes: Any, block: Any) -> None:
             x = np.float64(_widen(block[row, lane]))
             total = _fma(x, x, total)
         lanes[lane] = total
-
-
-def _end_run(runs: Any, lanes: Any, index: Any) -> None:
-    """The next run begins with lanes of 0."""
-    runs[index] = _by_halves(lanes)
-    lanes[:] = 0.0
-
-
-def _add_runs(runs: Any, lanes: Any, rest: Any, index: Any) -> Any:
-    """`rest` is of run `index`, less than a block."""
-    for i in range(rest.size):
-        x = np.float64(_widen(rest[i]))
-        lanes[i % LANES] += x * x
-    if index < RUNS:
-        runs[index] = _by_halves(lanes)
-    return _by_halves(runs)
 
 
 def _by_halves(numbers: Any) -> Any:
@@ -348,7 +333,7 @@ def _teach_numba() -> None:
     ):
         lower_builtin(operation, *operands)(lower)
     for function in (
-        *(element, _fetch_ahead, _add_squares, _end_run, _add_runs, _by_halves),
+        *(element, _fetch_ahead, _add_squares, _by_halves),
         *(_mix, _upper, _magnitude, _scale, _coded),
     ):
         register_jitable(**_OPTIONS)(function)

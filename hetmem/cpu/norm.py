@@ -2,9 +2,9 @@
 
 It knows flat tensors and tasks; it must not know what the results are for.
 
-Every tile is summed in float64 in one fixed order (`loops.square_sum`), and the tiles' sums are added exactly and
-rounded once (Shewchuk's `math.fsum`). So the result depends neither on threads nor on the CPU's vectors nor on the
-order of the gradients, nor on whether the host or a GPU sums them up (`square_sums_on_device`); `sum` would depend on
+Squares are summed up in float64 in one fixed order, run by run (`loops.square_sums`) and tile by tile, and the tiles'
+sums are added exactly and rounded once (Shewchuk's `math.fsum`). So the result depends neither on threads nor on the
+CPU's vectors nor on the order of the gradients, nor on whether the host or a GPU sums them up; `sum` would depend on
 the version of Python too. Squares of 24-bit numbers are exact in float64 and 2**500 of the greatest would not overflow:
 the sum is infinite or NaN if and only if an element is.
 """
@@ -14,62 +14,57 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache, partial
+from typing import Any
 
-import numpy as np
 import torch
 
 from hetmem.cpu import loops
 from hetmem.cpu.adamw import kernels_of
-from hetmem.cpu.workers import Array, Task, as_array, check_flat, one_torch_thread, tiles_of
+from hetmem.cpu.workers import TILE_ELEMENTS, Task, as_array, check_flat, one_torch_thread, tiles_of
 from hetmem.cuda.kernels import RUN_ELEMENTS, by_halves, square_sums, torch_square_sums
 
 _LOOPED = (torch.float32, torch.bfloat16, torch.float16)
+_RUNS = TILE_ELEMENTS // RUN_ELEMENTS
 
 
-def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], Array]:
-    """Tasks that sum up one tile each, and the float64 array that they write to: one number per task.
+def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], torch.Tensor]:
+    """Tasks that sum up one tile each, and the float64 tensor that they write to: one number for each run.
 
-    `grad` is flat, on the CPU, and in float32, bfloat16 or float16; in float64 the sum of squares may overflow. The
-    tasks may run in any order on any thread, and hold the memory; `total` of the array is the sum once all have run.
-    The partial sums belong to the tensor: parts of it summed apart may differ in the last bit.
+    `grad` is flat, and in float32, bfloat16 or float16; in float64 the sum of squares may overflow. The tasks may run
+    in any order on any thread, and hold the memory; `total` of the tensor is the sum once all have run. A GPU sums up
+    at once, on its current stream, and leaves no tasks. The sums belong to the tensor: parts of it summed apart may
+    differ in the last bit.
     """
-    check_flat(grad)
-    tiles = tiles_of(grad.numel())
-    partials = np.zeros(len(tiles))
-    loop = _verified_loop(grad.dtype)
-    flat = grad.detach()
-    if isinstance(loop, str):
-        return [partial(_store, _square_sum_torch, partials, i, flat[tile]) for i, tile in enumerate(tiles)], partials
-    array = as_array(flat)
-    return [partial(_store, loop, partials, i, array[tile]) for i, tile in enumerate(tiles)], partials
-
-
-def square_sums_on_device(grad: torch.Tensor) -> torch.Tensor:
-    """The sums of squares of runs of `grad`, flat on a GPU, there too, on its current stream; see `sums_of_tiles`."""
+    grad = grad.detach()
     sums = torch.empty(-(-grad.numel() // RUN_ELEMENTS), dtype=torch.float64, device=grad.device)
-    if grad.dtype in _LOOPED:
-        square_sums(kernels_of(grad.device), grad.detach(), sums)
-    else:
-        sums.copy_(torch_square_sums(grad.detach()))
-    return sums
+    if not grad.is_cpu:
+        if grad.dtype in _LOOPED:
+            square_sums(kernels_of(grad.device), grad, sums)
+        else:
+            sums.copy_(torch_square_sums(grad))
+        return [], sums
+    check_flat(grad)
+    loop = _verified_loop(grad.dtype)
+    function: Any = _by_torch if isinstance(loop, str) else loop
+    values, results = (grad, sums) if isinstance(loop, str) else (as_array(grad), sums.numpy())
+    tiles = [(tile, slice(at * _RUNS, (at + 1) * _RUNS)) for at, tile in enumerate(tiles_of(grad.numel()))]
+    return [partial(function, values[tile], results[runs]) for tile, runs in tiles], sums
 
 
-def sums_of_tiles(runs: torch.Tensor) -> Array:
-    """What the tasks of `square_sum_tasks` would write, of a tensor whose `runs` were summed up."""
-    tiles = -(-runs.numel() // loops.RUNS)
-    padded = torch.nn.functional.pad(runs, (0, tiles * loops.RUNS - runs.numel()))
-    return by_halves(padded.view(tiles, loops.RUNS)).numpy()
-
-
-def total(partials: Iterable[Array]) -> float:
-    """The exact sum of all numbers in `partials`, rounded once; inf or NaN if one of them is."""
-    numbers = [number for array in partials for number in array.tolist()]
+def total(sums: Iterable[torch.Tensor]) -> float:
+    """The sum of all tensors that were summed up; inf or NaN if one of their elements is. One wait for all on a GPU."""
+    given = sorted(sums, key=lambda one: one.is_cpu)
+    there = [one for one in given if not one.is_cpu]
+    arrived = torch.cat(there).cpu().split([one.numel() for one in there]) if there else ()
+    numbers = sums_of_tiles([*arrived, *given[len(there) :]])
     finite = all(map(math.isfinite, numbers))  # fsum refuses some of the others
     return math.fsum(numbers) if finite else max(numbers, key=lambda number: (math.isnan(number), number))
 
 
-def _store(loop: loops.Loop, results: Array, index: int, *flats: object) -> None:
-    results[index] = loop(*flats)
+def sums_of_tiles(sums: Iterable[torch.Tensor]) -> list[float]:
+    """The sum of each tile of tensors in host memory whose runs were summed up to `sums`."""
+    padded = [part for runs in sums for part in (runs, runs.new_zeros(-runs.numel() % _RUNS))]
+    return by_halves(torch.cat(padded).view(-1, _RUNS)).tolist() if padded else []
 
 
 @cache
@@ -78,12 +73,17 @@ def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
     if grad not in _LOOPED:
         return f"no loop for {grad}"
     values = torch.linspace(0, 700, 5500, dtype=torch.float64, device="cpu").sin().to(grad)
-    return loops.verified(
-        loops.square_sum, lambda compiled: bool(compiled(as_array(values)) == _square_sum_torch(values))
-    )
+    expected, found = torch.zeros(2, 2, dtype=torch.float64, device="cpu")
+    _by_torch(values, expected)
+
+    def gives_torchs_bits(compiled: loops.Loop) -> bool:
+        compiled(as_array(values), found.numpy())
+        return torch.equal(found, expected)
+
+    return loops.verified(loops.square_sums, gives_torchs_bits)
 
 
-def _square_sum_torch(values: torch.Tensor) -> float:
-    """`loops.square_sum` of one tile by torch, with the same bits."""
+def _by_torch(values: torch.Tensor, sums: torch.Tensor) -> None:
+    """`loops.square_sums` of one tile by torch, with the same bits."""
     with one_torch_thread():
-        return float(sums_of_tiles(torch_square_sums(values)).sum())  # of one number, or none
+        sums.copy_(torch_square_sums(values))

@@ -31,7 +31,7 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
-from hetmem.engine.write_check import WriteCheck
+from hetmem.engine.write_check import ParameterMarks, WriteCheck
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
@@ -63,28 +63,6 @@ class Segments(Protocol):
         """Note that something happened within a backward."""
 
 
-class MarksParameters(Protocol):
-    """Marks the parameters of one model between its calls, so that uses of them are seen."""
-
-    def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
-        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
-
-    def updates_trail(self) -> None:
-        """The step leaves updates behind: reads wait for them."""
-
-    def end_step(self) -> None:
-        """Mark again, where the model is whole on the device frozen parameters alone."""
-
-    def pause(self) -> bool:
-        """Begin compute: none is marked. Return whether all were."""
-
-    def resume(self) -> None:
-        """End compute: mark again."""
-
-    def stop(self) -> None:
-        """Mark no more."""
-
-
 class Runtime:
     """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
 
@@ -111,8 +89,7 @@ class Runtime:
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.marks: MarksParameters
-        """The parameters that are marked between calls of the model; set by what intercepts these."""
+        self.marks = ParameterMarks(memory, self.bindings, self.writes, self.uses.read_at_home)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
         self.prediction: Mapping[str, object] | None = None
@@ -199,44 +176,6 @@ def in_backward() -> bool:
     return bool(torch_private.current_graph_task() != -1)
 
 
-class Running:
-    """Backwards that run now, each by the thread that has called it; those within a node of another are left out.
-
-    Note "backwards that raise": autograd does not report it, and drops what it was to call at the end. A device has a
-    thread of its own for the backward, which may drop that last, some time after the caller has got the error. Until
-    then the next backward would look like a part of the one that has raised, and its gradients would not be waited for.
-    So a backward is over, too, once none of those that it may be is running; on a thread of autograd's that is any.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._by_thread: dict[int, int] = {}
-
-    def begin(self) -> None:
-        """This thread calls a backward."""
-        self._by_thread[threading.get_ident()] = next(self._numbers)
-
-    def end(self) -> None:
-        """It has returned or raised."""
-        self._by_thread.pop(threading.get_ident(), None)
-
-    def here(self) -> frozenset[int]:
-        """The backwards that the node which runs on this thread may be of."""
-        own = self._by_thread.get(threading.get_ident())
-        return frozenset(self.all() if own is None else (own,))
-
-    def callers(self) -> tuple[int, ...]:
-        """The threads that have called them."""
-        return tuple(self._by_thread)
-
-    def all(self) -> tuple[int, ...]:
-        """Their numbers."""
-        return tuple(self._by_thread.values())
-
-
-RUNNING = Running()
-"""Of the process."""
-
 _POLL_SECONDS = 0.05
 _NUMBERS = itertools.count()
 _WAITING: dict[int, Turn] = {}
@@ -284,7 +223,7 @@ class Turn:
         Raises `ManageError` if that would be never: two threads wait for each other, or the one that has the turn has
         done nothing for as long as `turn_timeout_seconds` says.
         """
-        section = Section(what, self._acting(), runs)
+        section = Section(what, get_ident(), runs)
         while True:
             with self._changed:
                 if self._queue or self._sections:
@@ -296,12 +235,6 @@ class Turn:
                 self._changed.notify_all()
                 given = self._given
                 self._wait(section, lambda given=given: self._given != given)  # type: ignore[misc]
-
-    def take_if_free(self, what: str) -> Section | None:
-        """The same, or None where it would have to wait."""
-        with self._changed:
-            free = not self._queue and not self._sections
-            return self.take(what) if free or self.is_mine() else None
 
     def give(self, section: Section) -> None:
         """`section` is over."""
@@ -323,17 +256,9 @@ class Turn:
 
     def is_mine(self) -> bool:
         """Whether this thread has it."""
-        return self._has(self._acting())
+        return self._has(get_ident())
 
     # ---- inside ------------------------------------------------------------------------------------------------
-
-    def _acting(self) -> int:
-        """Return the thread that this one works for: one of autograd's own works for the caller of the backward."""
-        me = get_ident()
-        callers = RUNNING.callers() if in_backward() else ()
-        if callers and me not in callers:
-            return next(filter(self._has, callers), callers[0])
-        return me
 
     def _has(self, thread: int) -> bool:
         return any(section.thread == thread for section in tuple(self._sections))

@@ -30,13 +30,13 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
-from hetmem.engine.runtime import RUNNING, Runtime, Section, Turn, in_backward
+from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import forget_what_is_over
 from hetmem.intercept.interceptor import Interception
-from hetmem.intercept.phases import forget_nodes_that_did_not_run
+from hetmem.intercept.phases import BACKWARDS, StepSegments, forget_nodes_that_did_not_run
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import nodes_behind
 
@@ -64,32 +64,33 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch's own does, with all told that manage a model which it may be of."""
     outermost, taken, began = not in_backward(), list[tuple[Turn, Section]](), list[Interception]()
+    met, depth = list[StepSegments](), 0 if outermost else len(BACKWARDS.began)
     try:
         if outermost:
-            _begin(outputs, taken)
+            _take_turns(outputs, taken)
         _tell_of_begin(began)
+        BACKWARDS.began[depth:] = [met]  # in the place of what an interrupt has left
         several = [each.gradients.listeners for each in began if each.segments.several]
         if any(listener.begins_early for listeners in several for listener in listeners):
             _tell_of_arrivals(outputs)
         with ExitStack() as around:
-            if outermost and _may_cross(began):
+            if outermost and _may_cross():
                 around.enter_context(torch.autograd.set_multithreading_enabled(False))
             lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
             if lacking:
                 around.enter_context(_RunsAgain(lacking))
-            return _engine(outputs, *args, **kwargs)
+            gradients = _engine(outputs, *args, **kwargs)
+        _settle(met)
+        return gradients
     except BaseException:
-        with HELD_BACK:
+        with HELD_BACK, contextlib.suppress(Exception):  # the error that is raised counts
+            _settle(met)
             if outermost:
-                RUNNING.end()
-                with contextlib.suppress(Exception):  # the error that is raised counts
-                    _settle_what_raised()
-                    forget_nodes_that_did_not_run()
+                forget_nodes_that_did_not_run()
         raise
     finally:
-        if outermost:
-            RUNNING.end()
         _tell_of_end(began)
+        del BACKWARDS.began[depth:]
         for turn, section in reversed(taken):
             turn.give(section)
 
@@ -112,11 +113,17 @@ class _RunsAgain(TorchFunctionMode):
 
 
 @HELD_BACK
-def _begin(outputs: Any, taken: list[tuple[Turn, Section]]) -> None:
+def _take_turns(outputs: Any, taken: list[tuple[Turn, Section]]) -> None:
     """A backward that is within no other one is called; `taken` are the turns of models that it may be of."""
     taken.extend((turn, turn.take("a backward")) for turn in _turns(outputs))
-    _settle_what_raised()
-    RUNNING.begin()
+
+
+@uncompiled
+@HELD_BACK
+def _settle(met: list[StepSegments]) -> None:
+    """The backward is over, of the models in `met`."""
+    while met:
+        met.pop().end_backward()
 
 
 @uncompiled
@@ -156,6 +163,8 @@ def _begin_of(interception: Interception) -> None:
     """Have parameters rest, as a part of the backward may be computed once more, whether a forward is around it or
     not."""
     runtime = interception.runtime
+    if not in_backward():
+        interception.segments.end_backward()  # of one that an interrupt has ended
     interception.backwards += 1
     if not runtime.memory.uses_copies:
         return
@@ -204,26 +213,10 @@ def _may_lack_memory(runtime: Runtime) -> bool:
     return runtime.memory.uses_copies and not runtime.memory.device.watched and unknown
 
 
-def _may_cross(began: list[Interception]) -> bool:
-    """Whether a graph may have nodes of the host beside those of a device (see note "one thread"), or asks for what has
-    left that device, as one thread may."""
-    memories = (
-        each.runtime.memory for each in began if each.runtime.memory.uses_copies or each.activations is not None
-    )
-    return any(memory.device.torch_device.type != "cpu" for memory in memories)
-
-
-@uncompiled
-def _settle_what_raised() -> None:
-    """Backwards that have raised are over; those that another thread has the turn of are its own."""
-    for interception in registry.interceptions():
-        turn = interception.runtime.turn
-        section = turn.take_if_free("a backward") if interception.segments.in_backward else None
-        if section is not None:
-            try:
-                interception.segments.settle_if_raised()
-            finally:
-                turn.give(section)
+def _may_cross() -> bool:
+    """Whether a graph may have nodes of the host beside those of a device (see note "one thread")."""
+    devices = (each.runtime.memory.device for each in registry.interceptions())
+    return any(device.torch_device.type != "cpu" for device in devices)
 
 
 @uncompiled

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable
 from itertools import repeat
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.runtime import RUNNING, Runtime, Section, TrainingPhase, in_backward
+from hetmem.engine.runtime import Runtime, Section, TrainingPhase, in_backward
+from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import uncompiled
-from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import STEP
 from hetmem.torch_private import tree_leaves, tree_map
@@ -104,22 +103,6 @@ def cast_inputs(
     return args, kwargs
 
 
-class _Ended:
-    """Settles the backward with `number`, when autograd calls it at the end. One that has raised is settled by
-    `settle_if_raised`."""
-
-    def __init__(self, segments: StepSegments, number: int) -> None:
-        self._segments, self._number = weakref.ref(segments), number
-
-    @uncompiled
-    @HELD_BACK
-    def __call__(self) -> None:
-        segments = self._segments()
-        if segments is not None and segments.backwards == self._number and segments.in_backward:
-            segments.settle()
-            segments.rest()
-
-
 @uncompiled
 def forget_nodes_that_did_not_run() -> None:
     """Let go of the graph of a backward that has raised.
@@ -132,6 +115,16 @@ def forget_nodes_that_did_not_run() -> None:
         torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
+class _Backwards(threading.local):
+    def __init__(self) -> None:
+        self.began: list[list[StepSegments]] = []
+
+
+BACKWARDS = _Backwards()
+"""For each backward that this thread has called and that has not returned, outermost first, the models of which it was
+found to be: they are settled at its end, also if it raises (`intercept.backward`)."""
+
+
 class StepSegments:
     """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
 
@@ -140,14 +133,9 @@ class StepSegments:
         self._pending: tuple[Hashable, ...] = ()
         self.unseen = False
         """Whether no mode sees what is done in this backward; see `is_unseen`."""
-        self.backwards = 0
-        self.thread = threading.get_ident()
-        """The one that computed the last forward."""
         self.backward_thread: int | None = None
         """The one that called the last backward."""
         self._section: Section | None = None
-        self._runs: frozenset[int] = frozenset()
-        """The backwards that the last one may be."""
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
         self._size = 0
@@ -184,7 +172,6 @@ class StepSegments:
         """A forward of inputs of `size` bytes begins (not one that recomputes within a backward); whether it has to be
         measured."""
         self.settle()
-        self.thread = threading.get_ident()
         tracer = self._runtime.tracer
         if tracer.key == self.backward_key():
             self._pending = ()
@@ -204,12 +191,15 @@ class StepSegments:
         """Something happened within a backward."""
         if self.in_backward or not in_backward():
             return
-        runs = RUNNING.here()
-        section = self._runtime.turn.take("a backward", lambda: not runs.isdisjoint(RUNNING.all()))
+        if not BACKWARDS.began:
+            raise ManageError(
+                "a backward of a managed model runs that torch.autograd was not asked for on this thread: call "
+                "loss.backward(), torch.autograd.backward or torch.autograd.grad"
+            )
+        section = self._runtime.turn.take("a backward")
         self._section, self.backward_thread = section, section.thread
-        self._runs = runs
+        BACKWARDS.began[-1].append(self)
         self._runtime.enter(TrainingPhase.BACKWARD)
-        self.backwards += 1
         key = self.backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
@@ -218,12 +208,10 @@ class StepSegments:
         self.unseen = is_unseen() and not self._runtime.tracer.measured
         with self._runtime.unwatched():
             self.backward_began()
-        engine: Any = torch_private.engine
-        engine.queue_callback(_Ended(self, self.backwards))
 
-    def settle_if_raised(self) -> None:
-        """Settle the backward if it has raised: see note "backwards that raise"."""
-        if self.in_backward and self._runs and self._runs.isdisjoint(RUNNING.all()):
+    def end_backward(self) -> None:
+        """The backward has returned or raised."""
+        if self.in_backward:
             self.settle()
             self.rest()
 

@@ -10,10 +10,9 @@ from itertools import chain, compress
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 
-from hetmem.cpu import square_sum_tasks, square_sums_on_device, sums_of_tiles
+from hetmem.cpu import square_sum_tasks
 from hetmem.cpu.workers import Batch, Task, WorkerPool
 from hetmem.engine.gradient_views import are_home, take_gradient
 from hetmem.engine.runtime import Runtime
@@ -24,7 +23,6 @@ from hetmem.optim.options import Rule
 from hetmem.schedule.placement import Way
 
 _StepperT = TypeVar("_StepperT")
-Sums = np.ndarray[Any, np.dtype[np.float64]]
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
 
@@ -187,7 +185,7 @@ class ChunkUpdate:
     members: Members
     parts: list[Part]
     chunk: Chunk = field(init=False)
-    sums: list[Sums | torch.Tensor] = field(default_factory=list)
+    sums: list[torch.Tensor] = field(default_factory=list)
     summing: bool = False
     """Whether the sums of squares are queued or under way."""
     begun: bool = False
@@ -261,14 +259,6 @@ class ChunkUpdate:
         self.before, self.numbers = [], []
 
 
-def on_host(sums: list[Sums | torch.Tensor]) -> list[Sums]:
-    """All of `sums`, those of gradients on the device behind the others: one wait for all."""
-    there = [one for one in sums if isinstance(one, torch.Tensor)]
-    here = [one for one in sums if not isinstance(one, torch.Tensor)]
-    arrived = torch.cat(there).cpu().split([one.numel() for one in there]) if there else ()
-    return [*here, *map(sums_of_tiles, arrived)]
-
-
 # ---- Parameters that are whole on the device, states and all: one call of torch's kernel for each group. Nothing
 # moves, chunks, jobs and workers have no part in it, and an update that begins is made.
 
@@ -285,12 +275,9 @@ class WholeUpdate:
     states: list[list[torch.Tensor]]
     steps: list[torch.Tensor]
 
-    def square_sums(self, workers: WorkerPool) -> list[Sums | torch.Tensor]:
+    def square_sums(self, workers: WorkerPool) -> list[torch.Tensor]:
         """Sum up the squares of the gradients; see `hetmem.cpu.norm`."""
-        flats = [torch.as_strided(grad, (grad.numel(),), (1,)) for grad in self.grads]
-        if flats[0].device.type != "cpu":
-            return list(map(square_sums_on_device, flats))
-        made = [square_sum_tasks(flat) for flat in flats]
+        made = [square_sum_tasks(torch.as_strided(grad, (grad.numel(),), (1,))) for grad in self.grads]
         workers.run([task for tasks, _ in made for task in tasks])
         return [sums for _, sums in made]
 

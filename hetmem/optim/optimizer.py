@@ -26,7 +26,7 @@ from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.optim.chunk_update import AllMembers, Members, WholeGroup, WholeUpdate, on_host
+from hetmem.optim.chunk_update import AllMembers, Members, WholeGroup, WholeUpdate
 from hetmem.optim.options import (
     Gradients,
     LossScale,
@@ -418,7 +418,7 @@ class OffloadedOptimizer(Optimizer):
             return 1.0
         sums = [sums for stepper, chunks in work.items() for sums in stepper.square_sums(chunks)]
         assert self._workers is not None
-        sums += on_host([sums for update in whole for sums in update.square_sums(self._workers)])
+        sums += [sums for update in whole for sums in update.square_sums(self._workers)]
         unscale = self.expected_scale()
         self.grad_norm = total(sums) ** 0.5 * unscale
         if self.loss_scale is not None and self.grad_norm - self.grad_norm != 0:

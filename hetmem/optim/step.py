@@ -22,7 +22,7 @@ from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Members, Sums, on_host
+from hetmem.optim.chunk_update import ChunkUpdate, Members
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
     Arrivals,
@@ -259,7 +259,7 @@ class Stepper:
         parts = (part.managed for update in self._progress.values() if update.begun for part in update.parts)
         return dict.fromkeys((*parts, *self._passes.ruined))
 
-    def square_sums(self, chunks: Work) -> list[Sums]:
+    def square_sums(self, chunks: Work) -> list[torch.Tensor]:
         """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
         with self._remembering_a_failure():
             wanted = self._wanted(chunks)
@@ -267,7 +267,7 @@ class Stepper:
                 if not (update.sums or update.summing):
                     self._add_sums(update)
             self._carry_out()
-        return on_host([sums for update in wanted for sums in update.sums])
+        return [sums for update in wanted for sums in update.sums]
 
     def update(self, chunks: Work, grad_scale: float) -> None:
         """Update `chunks`; gradients count `grad_scale` times."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from hetmem.cpu import Task, square_sum_tasks, square_sums_on_device
+from hetmem.cpu import Task, square_sum_tasks
 from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, Sums, are_same
+from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.placement import Way
@@ -174,13 +174,8 @@ class Passes:
         tasks: list[Task] = []
         update.sums = []
         for part in update.parts:
-            gradient = part.flat_gradient(update.opened)
-            sums: Sums | torch.Tensor
-            if gradient.device.type == "cpu":
-                more, sums = square_sum_tasks(gradient)
-                tasks += more
-            else:
-                sums = square_sums_on_device(gradient)  # read in `on_host`
+            more, sums = square_sum_tasks(part.flat_gradient(update.opened))
+            tasks += more
             update.sums.append(sums)
         return tasks
 

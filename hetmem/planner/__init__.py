@@ -29,7 +29,7 @@ from hetmem.base.units import parse_size
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
-from hetmem.planner.answer import activation_choices, plan_of
+from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
@@ -41,7 +41,6 @@ from hetmem.planner.model import (
     in_bfloat16,
     repeated_layers,
     trace,
-    trace_real,
     traced,
     with_adapters,
 )
@@ -62,7 +61,6 @@ __all__ = [
     "plan",
     "plan_within",
     "trace",
-    "trace_real",
     "with_adapters",
 ]
 
@@ -199,27 +197,25 @@ def plan_within(
     inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
     told("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
-    kept_light: Workload | None
-    if checkpointing:
-        kept = kept_light = _checkpointed(call, results)
-        peaks = {"with checkpointing": kept.peak_live_bytes}
-    else:
-        kept = trace_real(call) if how.real else trace(call, results, inference=inference)
-        peaks = {"as written": kept.peak_live_bytes}
+    call = checkpointed(call) if checkpointing else call
+    kept = trace(call, results, inference=inference, real=how.real)
+    peaks = {"with checkpointing" if checkpointing else "as written": kept.peak_live_bytes}
+    kept_light = kept if checkpointing else None
+    if compares and not (checkpointing or how.real or inference):
         told("tracing it with checkpointed layers")
-        kept_light = None if how.real or inference or not compares else checkpointed(call, results)
+        kept_light = traced(checkpointed(call), results)
         if kept_light is not None and kept_light.peak_live_bytes < kept.peak_live_bytes:
             peaks["with checkpointing"] = kept_light.peak_live_bytes
 
     alone = hardware.host_to_device.by_the_caller
 
-    def moved(kept: Workload | None, how: str = activations) -> Workload | None:
+    def moved(kept: Workload, how: str = activations) -> Workload:
         """`kept` as `manage(activations=how)` computes it."""
-        if kept is None or how == "keep" or inference:
+        if how == "keep" or inference:
             return kept
         return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
 
-    workload, light = moved(kept) or kept, moved(kept_light)
+    workload, light = moved(kept), kept_light and moved(kept_light)
     mix = None
     if activations == "auto" and kept.saved and compares and not (inference or alone):
         told("comparing what may become of each layer's activations")
@@ -227,17 +223,18 @@ def plan_within(
 
         @functools.cache
         def with_first(recomputed: int) -> Workload | None:
-            return checkpointed(call, results, recomputed) if recomputed else kept
+            return traced(checkpointed(call, recomputed), results) if recomputed else kept
 
         mix = cheapest_mix(with_first, count, asked)
     told("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
-        found = tuple(_variants(call, kept_light, kept, results, asked, checkpointing, moved))
+        found = tuple(_variants(call, None if checkpointing else kept_light, kept, results, asked, moved))
     if mix is not None:
-        mixes = mix.workload
-        text = f"checkpoint the first {mix.recomputed} of the {count} layers"
-        found = (Variant("mix", text, lambda: mixes, how.micro_batches), *found)
+        recomputed, mixed = mix
+        mixes = {"of": of, "count": count, "recomputed": recomputed, **moved_and_kept(mixed.workload)}
+        text = f"checkpoint the first {recomputed} of the {count} layers"
+        found = (Variant("mix", text, lambda: mixed.workload, how.micro_batches), *found)
     if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
         found = (*found, Variant("move", text, lambda: moved(kept, "auto"), how.micro_batches))
@@ -256,12 +253,12 @@ def plan_within(
     told("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
-    others += [] if mix is None else [(mix.workload, mix.capacities)]
+    others += [] if mix is None else [(mix[1].workload, mix[1].setting.capacities)]
     better = combined(decision, others)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        mixed = mix.told(of, count) if mix is not None and better.workload is mix.workload else None
-        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
+        layers = mixes if mix is not None and better.workload is mix[1].workload else None
+        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=layers).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
@@ -271,19 +268,10 @@ def plan_within(
     told("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
-        return (traced if light is None else checkpointed)(with_adapters(call, RANK), results)
+        return traced(with_adapters(call if light is None else checkpointed(call), RANK), results)
 
     changes = approximations(light or workload, capacities, better or decision, adapted)
     return replace(made, approximations=tuple(asdict(choice) for choice in changes))
-
-
-def _checkpointed(call: TracedCall, results: Results) -> Workload:
-    """As `checkpointed`, which was asked for. Raises `PlanError` where it cannot be done."""
-    light = checkpointed(call, results)
-    if light is None:
-        trace(call, results)  # which says why, if the model refuses the call
-        raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
-    return light
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
@@ -310,26 +298,29 @@ def _variants(
     kept: Workload,
     results: Results,
     asked: Setting,
-    checkpointing: bool,
-    moved: Callable[[Workload | None], Workload | None],
+    moved: Callable[[Workload], Workload],
 ) -> Iterator[Variant]:
-    """The same tokens a step, in less of the device: the batch cut, activations computed again."""
+    """The same tokens a step, in less of the device: the batch cut, activations computed again (`light`)."""
+
+    def cut(of: TracedCall, parts: int) -> Workload | None:
+        workload = traced(divided(of, parts), results)
+        return workload and moved(workload)
+
     streamed, micro_batches = asked.updating.streamed_gradients, asked.micro_batches
     visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
     again = "checkpoint the activations of every layer (a third more compute)"
-    ways: list[tuple[str, str, Callable[..., Workload | None], Workload]]
-    ways = [("", "divide", checkpointed if checkpointing else traced, kept)]
-    if light is not None and not checkpointing:
-        yield Variant("checkpoint", again, lambda: moved(light), micro_batches)
-        ways.append((f"{again}, and ", "divide and checkpoint", checkpointed, light))
+    ways = [("", "divide", call, kept)]
+    if light is not None:
+        yield Variant("checkpoint", again, functools.partial(moved, light), micro_batches)
+        ways.append((f"{again}, and ", "divide and checkpoint", checkpointed(call), light))
     for how, kind, of, whole in ways:
         for parts in _PARTS:
             if kept.rows % parts == 0:
                 size = f"{parts} micro-batches of {kept.rows // parts}"
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
-                made = functools.cache(lambda of=of, parts=parts: moved(of(divided(call, parts), results)))
+                workload = functools.cache(functools.partial(cut, of, parts))
                 about = functools.partial(lambda whole, parts: moved(smaller(whole, parts)), whole, parts)
-                yield Variant(kind, text, made, micro_batches * parts, streamed, about)
+                yield Variant(kind, text, workload, micro_batches * parts, streamed, about)
 
 
 _SHIPPED = resources.files("hetmem").joinpath("profiles")

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import GIB, format_size
 from hetmem.memory.live_bytes import operator_of
@@ -100,61 +99,6 @@ def _grouped_product(args: Any) -> torch.Tensor:
     return torch.empty_like(made, dtype=left.dtype)
 
 
-class KnownValues:
-    """Values of the integers and booleans of a batch, beside the tensors on `meta` that stand for them, and of what is
-    computed of nothing else: a model may ask whether a mask leaves anything out."""
-
-    def __init__(self) -> None:
-        self._of: Any = WeakIdKeyDictionary()
-
-    def __bool__(self) -> bool:
-        return bool(self._of)
-
-    def __contains__(self, tensor: Any) -> bool:
-        return tensor in self._of
-
-    def learn(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Note what `tensor` would hold, if that is worth it: see `knowable`."""
-        if tensor.is_meta and knowable(value):
-            self._of[tensor] = value
-
-    def learn_result(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        """Note what `result` of `func` would hold, where all that it is computed of is known."""
-        if not self._of:
-            return
-        operator = operator_of(func)
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not (operator.is_pure or operator.only_views):
-            if not all(map(torch.is_floating_point, tensors)):
-                self._of.clear()  # what was written may be seen through any of them
-        elif (
-            tensors
-            and all(tensor in self._of for tensor in tensors)
-            and isinstance(result, torch.Tensor)
-            and "empty" not in operator.name
-            and torch.Tag.nondeterministic_seeded not in func.tags
-        ):
-            real, options = tree_map(
-                lambda leaf: self._of.get(leaf, leaf) if torch.is_tensor(leaf) else leaf, (args, kwargs)
-            )
-            if "device" in options:
-                options["device"] = torch.device("cpu")
-            with suppress(Exception):  # then it stays unknown, and the model gets torch's error if it asks
-                self.learn(result, func(*real, **options))
-
-    def item(self, tensor: torch.Tensor) -> Any:
-        """Return the one element of `tensor`, which is known."""
-        return self._of[tensor].item()
-
-
-def knowable(value: torch.Tensor) -> bool:
-    """Whether `value` is real, and few integers or booleans."""
-    return not (value.is_meta or value.is_floating_point() or value.is_complex()) and value.numel() <= _KNOWN_ELEMENTS
-
-
-_KNOWN_ELEMENTS = 1 << 22
-
-
 class Results:
     """Calls operators, or does as if. For one plan: what it knows holds as long as shapes say all.
 
@@ -165,15 +109,13 @@ class Results:
     def __init__(self, *, fuses_dropout: bool = False) -> None:
         self.fuses_dropout = fuses_dropout
         self._known: dict[Any, tuple[Any, Cost]] = {}
-        self.values = KnownValues()
         self.last: Any = ""
         """The operator that was really called last."""
 
-    def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
-        """What `func(*args, **kwargs)` returns, and its cost; None if it touches no elements."""
-        operator = operator_of(func)
+    def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost]:
+        """What `func(*args, **kwargs)` returns, and its cost."""
         key, known = None, None
-        if operator.is_pure:
+        if operator_of(func).is_pure:
             with suppress(TypeError):  # of arguments that do not say all that is made
                 key = id(func), _key_of(args), _key_of(tuple(kwargs.items()))
                 known = self._known.get(key)
@@ -182,8 +124,6 @@ class Results:
             return _filled(template), cost
         self.last = func
         result = _grouped_product(args) if func is _GROUPED_MM else func(*args, **kwargs)
-        if operator.only_views:
-            return result, None
         flops, nbytes = flops_of(func, args, kwargs, result), tensor_bytes((args, kwargs, result))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         cost = Cost(flops, nbytes, str(tensors[0].dtype).removeprefix("torch.") if tensors else "")

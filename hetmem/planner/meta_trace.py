@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class _Tracer:
         self._alive: dict[int, object] = {}
         """Weak references to what is counted, and to views; each takes a third of the time of a `weakref.finalize`."""
         self._log: list[tuple[int, int, _What]] = []
-        """Of each tensor that came (its bytes and what it is) or went (0 bytes), in order."""
+        """Of each tensor that came (its bytes and what it is) or went (as many below zero), in order."""
         self.live_bytes = 0
         self.paused = False
         self._events: list[Event] = []
@@ -307,24 +307,17 @@ class _Tracer:
         del self._alive[key]
         self.live_bytes -= nbytes
         if nbytes >= _NAMED_BYTES:
-            self._log.append((key, 0, _GONE))
+            self._log.append((key, -nbytes, _GONE))
 
     def _at_peak(self) -> tuple[tuple[tuple[str, int], ...], int]:
         """The largest kinds of tensors that are alive when most is, and the bytes of those as wide as the vocabulary:
         as the first dimension of the largest weight."""
+        totals = list(accumulate(nbytes for _, nbytes, _ in self._log))
         alive: dict[int, tuple[int, _What]] = {}
-        total = most = at = 0
-        for index, (key, nbytes, what) in enumerate(self._log):
-            total += nbytes - (alive.pop(key)[0] if key in alive else 0)
-            if nbytes:
-                alive[key] = nbytes, what
-            if total > most:
-                most, at = total, index
-        alive.clear()
-        for key, nbytes, what in self._log[: at + 1]:
-            alive.pop(key, None)
-            if nbytes:
-                alive[key] = nbytes, what
+        for key, nbytes, what in self._log[: totals.index(max(totals)) + 1] if totals else ():
+            alive[key] = nbytes, what
+            if nbytes < 0:
+                del alive[key]
         kinds: Counter[str] = Counter()
         for nbytes, (operator, shape, dtype) in alive.values():
             kinds[f"{operator} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"] += nbytes
@@ -366,11 +359,7 @@ class _Uses(TorchFunctionMode):
             self._tracer.called()
         if func is torch.nn.functional.scaled_dot_product_attention:
             return attention(self._tracer.results, func, *args, **kwargs)
-        if (
-            func is torch.Tensor.__bool__
-            and id(args[0]) in self._answers
-            and args[0] not in self._tracer.results.values
-        ):
+        if func is torch.Tensor.__bool__ and id(args[0]) in self._answers:
             return self._answers[id(args[0])][1]
         used: list[int] = []
         self._find((*args, *kwargs.values()), used)
@@ -414,9 +403,6 @@ _QUESTIONS = frozenset(
 )
 
 
-_ITEM = torch.ops.aten._local_scalar_dense.default
-
-
 class _OperatorResults(TorchDispatchMode):
     """Tells the tracer what every operator makes and costs."""
 
@@ -435,17 +421,13 @@ class _OperatorResults(TorchDispatchMode):
         if self._tracer.paused:
             return func(*args, **(kwargs or {}))
         results, operator = self._tracer.results, operator_of(func)
-        if operator.only_views and not results.values:  # two of five operators: they make nothing and cost nothing
+        if operator.only_views:  # two of five operators: they make nothing and cost nothing
             results.last = func
             return func(*args, **(kwargs or {}))
-        if func is _ITEM and args[0] in results.values:
-            return results.values.item(args[0])
         result, cost = results.of(func, args, kwargs or {})
-        results.values.learn_result(func, args, kwargs or {}, result)
         made = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         self._tracer.count(made, operator.name)
-        if cost is not None:
-            self._tracer.worked(cost)
+        self._tracer.worked(cost)
         return result
 
 

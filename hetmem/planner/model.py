@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import extract_tb
@@ -38,39 +38,56 @@ class TracedCall:
     mixed_precision: torch.dtype | None = None
     setup: tuple[str, ...] = ()
     """Code that a program has before the model is managed, for the plan to show."""
+    recomputed: int | None = 0
+    """So many of the repeated layers, the first ones, are checkpointed; None: all."""
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, Mapping):  # as tokenizers return one: no dict, and torch sees no tensors in it
             object.__setattr__(self, "batch", dict(self.batch))
 
 
-def trace(call: TracedCall, results: Results | None = None, *, inference: bool = False) -> Workload:
+def trace(call: TracedCall, results: Results | None = None, *, inference: bool = False, real: bool = False) -> Workload:
     """The workload of one forward and backward, or (`inference`) of a forward. `results`: what other traces have
-    learned. Raises `PlanError`."""
-    return _run(call, _build(call.build_model), results, inference=inference)
+    learned. Raises `PlanError`.
 
-
-def trace_real(call: TracedCall) -> Workload:
-    """As `trace`, by one forward and backward on this machine's processor, for control flow that depends on values.
-
-    Takes the memory of that, with parameters as operators see them. Tensors of the batch without values are zeros.
+    `real`: on this machine's processor, for control flow that depends on values. That takes the memory of a forward and
+    backward, with parameters as operators see them; tensors of the batch without values are zeros.
     """
-    return _run(call, _build(call.build_model, "cpu"), None, "cpu")
+    device, results = "cpu" if real else "meta", results or Results()
+    model, made = _build(call.build_model, device), call.loss
+    if call.recomputed != 0:
+        _checkpoint([layer for _, layer in _repeated(model)][: call.recomputed])
+    args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
+    loss_of = default_loss if made is None else lambda output: _scalar(made(output))
+    try:
+        if inference:
+            model.eval().requires_grad_(False)
+            kwargs.pop("labels", None)
+            return trace_step(model, args, kwargs, None, call.mixed_precision, results)
+        return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"{type(error).__name__}: {error}. {_hint(error, results.last, model, args, kwargs)}"
+        ) from error
 
 
 def traced(call: TracedCall, results: Results | None = None) -> Workload | None:
-    """As `trace`; None if the model refuses the call."""
-    try:
+    """As `trace`; None if the model refuses the call, or has no layers to checkpoint."""
+    with suppress(PlanError):
         return trace(call, results)
-    except PlanError:
-        return None
+    return None
 
 
-def checkpointed(call: TracedCall, results: Results | None = None, first: int | None = None) -> Workload | None:
-    """The same with every repeated layer checkpointed, or the `first` ones; None if the model has no repeated layers or
-    refuses it."""
-    model = _build(call.build_model)
-    layers = [layer for _, layer in _repeated(model)][:first]
+def checkpointed(call: TracedCall, first: int | None = None) -> TracedCall:
+    """The same with every repeated layer checkpointed, or the `first` ones."""
+    return replace(call, recomputed=first)
+
+
+def _checkpoint(layers: list[nn.Module]) -> None:
+    if not layers:
+        raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
     for layer in layers:
         layer.forward = functools.partial(
             checkpoint,
@@ -79,10 +96,6 @@ def checkpointed(call: TracedCall, results: Results | None = None, first: int | 
             preserve_rng_state=False,
             determinism_check="none",
         )
-    try:
-        return _run(call, model, results) if layers else None
-    except PlanError:
-        return None
 
 
 def repeated_layers(call: TracedCall) -> tuple[str, int]:
@@ -154,34 +167,12 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
     return model.to(device)
 
 
-def _run(
-    call: TracedCall, model: nn.Module, results: Results | None, device: str = "meta", *, inference: bool = False
-) -> Workload:
-    made, results = call.loss, results or Results()
-    args, kwargs = tree_map(lambda leaf: _on(leaf, device, results), arguments(call.batch))
-    loss_of = default_loss if made is None else lambda output: _scalar(made(output))
-    try:
-        if inference:
-            model.eval().requires_grad_(False)
-            kwargs.pop("labels", None)
-            return trace_step(model, args, kwargs, None, call.mixed_precision, results)
-        return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
-    except PlanError:
-        raise
-    except Exception as error:
-        raise PlanError(
-            f"{type(error).__name__}: {error}. {_hint(error, results.last, model, args, kwargs)}"
-        ) from error
-
-
-def _on(value: Any, device: str, results: Results) -> Any:
+def _on(value: Any, device: str) -> Any:
     """A tensor on `device`, beside the user's; what was on `meta` is zeros elsewhere."""
     if not isinstance(value, torch.Tensor):
         return value
     there = torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.detach().to(device)
-    there = there.detach().requires_grad_(value.requires_grad)
-    results.values.learn(there, value)
-    return there
+    return there.detach().requires_grad_(value.requires_grad)
 
 
 def _hint(error: Exception, operator: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

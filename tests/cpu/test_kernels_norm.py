@@ -19,8 +19,7 @@ from tests.cpu.tested import (
     norm,
     square_sum,
     square_sum_tasks,
-    square_sums_on_device,
-    sums_of_tiles,
+    torch_square_sums,
     total,
 )
 
@@ -49,8 +48,8 @@ def randn(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def in_order(values: torch.Tensor) -> float:
-    """The sum of one tile, element by element, as the note in `loops.square_sum` says."""
-    runs = [[0.0] * loops.LANES for _ in range(loops.RUNS)]
+    """The sum of one tile, element by element, as the note in `loops.square_sums` says."""
+    runs = [[0.0] * loops.LANES for _ in range(TILE_ELEMENTS // RUN)]
     for i, value in enumerate(values.double().tolist()):
         runs[i // loops.RUN][i % loops.LANES] += value * value
     return by_halves([by_halves(lanes) for lanes in runs])
@@ -89,7 +88,7 @@ def test_without_numba_torch_gives_the_same_bits(
     for (tasks, partials), (plain_tasks, plain_partials), grad in zip(compiled, plain, grads, strict=True):
         pool.run(tasks + plain_tasks)
         assert partials.tolist() == plain_partials.tolist()
-        assert sums_of_tiles(square_sums_on_device(grad)).tolist() == partials.tolist()
+        assert torch_square_sums(grad).tolist() == partials.tolist()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -152,7 +151,7 @@ def test_no_gradients_have_norm_zero(pool: WorkerPool) -> None:
 
 
 def test_a_loop_that_sums_in_another_order_never_runs(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "square_sum", lambda values: 1.0)
+    monkeypatch.setattr(loops, "square_sums", lambda values, sums: sums.fill(1.0))
     norm._verified_loop.cache_clear()
     assert norm._verified_loop(torch.float32) == "this build of torch rounds differently"
     norm._verified_loop.cache_clear()

@@ -18,8 +18,6 @@ from hetmem.cpu import (
     loops,
     norm,
     square_sum_tasks,
-    square_sums_on_device,
-    sums_of_tiles,
     total,
     workers,
 )
@@ -28,7 +26,7 @@ from hetmem.cpu.adamw import adamw_as_on_host, equals_host, update_by_torch
 from hetmem.cpu.loops import BLOCK, RUN
 from hetmem.cpu.workers import WorkerPool, one_torch_thread
 from hetmem.cuda import kernels
-from hetmem.cuda.kernels import torch_adamw
+from hetmem.cuda.kernels import torch_adamw, torch_square_sums
 
 __all__ = [
     "BLOCK",
@@ -51,9 +49,8 @@ __all__ = [
     "one_torch_thread",
     "square_sum",
     "square_sum_tasks",
-    "square_sums_on_device",
-    "sums_of_tiles",
     "torch_adamw",
+    "torch_square_sums",
     "total",
     "update",
     "update_by_torch",

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks, sums_of_tiles
+from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks
 from hetmem.cpu import adamw as update
 from hetmem.cuda import backend
 from hetmem.cuda.kernels import ADAMS, CASTS, adamw, cast, square_sums, torch_adamw, torch_square_sums
@@ -78,7 +78,7 @@ def check_squares_equal_the_host(place: Place) -> None:
         tasks, expected = square_sum_tasks(data)
         for task in tasks:
             task()
-        assert sums_of_tiles(sums.result()).tolist() == expected.tolist(), dtype
+        assert_same(sums.result(), expected, f"{dtype}")
 
 
 # ---- AdamW. ----

@@ -11,10 +11,7 @@ from torch import nn
 
 import hetmem
 from hetmem.engine.executor import Executor
-from hetmem.intercept import registry
-from hetmem.intercept.phases import _Ended
 from hetmem.schedule.residency import Residency
-from tests.engine.harness import pair, train_both, vector_batches
 
 
 def stack() -> nn.Sequential:
@@ -88,46 +85,3 @@ def test_a_write_in_a_mixed_forward_leaves_the_other_masters_their_bits() -> Non
     layer(torch.ones(2, 64))
     assert torch.equal(layer.weight[1:], before[1:])
     assert torch.equal(layer.weight[0], (before[0].bfloat16() * 0.5).float())
-
-
-@pytest.mark.parametrize("earlier", [1, 0])
-def test_a_backward_that_the_garbage_collector_ends_in_the_middle_of_something_ends_nothing(
-    earlier: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that had raised was found while commands were carried out: it waited for a write that was to come behind
-    them, for ever. Seen once in some thousand random programs."""
-    plain, managed = pair(
-        stack,
-        hetmem.Budget(device="1MiB", device_chunks="64KiB", host="128KiB", nvme="8MiB", nvme_dir=tmp_path),
-        tmp_path,
-    )
-    segments = registry.of_module(managed).segments
-    carry_out = Executor._carry_out
-    ended: list[bool] = []
-
-    def collects(self: Executor, command: Any) -> None:
-        if segments.in_backward:
-            _Ended(segments, segments.backwards - earlier)  # and dropped
-            ended.append(not segments.in_backward)
-        carry_out(self, command)
-
-    monkeypatch.setattr(Executor, "_carry_out", collects)
-    train_both(plain, managed, vector_batches(3, 4, 64))
-    assert ended
-    assert not any(ended)
-
-
-def test_a_backward_that_the_garbage_collector_ends_does_not_end_a_later_one(tmp_path: Path) -> None:
-    managed = tight(stack(), tmp_path)
-    segments = registry.of_module(managed).segments
-    seen: list[bool] = []
-
-    def collects(*_: Any) -> None:
-        _Ended(segments, segments.backwards - 1)  # and dropped
-        seen.append(segments.in_backward)
-
-    managed[1].register_full_backward_hook(collects)
-    for _ in range(2):
-        managed(torch.ones(2, 64)).sum().backward()
-    assert seen == [True, True]
-    assert not segments.in_backward

@@ -125,7 +125,7 @@ def test_one_real_step_is_the_way_out() -> None:
     plan = planner.plan(Looks, torch.randn(4, 64), BUDGET, real=True)
     assert plan.fits
     assert plan.parameters == 64 * 64 + 3 * 64
-    uses = planner.trace_real(planner.TracedCall(Looks, torch.randn(4, 64))).events
+    uses = planner.trace(planner.TracedCall(Looks, torch.randn(4, 64)), real=True).events
     assert sum(event.operator == "linear" for event in uses) == 2
 
 

@@ -16,7 +16,7 @@ import hetmem
 from hetmem import testing
 from hetmem.base.hardware import ProfileError
 from hetmem.errors import ManageError
-from tests.planner.tested import KIB, MIB, Capacities, Rate, Rehearsal, Setting, Updating, arrange, planner, trace_real
+from tests.planner.tested import KIB, MIB, Capacities, Rate, Rehearsal, Setting, Updating, arrange, planner, trace
 from tests.test_planning import BATCH, GPT
 
 LINKS = ("host_to_device", "device_to_host")
@@ -32,7 +32,7 @@ MACHINE = replace(L4, host_to_device=Rate(1e11, by_the_caller=True), device_to_h
 def test_each_step_of_a_run_moves_what_was_planned(
     device_chunks: int, chunk_bytes: int, home_copies: bool | None, mixed_precision: torch.dtype | None, gradients: str
 ) -> None:
-    workload = trace_real(planner.TracedCall(GPT, BATCH, None, mixed_precision))
+    workload = trace(planner.TracedCall(GPT, BATCH, None, mixed_precision), real=True)
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
     streamed = gradients == "streamed"
     arrangement = arrange(workload, capacities, chunk_bytes, streamed_gradients=streamed)

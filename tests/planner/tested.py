@@ -13,7 +13,7 @@ from hetmem.planner import Plan, PlanError, search, step_program, workload
 from hetmem.planner.decide import Decision, Variant, combined
 from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
-from hetmem.planner.model import TracedCall, checkpointed, divided, trace, trace_real
+from hetmem.planner.model import TracedCall, checkpointed, divided, trace
 from hetmem.planner.plan import KEPT
 from hetmem.planner.reservation import ROLES, arrange, state_bytes
 from hetmem.planner.search import Judged, arranged
@@ -116,5 +116,4 @@ __all__ = [
     "state_bytes",
     "step_program",
     "trace",
-    "trace_real",
 ]
