@@ -70,9 +70,8 @@ def test_a_backward_may_be_on_another_thread_than_its_forward(placement: str, tm
     train_both(*modules, BATCHES)
 
 
-@everywhere
-def test_a_backward_that_raises_gives_the_turn_to_other_threads(placement: str, tmp_path: Path) -> None:
-    modules = pair(mlp, placement, tmp_path)
+def test_a_backward_that_raises_gives_the_turn_to_other_threads(tmp_path: Path) -> None:
+    modules = pair(mlp, "host", tmp_path)
 
     def raises(gradient: torch.Tensor) -> None:
         raise ValueError("in a hook of the program")
