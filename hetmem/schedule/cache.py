@@ -348,9 +348,10 @@ class Cache:
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
                 continue
-            if least is not None:
-                if copy.dirty or block in self.unused or not (by_next_use or self._next_use(block) >= least):
-                    continue
+            if least is not None and (copy.dirty or block in self.unused):
+                continue
+            if least is not None and not (by_next_use or self._next_use(block) >= least):
+                continue
             chosen.append(block)
             slots -= self._blocks[block].span
             if slots <= 0:
