@@ -74,18 +74,6 @@ class Cost:
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """A tensor to be made."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def made(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-
-
 _GROUPED_MM = getattr(torch.ops.aten._grouped_mm, "default", None) if hasattr(torch.ops.aten, "_grouped_mm") else None
 
 
@@ -120,15 +108,15 @@ class Results:
                 key = id(func), _key_of(args), _key_of(tuple(kwargs.items()))
                 known = self._known.get(key)
         if known is not None:
-            template, cost = known
-            return _filled(template), cost
+            made, cost = known
+            return _like(made) if isinstance(made, torch.Tensor) else tree_map(_like, made), cost
         self.last = func
         result = _grouped_product(args) if func is _GROUPED_MM else func(*args, **kwargs)
         flops, nbytes = flops_of(func, args, kwargs, result), tensor_bytes((args, kwargs, result))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         cost = Cost(flops, nbytes, str(tensors[0].dtype).removeprefix("torch.") if tensors else "")
         if key is not None and _is_new(result, tensors):
-            self._known[key] = (tree_map(_template, result), cost)
+            self._known[key] = (tree_map(_like, result), cost)
         return result, cost
 
 
@@ -184,14 +172,11 @@ def _is_new(result: Any, arguments: list[torch.Tensor]) -> bool:
     return True
 
 
-def _template(leaf: Any) -> Any:
-    return _Like(leaf.size(), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _filled(template: Any) -> Any:
-    if isinstance(template, _Like):
-        return template.made()
-    return tree_map(lambda leaf: leaf.made() if isinstance(leaf, _Like) else leaf, template)
+def _like(leaf: Any) -> Any:
+    """A tensor on `meta` like `leaf`, with memory of its own; anything else is itself."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 MOST_BYTES = GIB
