@@ -58,7 +58,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "between other forwards": "forget to look again at what a disk was reading",
     "that count none (`p.data.mul_()`, NumPy, also through memory that was kept)": Mutation(
-        "intercept/watched.py",
+        "engine/write_check.py",
         "return (managed for managed in shared if managed.numel)",
         "return iter(())",
         UNSEEN + "test_single_elements_of_frozen_weights_that_are_written_reach_the_next_forward[bf16-all copies]",

@@ -16,43 +16,17 @@ ALL_BYTES = 1 << 62
 """More than any device has."""
 
 
-class Choice:
-    """Has all storages leave; is told what becomes of each, by its number."""
+class LeavingChoice:
+    """Has those storages leave without which the step does not fit, see note "auto", or all of them; is told what
+    becomes of each, by its number."""
 
-    looks_at_all = False
-    """Whether it is to be told also of those that stay when only graphs hold them."""
-
-    def forward_begins(self) -> None:
-        """Note that a forward with a graph begins; its segment has not begun yet."""
-
-    def saved(self, number: int, nbytes: int) -> bool:
-        """Note that a storage is saved; return whether it leaves as soon as it may."""
-        return True
-
-    def freed(self, number: int) -> None:
-        """Note that only graphs hold a storage."""
-
-    def left(self, number: int, nbytes: int, *, forced: bool) -> None:
-        """Note that a storage leaves; `forced`: for want of room."""
-
-    def used(self, number: int) -> None:
-        """Note that the backward uses a storage, in which it is on the device."""
-
-    def needs(self, own_bytes: int) -> None:
-        """Note that the device needs `own_bytes` beside chunks and what crosses the links."""
-
-    def to_go(self, missing_bytes: int, leaving_bytes: int) -> int:
-        """Return the bytes that are to leave where so many are missing, and so many are leaving already."""
-        return ALL_BYTES
-
-
-class WhatMust(Choice):
-    """Has those leave without which the step does not fit; see note "auto"."""
-
-    def __init__(self, runtime: Runtime, *, beside: bool) -> None:
+    def __init__(self, runtime: Runtime, *, all_leave: bool, beside: bool) -> None:
         """`beside`: copies are made beside compute, so that what crosses a link takes memory meanwhile."""
-        self._runtime, self._lag = runtime, AT_ONCE if beside else 0
-        runtime.tracer.grows = 1  # a larger batch is measured, as other storages may have to leave
+        self._runtime, self._all_leave, self._lag = runtime, all_leave, AT_ONCE if beside else 0
+        if not all_leave:
+            runtime.tracer.grows = 1  # a larger batch is measured, as other storages may have to leave
+        self.looks_at_all = False
+        """Whether it is to be told also of those that stay when only graphs hold them."""
         self._round = SavedRound()
         self._chosen: dict[Hashable, set[int]] = {}
         """By forward, the places of those that leave."""
@@ -65,7 +39,10 @@ class WhatMust(Choice):
         self._measured = False
 
     def forward_begins(self) -> None:
-        """Begin a round, if the last one is over, and choose by what it has shown."""
+        """Begin a round, if the last one is over, and choose by what it has shown: a forward with a graph begins, whose
+        segment has not begun yet."""
+        if self._all_leave:
+            return
         if self._round.used or not self._round.intervals:
             if self._measured and self._round.intervals:
                 self._choose()
@@ -85,7 +62,9 @@ class WhatMust(Choice):
             self._runtime.tracer.measure_again()
 
     def saved(self, number: int, nbytes: int) -> bool:
-        """Return whether it was chosen."""
+        """Note that a storage is saved; return whether it leaves as soon as it may."""
+        if self._all_leave:
+            return True
         tracer = self._runtime.tracer
         if self._key is None:
             self._key, self._count = tracer.key, 0
@@ -99,11 +78,11 @@ class WhatMust(Choice):
         return chosen is not None and place[1] in chosen
 
     def freed(self, number: int) -> None:
-        """Note it where the round is measured."""
+        """Note that only graphs hold a storage."""
         self._round.free(number)
 
     def left(self, number: int, nbytes: int, *, forced: bool) -> None:
-        """Note it where the round is measured."""
+        """Note that a storage leaves; `forced`: for want of room."""
         if self._measured:
             self._away[number] = nbytes
             self._round.free(number)
@@ -111,14 +90,14 @@ class WhatMust(Choice):
                 self._forced.add(number)
 
     def used(self, number: int) -> None:
-        """Note it where the round is measured."""
+        """Note that the backward uses a storage, in which it is on the device."""
         self._round.used = True
         if self._measured:
             self._round.use(number, self._needed())
             self._away.pop(number, None)
 
     def needs(self, own_bytes: int) -> None:
-        """Note it where the round is measured."""
+        """Note that the device needs `own_bytes` beside chunks and what crosses the links."""
         if self._measured:
             self._round.need(own_bytes + sum(self._away.values()))
 
@@ -126,5 +105,5 @@ class WhatMust(Choice):
         return self._runtime.room.own_bytes() + sum(self._away.values())
 
     def to_go(self, missing_bytes: int, leaving_bytes: int) -> int:
-        """Return what is missing beside those that leave already."""
-        return missing_bytes - leaving_bytes
+        """Return the bytes that are to leave where so many are missing, and so many are leaving already."""
+        return ALL_BYTES if self._all_leave else missing_bytes - leaving_bytes

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hetmem.activations.choice import Choice, WhatMust
+from hetmem.activations.choice import LeavingChoice
 from hetmem.activations.storages import SavedStorage, SavedView, Spill
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Held, SavedMove
@@ -46,7 +46,7 @@ class Activations:
         self.least_bytes = least_bytes(memory.device_bytes)
         self._window = in_flight_bytes(memory.device_bytes)
         beside = not self._engine.unlimited(Link.HOST_TO_DEVICE)
-        self.choice = Choice() if all_leave else WhatMust(runtime, beside=beside)
+        self.choice = LeavingChoice(runtime, all_leave=all_leave, beside=beside)
         self._due: dict[int, None] = {}
         """The numbers of those of `_staying` that leave as soon as only graphs hold them."""
         self._count = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -25,25 +25,8 @@ from hetmem.memory.host_memory import PAGE_BYTES, Loan
 from hetmem.memory.nvme_store import LentExtent
 from hetmem.schedule.blocks import in_flight_bytes
 
-
-class Mover(Protocol):
-    """What brings storages back."""
-
-    def bring(self, storage: SavedStorage, view: SavedView) -> torch.Tensor:
-        """Return the bytes of `storage`, which compute asked for from now on may read on the device."""
-        ...
-
-    def met(self, storage: SavedStorage) -> None:
-        """Note that a node asks for `storage`, which has not left."""
-        ...
-
-    def note(self, storage: SavedStorage) -> None:
-        """Log where `storage` lies, if that has changed."""
-        ...
-
-    def forget(self, storage: SavedStorage) -> None:
-        """Note that no graph keeps `storage` any more; called by the garbage collector too, on any thread."""
-        ...
+Mover = Any
+"""The `Activations` that bring storages back: it imports this."""
 
 
 class SavedStorage:
@@ -187,7 +170,7 @@ class SavedView:
         if self.tensor is not None:
             self.storage.mover.met(self.storage)
             return self.tensor
-        flat = self.storage.mover.bring(self.storage, self)
+        flat: torch.Tensor = self.storage.mover.bring(self.storage, self)
         if flat._version != self.storage.fetched_version:  # by the backward that had it before
             raise RuntimeError(modified(f"a tensor of shape {list(self._size)}", version + 1, self._version))
         whole = flat[: self.storage.nbytes // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)

@@ -31,7 +31,7 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.uses import Uses
-from hetmem.engine.write_check import WriteCheck
+from hetmem.engine.write_check import ParameterMarks, WriteCheck
 from hetmem.errors import ManageError
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
@@ -63,28 +63,6 @@ class Segments(Protocol):
         """Note that something happened within a backward."""
 
 
-class MarksParameters(Protocol):
-    """Marks the parameters of one model between its calls, so that uses of them are seen."""
-
-    def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
-        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
-
-    def updates_trail(self) -> None:
-        """The step leaves updates behind: reads wait for them."""
-
-    def end_step(self) -> None:
-        """Mark again, where the model is whole on the device frozen parameters alone."""
-
-    def pause(self) -> bool:
-        """Begin compute: none is marked. Return whether all were."""
-
-    def resume(self) -> None:
-        """End compute: mark again."""
-
-    def stop(self) -> None:
-        """Mark no more."""
-
-
 class Runtime:
     """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
 
@@ -111,8 +89,7 @@ class Runtime:
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn(self.events.newest)
         self.phase, self.in_backward = TrainingPhase.IDLE, False
-        self.marks: MarksParameters
-        """The parameters that are marked between calls of the model; set by what intercepts these."""
+        self.marks = ParameterMarks(memory, self.bindings, self.writes, self.uses.read_at_home)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
         self.prediction: Mapping[str, object] | None = None

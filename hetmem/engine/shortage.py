@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from hetmem import torch_private
 from hetmem.base.units import MIB, format_size, round_down, round_up
@@ -86,24 +86,8 @@ def _micro_batches(moments: Sequence[Needs], *, trains: bool) -> Iterator[str]:
 _NAMED = 3
 
 
-class MovingActivations(Protocol):
-    """Activations of one model that may leave the device."""
-
-    @property
-    def ahead_bytes(self) -> int:
-        """What chunks are to leave to activations that come before they are asked for."""
-
-    def give_way(self) -> bool:
-        """Drop one storage that lies at home as well; return False if there is none."""
-
-    def make_room(self, nbytes: int) -> bool:
-        """Let `nbytes` leave; return whether anything does."""
-
-    def needs(self, own_bytes: int) -> None:
-        """Note that so much is needed beside chunks and what crosses the links."""
-
-    def shortage(self) -> str:
-        """Return a sentence on why storages that could have left did not; "" if all could."""
+MovingActivations = Any
+"""The `Activations` of one model that may leave the device."""
 
 
 class Shortage:
@@ -155,7 +139,7 @@ class Shortage:
     def _activations_that_stay(self) -> str:
         """Why activations that might have left the device did not."""
         moves = None if self.activations is None else self.activations()
-        return "" if moves is None else moves.shortage()
+        return "" if moves is None else str(moves.shortage())
 
     def _cap(self) -> str:
         cap = self._memory.device_chunk_bytes

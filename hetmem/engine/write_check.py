@@ -16,14 +16,15 @@ operators, NumPy) count no version:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import compress
-from operator import attrgetter, ne
+from operator import attrgetter, gt, ne, not_
 
 import torch
 
 from hetmem.engine.gradient_views import is_home_gradient
-from hetmem.engine.param_views import Bindings, storage_references
+from hetmem.engine.homes import Memory
+from hetmem.engine.param_views import Bindings, references, storage_references
 from hetmem.engine.sampling import as_integers, as_sampled, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
@@ -34,6 +35,7 @@ from hetmem.schedule.trace import Tier
 _VERSION = attrgetter("_version")
 _COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
 _TRAINS = attrgetter("parameter.requires_grad")
+_HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, _VERSION_SEEN),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
@@ -68,6 +70,11 @@ class WriteCheck:
         nothing is fetched ahead behind the next step, as it would be fetched once more."""
         self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
         """`_gradient` of parameters as the last backward has left it."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether a write can make anything stale."""
+        return bool(self._traffic.executor.chunk_of_block)
 
     # ---- by the program, to the home ---------------------------------------------------------------------------
 
@@ -178,6 +185,14 @@ class WriteCheck:
         self.noticed.add(id(managed))
         self._supersede(managed)
 
+    def by_optimizer(self, stepped: list[ManagedParameter]) -> None:
+        """Honour a step of an optimizer that is not hetmem's: not each counts versions (the fused ones of torch do
+        not). What is left where this raises, as a drive has failed, the next forward honours."""
+        self.touched.update(stepped)
+        for managed in stepped:
+            self.by_user(managed)
+            self.touched.discard(managed)
+
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Honour `parameter.data = value` within compute: the value goes home, and counts from the next use on."""
         _refuse_another_kind(managed, value, value.dtype)
@@ -285,6 +300,90 @@ class WriteCheck:
                 if sample is not None and not all(as_sampled([(sample, managed.part(at_home))])):
                     return True
         return False
+
+
+class ParameterMarks:
+    """The parameters of one model that are watched between its calls. Within a forward or a backward there are none:
+    `Bindings` watches what is not bound."""
+
+    def __init__(
+        self, memory: Memory, bindings: Bindings, writes: WriteCheck, read_at_home: Callable[[ManagedParameter], None]
+    ) -> None:
+        self._memory, self._bindings, self._writes, self._read_at_home = memory, bindings, writes, read_at_home
+        self._step_runs: Callable[[], bool | None] | None = None
+        """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
+        self._all = self._watched = bindings.by_id
+        self._marked: dict[int, ManagedParameter] = {}
+        self._watches = self._trails = False
+
+    def resume(self) -> None:
+        """End compute: mark again, unless a step runs."""
+        if self._step_runs is not None and self._step_runs():
+            self._writes.unwatched = True
+        elif self._watches:
+            self._writes.touched.update(self._shared())
+            self._bindings.watch(self._watched.values())
+            self._marked = self._watched
+
+    def _shared(self) -> Iterator[ManagedParameter]:
+        """Yield those whose memory a tensor shares (`kept = p.data`), through which it may be read and written."""
+        watched = self._watched.values()  # of which C++ is asked without a call of Python for each
+        now = map(references, map(_HOME, watched))
+        shared = compress(watched, map(gt, now, map(_EXPECTED, watched)))
+        return (managed for managed in shared if managed.numel)
+
+    def pause(self) -> bool:
+        """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
+        functions that set `.data` of any are known."""
+        seen = len(self._marked) == len(self._all)
+        self.unmark_all()
+        if self._watches:
+            self._writes.touched.update(self._shared())
+        self._watches, self._watched = self._writes.has_copies, self._all
+        return seen
+
+    def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
+        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
+        self.pause()
+        self._step_runs, self._trails = runs or _always, False
+        self._writes.unwatched = True
+
+    def updates_trail(self) -> None:
+        """The step leaves updates behind: reads wait for them. Those of parameters whose memory a tensor of the program
+        shares are waited for here, as no function of torch tells of its use."""
+        self._trails = True
+        for managed in list(self._shared()):
+            self._read_at_home(managed)
+
+    def end_step(self) -> None:
+        """End `begin_step`; where the model is whole on the device and nothing trails, only what is frozen is marked
+        until the next forward."""
+        if self._step_runs is None:
+            return
+        self._step_runs = None
+        if self._memory.resident and not self._trails:
+            trains = map(_TRAINS, self._all.values())
+            self._watched = dict(compress(self._all.items(), map(not_, trains)))
+        else:
+            self._writes.unwatched = False
+
+    def stop(self) -> None:
+        """Mark no more: the model is released."""
+        self.unmark_all()
+        self._watches = False
+
+    def unmark_all(self) -> None:
+        """Unmark all parameters until `resume`."""
+        self._bindings.unwatch(self._marked.values())
+        self._marked = {}
+
+    def mark_again(self, used: Iterable[ManagedParameter]) -> None:
+        """Watch those of `used` again that are marked, and were not watched while the program read them."""
+        self._bindings.watch([managed for managed in used if id(managed.parameter) in self._marked])
+
+
+def _always() -> bool:
+    return True
 
 
 def _is_replaced(managed: ManagedParameter) -> bool:

@@ -17,7 +17,7 @@ from hetmem.engine.param_views import get_data, set_data
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.saved_tensors import SavedTensors
-from hetmem.intercept.watched import Bound, ParameterMarks, Watched, classes_of, hands_out, is_in_place
+from hetmem.intercept.watched import Bound, Watched, classes_of, hands_out, is_in_place
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
@@ -83,11 +83,9 @@ def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequen
 class Faults:
     """Binds managed parameters of one model to their device copies for the length of each function that meets them."""
 
-    def __init__(
-        self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, marks: ParameterMarks, around: Any
-    ) -> None:
-        self._runtime, self._gradients, self._saved, self._marks = runtime, gradients, saved, marks
-        self._bindings = runtime.bindings
+    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Any) -> None:
+        self._runtime, self._gradients, self._saved = runtime, gradients, saved
+        self._bindings, self._marks = runtime.bindings, runtime.marks
         self._around: Callable[[], Any] = weakref.ref(around)
         """The `Interception`, which knows what computes around a function: it imports this."""
         self._by_id = runtime.bindings.by_id

@@ -36,7 +36,6 @@ from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeSta
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
 from hetmem.intercept.saved_tensors import SavedTensors
-from hetmem.intercept.watched import ParameterMarks
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
@@ -67,7 +66,6 @@ class Interception:
         if activations != "keep":
             self.activations = Activations(runtime, all_leave=activations == "offload")
         self.segments = StepSegments(runtime)
-        runtime.marks = marks = ParameterMarks(runtime)
         self.gradients = GradientSink(runtime, self.segments, HOOKS)
         self.working = WorkingWeights(module, runtime, self.gradients)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
@@ -77,7 +75,7 @@ class Interception:
         """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
         self.last_forward: Compute | None = None
         self._saved = SavedTensors(runtime, self.segments, self.activations)
-        self._faults = Faults(runtime, self.gradients, self._saved, marks, self)
+        self._faults = Faults(runtime, self.gradients, self._saved, self)
         self._tracing = Tracing()
         self.leases = Leases(runtime, self.gradients, self._saved, self._tracing)
         self.backwards = 0

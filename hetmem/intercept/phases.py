@@ -115,12 +115,12 @@ def forget_nodes_that_did_not_run() -> None:
         torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
-class _OfThread(threading.local):
+class _Backwards(threading.local):
     def __init__(self) -> None:
         self.began: list[list[StepSegments]] = []
 
 
-BACKWARDS = _OfThread()
+BACKWARDS = _Backwards()
 """For each backward that this thread has called and that has not returned, outermost first, the models of which it was
 found to be: they are settled at its end, also if it raises (`intercept.backward`)."""
 

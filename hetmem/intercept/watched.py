@@ -1,4 +1,4 @@
-"""The class of a parameter that tells of each function that meets it, and which parameters have it between calls.
+"""The class of a parameter that tells of each function that meets it.
 
 Note "classes": a parameter that may not be used as it is gets a subclass of its class with a `__torch_function__`,
 which torch asks by argument, so only functions that meet such a parameter cost anything. The object and `isinstance`
@@ -15,30 +15,19 @@ stay as they are; torch does the same to parameters without a shape (`torch.nn.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import compress
-from operator import attrgetter, gt, not_
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.param_views import (
-    get_data,
-    leave_ordinary,
-    of_class,
-    references,
-    set_data,
-)
-from hetmem.engine.runtime import Runtime
+from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.torch_private import tree_leaves
 
 _get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
-_HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
-_TRAINS = attrgetter("parameter.requires_grad")
 _NUMBERS = (bool, float, complex, str, type(None))
 
 Told = Any
@@ -166,86 +155,3 @@ def detached(parameter: torch.Tensor) -> torch.Tensor:
         told.wait_for_update(parameter)
     with torch_private.NoFunctionsOfSubclasses():
         return parameter.detach()
-
-
-class ParameterMarks:
-    """The parameters of one model that are watched between its calls. Within a forward or a backward there are none:
-    `Bindings` watches what is not bound."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._traffic, self._read_at_home = runtime.traffic, runtime.uses.read_at_home
-        self._bindings, self._writes, self._memory = runtime.bindings, runtime.writes, runtime.memory
-        self._step_runs: Callable[[], bool | None] | None = None
-        """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
-        self._all = self._watched = runtime.bindings.by_id
-        self._marked: dict[int, ManagedParameter] = {}
-        self._watches = self._trails = False
-
-    def resume(self) -> None:
-        """End compute: mark again, unless a step runs."""
-        if self._step_runs is not None and self._step_runs():
-            self._writes.unwatched = True
-        elif self._watches:
-            self._writes.touched.update(self._shared())
-            self._bindings.watch(self._watched.values())
-            self._marked = self._watched
-
-    def _shared(self) -> Iterator[ManagedParameter]:
-        """Yield those whose memory a tensor shares (`kept = p.data`), through which it may be read and written."""
-        watched = self._watched.values()  # of which C++ is asked without a call of Python for each
-        now = map(references, map(_HOME, watched))
-        shared = compress(watched, map(gt, now, map(_EXPECTED, watched)))
-        return (managed for managed in shared if managed.numel)
-
-    def pause(self) -> bool:
-        """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
-        functions that set `.data` of any are known."""
-        seen = len(self._marked) == len(self._all)
-        self.unmark_all()
-        if self._watches:
-            self._writes.touched.update(self._shared())
-        self._watches, self._watched = bool(self._traffic.executor.chunk_of_block), self._all
-        return seen
-
-    def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
-        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
-        self.pause()
-        self._step_runs, self._trails = runs or _always, False
-        self._writes.unwatched = True
-
-    def updates_trail(self) -> None:
-        """The step leaves updates behind: reads wait for them. Those of parameters whose memory a tensor of the program
-        shares are waited for here, as no function of torch tells of its use."""
-        self._trails = True
-        for managed in list(self._shared()):
-            self._read_at_home(managed)
-
-    def end_step(self) -> None:
-        """End `begin_step`; where the model is whole on the device and nothing trails, only what is frozen is marked
-        until the next forward."""
-        if self._step_runs is None:
-            return
-        self._step_runs = None
-        if self._memory.resident and not self._trails:
-            trains = map(_TRAINS, self._all.values())
-            self._watched = dict(compress(self._all.items(), map(not_, trains)))
-        else:
-            self._writes.unwatched = False
-
-    def stop(self) -> None:
-        """Mark no more: the model is released."""
-        self.unmark_all()
-        self._watches = False
-
-    def unmark_all(self) -> None:
-        """Unmark all parameters until `resume`."""
-        self._bindings.unwatch(self._marked.values())
-        self._marked = {}
-
-    def mark_again(self, used: Iterable[ManagedParameter]) -> None:
-        """Watch those of `used` again that are marked, and were not watched while the program read them."""
-        self._bindings.watch([managed for managed in used if id(managed.parameter) in self._marked])
-
-
-def _always() -> bool:
-    return True

@@ -232,22 +232,11 @@ class Mapping:
         self._check_range(offset, nbytes)
         return memoryview(self._pages)[offset : offset + nbytes]
 
-    def discard(self, offset: int, nbytes: int) -> None:
-        """Give the pages of [offset, offset + nbytes) back to the system; views stay valid and read zeros there.
-
-        Raises ValueError, and changes nothing, unless the range consists of whole pages (the last page of the mapping
-        counts as whole): rounding inwards would leave old bytes, rounding outwards would destroy a neighbour's.
-        """
-        self._check_range(offset, nbytes)
-        end = offset + nbytes
-        if offset % _SYSTEM_PAGE_BYTES or (end % _SYSTEM_PAGE_BYTES and end != self.nbytes):
-            raise ValueError(f"can only discard whole pages of {_SYSTEM_PAGE_BYTES} bytes, got [{offset}, {end})")
-        if nbytes:
-            self._pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
-
-    def shorten(self, nbytes: int) -> None:
-        """Keep the first `nbytes` only; the rest stays mapped for views of it, and unused."""
-        self._check_range(0, nbytes)
+    def shorten(self, nbytes: int, used: int) -> None:
+        """Keep the first `nbytes` only, of which what lies behind the `used` ones, whole pages, reads zeros and takes
+        no memory; the rest stays mapped for views of it, and unused."""
+        if used < self.nbytes:
+            self._pages.madvise(mmap.MADV_DONTNEED, used, self.nbytes - used)
         self.nbytes = nbytes
 
     def _check_range(self, offset: int, nbytes: int) -> None:

@@ -133,8 +133,7 @@ class BuildingMemory:
                     _clear_gaps(chunk, role, home.memory)
         pool = memory.host_pool
         kept = min(round_up(pool.reserved_bytes, PAGE_BYTES), self.mapping.nbytes)
-        self.mapping.discard(kept, self.mapping.nbytes - kept)
-        self.mapping.shorten(max(PAGE_BYTES, pool.capacity_bytes))
+        self.mapping.shorten(max(PAGE_BYTES, pool.capacity_bytes), kept)
         if self.store is not None and self.store is memory.store:
             self.store.trim()
         elif self.store is not None:

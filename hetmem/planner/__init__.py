@@ -29,7 +29,7 @@ from hetmem.base.units import parse_size
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
-from hetmem.planner.answer import activation_choices, plan_of
+from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
@@ -231,9 +231,10 @@ def plan_within(
     if compares and not (how.real or inference):
         found = tuple(_variants(call, None if checkpointing else kept_light, kept, results, asked, moved))
     if mix is not None:
-        mixes = mix.workload
-        text = f"checkpoint the first {mix.recomputed} of the {count} layers"
-        found = (Variant("mix", text, lambda: mixes, how.micro_batches), *found)
+        recomputed, mixed = mix
+        mixes = {"of": of, "count": count, "recomputed": recomputed, **moved_and_kept(mixed.workload)}
+        text = f"checkpoint the first {recomputed} of the {count} layers"
+        found = (Variant("mix", text, lambda: mixed.workload, how.micro_batches), *found)
     if activations == "keep" and not inference and kept.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
         found = (*found, Variant("move", text, lambda: moved(kept, "auto"), how.micro_batches))
@@ -252,12 +253,12 @@ def plan_within(
     told("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
-    others += [] if mix is None else [(mix.workload, mix.capacities)]
+    others += [] if mix is None else [(mix[1].workload, mix[1].setting.capacities)]
     better = combined(decision, others)
     if better is not None:
         lightened = checkpointing or better.workload is lighter
-        mixed = mix.told(of, count) if mix is not None and better.workload is mix.workload else None
-        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=mixed).to_dict())
+        layers = mixes if mix is not None and better.workload is mix[1].workload else None
+        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=layers).to_dict())
     if activations != "keep" and not inference:
         told("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from hetmem.base.units import round_up
 from hetmem.planner.reservation import arrange
-from hetmem.planner.simulator import SimulatedTraffic
+from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.workload import Event, Move, Workload
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.saved import AT_ONCE, MANY_CHUNKS, SavedInterval, least_bytes, to_leave
@@ -119,13 +119,11 @@ class SimulatedActivations:
             self._out[move.leaves_at].append(at)
             self._in[move.used_at].append(at)
         self._away: dict[int, _Away] = {}
-        self._next = self._next_read = self._reading_bytes = self._ahead = 0
-        self._spilled: set[int] = set()
+        self._next = self._next_read = self._ahead = 0
         self._leaving: dict[int, int] = {}
-        for at in sorted(range(len(moves)), key=lambda at: moves[at].leaves_at):
-            if spilled_bytes > 0:
-                self._spilled.add(at)
-                spilled_bytes -= moves[at].nbytes
+        first_out = sorted(range(len(moves)), key=lambda at: moves[at].leaves_at)
+        gone = accumulate((moves[at].nbytes for at in first_out), initial=0)
+        self._spilled = {at for at, before in zip(first_out, gone, strict=False) if before < spilled_bytes}
 
     def before(self, event: int) -> None:
         """Have what the event uses on the device."""
@@ -134,7 +132,7 @@ class SimulatedActivations:
             if away is None:
                 continue
             if away.state == "disk":
-                self._read(away)
+                self._cross(self._traffic.nvme_read, away, "reading", "home")
             while away.state == "reading":
                 self._traffic.wait_for_one()
             if away.state == "home":
@@ -166,31 +164,25 @@ class SimulatedActivations:
     def _arrived(self, at: int, away: _Away) -> None:
         self._leaving.pop(at, None)
         if at in self._spilled:
-            self._spill(away)
+            self._cross(self._traffic.nvme_write, away, away.state, "disk" if away.state == "home" else away.state)
 
-    def _spill(self, away: _Away) -> None:
-        def written() -> None:
-            away.state = "disk" if away.state == "home" else away.state
+    def _cross(self, link: LinkQueue, away: _Away, meanwhile: str, then: str) -> None:
+        """Copy `away` over `link`, beside what else becomes of it."""
+        away.state = meanwhile
 
-        self._traffic.copy_beside(self._traffic.nvme_write, away.nbytes, written)
+        def over() -> None:
+            away.state = then if away.state == meanwhile else away.state
 
-    def _read(self, away: _Away) -> None:
-        away.state = "reading"
-        self._reading_bytes += away.nbytes
-
-        def read() -> None:
-            away.state = "home"
-            self._reading_bytes -= away.nbytes
-
-        self._traffic.copy_beside(self._traffic.nvme_read, away.nbytes, read)
+        self._traffic.copy_beside(link, away.nbytes, over)
 
     def _read_ahead(self) -> None:
         while self._next_read < len(self._order):
             away = self._away.get(self._order[self._next_read])
             if away is not None and away.state == "disk":
-                if self._reading_bytes and self._reading_bytes + away.nbytes > self._window:
+                reading = sum(other.nbytes for other in self._away.values() if other.state == "reading")
+                if reading and reading + away.nbytes > self._window:
                     return
-                self._read(away)
+                self._cross(self._traffic.nvme_read, away, "reading", "home")
             self._next_read += 1
 
     def _fetch(self, away: _Away) -> None:
@@ -200,12 +192,7 @@ class SimulatedActivations:
             traffic.now = link.send(traffic.now, away.nbytes)
             away.state = "here"
             return
-        away.state = "coming"
-
-        def arrived() -> None:
-            away.state = "here"
-
-        traffic.copy_beside(link, away.nbytes, arrived)
+        self._cross(link, away, "coming", "here")
 
     def _fetch_ahead(self) -> None:
         if self._spilled:

@@ -49,13 +49,11 @@ def activation_choices(
         for _ in range(12):
             middle = math.sqrt(lower * upper)
             lower, upper = (middle, upper) if fits(middle) else (lower, middle)
-        moves = sum(move.nbytes for move in workload.moves)
         found.append(
             {
                 "choice": choice,
                 "step_seconds": best.result.seconds if isinstance(best, Judged) else None,
-                "moved_bytes": moves,
-                "kept_bytes": sum(each.nbytes for each in kept.saved) - moves,
+                **moved_and_kept(workload),
                 "nvme_bytes": best.arrangement.spilled_bytes if isinstance(best, Judged) else 0,
                 "times": lower,
                 "rows": int(kept.rows * lower),
@@ -63,6 +61,12 @@ def activation_choices(
             }
         )
     return tuple(found)
+
+
+def moved_and_kept(workload: Workload) -> dict[str, int]:
+    """Bytes of what autograd saves: those that move, and those that stay."""
+    moves = sum(move.nbytes for move in workload.moves)
+    return {"moved_bytes": moves, "kept_bytes": sum(each.nbytes for each in workload.saved) - moves}
 
 
 def plan_of(
@@ -87,7 +91,7 @@ def plan_of(
         bound_rows = _compute_bound_rows(best.result.terms, workload.rows, terms["compute"])
         terms, peaks["device"] = best.result.terms, best.result.device_peak_bytes
         binding = max(terms, key=lambda name: terms[name])
-        given, chunk_bytes = needed(workload, best, peaks)
+        given, chunk_bytes = needed(best, peaks)
     return Plan(
         model=workload.name,
         hardware=asked.hardware.name,
@@ -180,7 +184,7 @@ def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> i
     return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows
 
 
-def needed(workload: Workload, best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | None]:
+def needed(best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | None]:
     """What a run is to be given so that it does as `best` in no more memory than that takes and a margin, and the chunk
     size that it has to be told then."""
     ground, capacities = best.arrangement.ground, best.setting.capacities
@@ -188,7 +192,7 @@ def needed(workload: Workload, best: Judged, peaks: Mapping[str, int]) -> tuple[
     device = min(capacities.device_bytes, _rounded(peaks["device"] / (1 - MARGIN_SHARE - IDLE_SHARE - share)))
     rooms = [(max(peaks["host"], ground.state_bytes if ground.resident else 0), peaks["nvme"])]
     with suppress(NoRoom):  # `manage` places homes before it knows of an optimizer that keeps less
-        usual = arrange(workload, capacities, best.setting.chunk_bytes)
+        usual = arrange(best.workload, capacities, best.setting.chunk_bytes)
         host, nvme = (sum(usual.bytes_by_role(tier).values()) for tier in (Tier.HOST, Tier.NVME))
         rooms.append((max(host, rooms[0][0]), max(nvme, rooms[0][1])))
     spare = 2 * max(ground.home_bytes(chunk.index, "param") for chunk in ground.chunks)  # what no chunk may fill
@@ -206,7 +210,7 @@ def needed(workload: Workload, best: Judged, peaks: Mapping[str, int]) -> tuple[
         if ground.resident:
             told = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
         for given, chunk_bytes in ((smaller, best.setting.chunk_bytes), (told, ground.staging_slot_bytes)):
-            if _does_as(workload, replace(best.setting, capacities=given, chunk_bytes=chunk_bytes), best):
+            if _does_as(replace(best.setting, capacities=given, chunk_bytes=chunk_bytes), best):
                 return given, chunk_bytes
     return capacities, best.setting.chunk_bytes
 
@@ -219,9 +223,9 @@ def _rounded(nbytes: float) -> int:
 _MANY_GIB = 16 * GIB
 
 
-def _does_as(workload: Workload, setting: Setting, best: Judged) -> bool:
+def _does_as(setting: Setting, best: Judged) -> bool:
     """Whether a step as `setting` says has its homes where `best` has them, is as fast, and updates as much there."""
-    ground = best.arrangement.ground
+    workload, ground = best.workload, best.arrangement.ground
     try:
         made = arranged(workload, setting)
         told = arrange(workload, setting.capacities, setting.chunk_bytes).ground  # as a run that knows no optimizer yet

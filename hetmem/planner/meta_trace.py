@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class _Tracer:
         self._alive: dict[int, object] = {}
         """Weak references to what is counted, and to views; each takes a third of the time of a `weakref.finalize`."""
         self._log: list[tuple[int, int, _What]] = []
-        """Of each tensor that came (its bytes and what it is) or went (0 bytes), in order."""
+        """Of each tensor that came (its bytes and what it is) or went (as many below zero), in order."""
         self.live_bytes = 0
         self.paused = False
         self._events: list[Event] = []
@@ -307,24 +307,17 @@ class _Tracer:
         del self._alive[key]
         self.live_bytes -= nbytes
         if nbytes >= _NAMED_BYTES:
-            self._log.append((key, 0, _GONE))
+            self._log.append((key, -nbytes, _GONE))
 
     def _at_peak(self) -> tuple[tuple[tuple[str, int], ...], int]:
         """The largest kinds of tensors that are alive when most is, and the bytes of those as wide as the vocabulary:
         as the first dimension of the largest weight."""
+        totals = list(accumulate(nbytes for _, nbytes, _ in self._log))
         alive: dict[int, tuple[int, _What]] = {}
-        total = most = at = 0
-        for index, (key, nbytes, what) in enumerate(self._log):
-            total += nbytes - (alive.pop(key)[0] if key in alive else 0)
-            if nbytes:
-                alive[key] = nbytes, what
-            if total > most:
-                most, at = total, index
-        alive.clear()
-        for key, nbytes, what in self._log[: at + 1]:
-            alive.pop(key, None)
-            if nbytes:
-                alive[key] = nbytes, what
+        for key, nbytes, what in self._log[: totals.index(max(totals)) + 1] if totals else ():
+            alive[key] = nbytes, what
+            if nbytes < 0:
+                del alive[key]
         kinds: Counter[str] = Counter()
         for nbytes, (operator, shape, dtype) in alive.values():
             kinds[f"{operator} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"] += nbytes

@@ -7,24 +7,24 @@ the update where the states live; everything on the device if it fits there, or 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hetmem.base.units import MIB
 from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import Setting, StepResult, Workload
-from hetmem.schedule.placement import WORTH, Capacities, NoRoom, Room
+from hetmem.schedule.placement import WORTH, NoRoom, Room
 from hetmem.schedule.trace import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One way to run, judged."""
+    """One way to run `workload`, judged."""
 
+    workload: Workload
     setting: Setting
     arrangement: Arrangement
     result: StepResult
@@ -37,7 +37,7 @@ def search(workload: Workload, asked: Setting) -> Judged | NoRoom:
     """
     best = first_that_fits(workload, asked)
     for vary in (_on_the_device, _copies):
-        setting = vary(workload, best, asked) if isinstance(best, Judged) else None
+        setting = vary(best, asked) if isinstance(best, Judged) else None
         if setting is not None:
             best = faster(best, judged(workload, setting))
     return best
@@ -47,7 +47,11 @@ def faster(best: Judged | NoRoom, other: Judged | NoRoom) -> Judged | NoRoom:
     """`best`, unless `other` is worth doing in its place."""
     if isinstance(best, NoRoom) or isinstance(other, NoRoom):
         return best
-    return other if other.result.seconds < WORTH * best.result.seconds else best
+    return other if _is_worth(other, best) else best
+
+
+def _is_worth(other: Judged, best: Judged) -> bool:
+    return other.result.seconds < WORTH * best.result.seconds
 
 
 def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Judged | NoRoom:
@@ -83,7 +87,7 @@ def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | 
     result = _rehearsed(workload, arrangement.as_rehearsed(Room(0, 0)), seen, steps)
     if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients ask for homes
         result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
-    return result if isinstance(result, NoRoom) else Judged(setting, arrangement, result)
+    return result if isinstance(result, NoRoom) else Judged(workload, setting, arrangement, result)
 
 
 @functools.lru_cache(maxsize=64)
@@ -117,7 +121,7 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
     return asked
 
 
-def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Setting | None:
+def _on_the_device(best: Judged, asked: Setting) -> Setting | None:
     """The whole model stays there, though that takes more than the usual share of it."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
     if ground.resident or capacities.device_chunk_bytes is not None or ground.whole_bytes > capacities.device_bytes:
@@ -126,10 +130,11 @@ def _on_the_device(workload: Workload, best: Judged, asked: Setting) -> Setting 
     return replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes)
 
 
-def _copies(workload: Workload, best: Judged, asked: Setting) -> Setting | None:
+def _copies(best: Judged, asked: Setting) -> Setting | None:
     """16-bit copies at home, or none of them; beside states on NVMe they would drive others there."""
     ground = best.arrangement.ground
-    if ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None or not workload.mixed_precision:
+    said = ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None
+    if said or not best.workload.mixed_precision:
         return None
     return best.setting.within(home_copies=not best.arrangement.homes["compute"])
 
@@ -153,50 +158,19 @@ def arranged(workload: Workload, setting: Setting) -> Arrangement:
 # ---- what becomes of the activations of repeated layers ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """A `workload` whose first `recomputed` layers are checkpointed, and of which something may move; what it runs
-    within, and the seconds of a step."""
-
-    recomputed: int
-    workload: Workload
-    capacities: Capacities
-    seconds: float
-
-    def told(self, layers: str, count: int) -> dict[str, Any]:
-        """What a plan says of it, of the `count` layers that the expression `layers` lists."""
-        moved = sum(move.nbytes for move in self.workload.moves)
-        kept = sum(each.nbytes for each in self.workload.saved) - moved
-        return {"of": layers, "count": count, "recomputed": self.recomputed, "moved_bytes": moved, "kept_bytes": kept}
-
-
-def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> Mix | None:
-    """The mix with the shortest step of those that recompute some layers; None where recomputing none is as good.
-    `kept(count)` is the workload with the first `count` of `layers` checkpointed, and nothing moved."""
-
-    def judge(count: int) -> Iterator[Mix]:
+def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> tuple[int, Judged] | None:
+    """How many of the layers, the first ones, are checkpointed where a step is the shortest, and that step; None where
+    recomputing none is as good. `kept(count)` is the workload with the first `count` of `layers` checkpointed, and
+    nothing moved; of what remains as much moves as must."""
+    best = None
+    for count in sorted({layers * part // 4 for part in range(5)}):
         workload = kept(count)
-        if workload is None:
-            return
         for setting in dict.fromkeys((asked, whole_device(asked))):
-            made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
-            found = judged(made, setting)
-            if isinstance(found, Judged):
-                yield Mix(count, made, setting.capacities, found.result.seconds)
-
-    plain = kept(0)
-    assert plain is not None
-    best = none_recomputed = _shortest(None, judge(0))
-    if best is not None and WORTH * best.seconds <= asked.compute_seconds(plain):
-        return None
-    for count in sorted({layers * part // 4 for part in range(1, 5)} - {0}):
-        best = _shortest(best, judge(count))
-    return None if best is none_recomputed else best
-
-
-def _shortest(best: Mix | None, others: Iterable[Mix]) -> Mix | None:
-    """`best`, unless one of `others` is worth doing in its place."""
-    for other in others:
-        if best is None or other.seconds < WORTH * best.seconds:
-            best = other
-    return best
+            if workload is not None:
+                made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
+                found = judged(made, setting)
+                if isinstance(found, Judged) and (best is None or _is_worth(found, best[1])):
+                    best = count, found
+        if best is not None and not count and WORTH * best[1].result.seconds <= asked.compute_seconds(best[1].workload):
+            return None
+    return best if best is not None and best[0] else None

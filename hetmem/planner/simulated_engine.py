@@ -49,7 +49,7 @@ class Notes(ChunkLimit):
         self._streams, self._ahead_bytes, self.home_bytes = ground.device_slots > 0, ahead_bytes, home_bytes
         self._own_bytes = self.kept_bytes = 0
         self.peaks = DevicePeaks()
-        self.staged = self._tracer.host_use
+        self.staged, self.sent = self._tracer.host_use, self._tracer.sent
         self.knows_a_backward = self._tracer.knows_a_backward
 
     # ---- segments ----------------------------------------------------------------------------------------------
@@ -122,10 +122,6 @@ class Notes(ChunkLimit):
                 missing,
             )
         self.peaks.device_in_use(self.chunk_bytes(), live)
-
-    def sent(self, live_bytes: int) -> None:
-        """A gradient has begun its way home; `live_bytes` are left that are not chunks, those on their way aside."""
-        self._tracer.sent(live_bytes)
 
     # ---- what a run counts: see `ChunkLimit` -------------------------------------------------------------------
 
@@ -280,7 +276,8 @@ class SimulatedUpdates(HostUpdates[Update]):
 
 
 class SimulatedGradients:
-    """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step.
+    """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step; `arrangement` is as
+    it is now, where chunks have got homes of gradients of their own.
 
     Chunks that are lent homes of gradients have one from the first arrival to their update. `new_bytes`, by tier: homes
     that gradients have for good and had not when the run began. Gradients are written to NVMe once those of all
@@ -292,23 +289,22 @@ class SimulatedGradients:
         traffic: SimulatedTraffic,
         notes: Notes,
         blocks: Mapping[tuple[str, int], int],
-        set_aside: tuple[int, ...],
+        arrangement: Arrangement,
         awaited: Callable[[int], Collection[int]] | None,
     ) -> None:
-        self._arrangement: Arrangement
+        self.arrangement = arrangement
         self._traffic, self._notes, self._blocks, self._awaited = traffic, notes, blocks, awaited
         self.arrivals: Counter[int] = Counter()
         self.new_bytes: Counter[Tier] = Counter()
-        self._lending = Lending(set_aside)
+        self._lending = Lending(arrangement.set_aside)
         self._lent: dict[int, int] = {}
         """The bytes of the homes in host memory that gradients were lent, by chunk."""
 
-    def send(self, arrangement: Arrangement, parameter: int, device_bytes: int) -> Arrangement:
-        """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Returns `arrangement`, where its chunk
-        has got a home of its own for that if there was no other. Raises `NoRoom` if there is none at all."""
-        self._arrangement = arrangement
-        chunk, sends = arrangement.chunk_of[parameter], self._traffic.gradients
-        ground = arrangement.ground
+    def send(self, parameter: int, device_bytes: int) -> None:
+        """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Raises `NoRoom` if it has no place and
+        there is none for a home of its own."""
+        arrangement, sends = self.arrangement, self._traffic.gradients
+        chunk, ground = arrangement.chunk_of[parameter], arrangement.ground
         if chunk in arrangement.lent and chunk not in self._lent:
             sends.find_place(chunk, self)
         elif (
@@ -316,13 +312,13 @@ class SimulatedGradients:
             and ground.role_itemsize(chunk, arrangement.gradient(chunk)) < ground.chunks[chunk].itemsize
         ):
             self._widen(chunk)
-        arrangement = self._arrangement
+        arrangement = self.arrangement
         nbytes = arrangement.elements[parameter] * ground.role_itemsize(chunk, arrangement.gradient(chunk))
         tier = arrangement.homes["grad"][chunk]
         if tier is Tier.HOST:
             self._traffic.send_gradient(chunk, nbytes, device_bytes)
         if tier is not Tier.NVME:
-            return arrangement
+            return
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
             sends.complete.comes(chunk, parameter, self._awaited)
@@ -330,7 +326,6 @@ class SimulatedGradients:
         self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
-        return arrangement
 
     def _staged(self, chunk: int, block: int) -> None:
         """A gradient of `chunk` is in staging, in `block`."""
@@ -342,18 +337,18 @@ class SimulatedGradients:
 
     def lend(self, chunk: int) -> bool:
         """Give gradients of `chunk` a place that was set aside; False if all that are large enough are lent."""
-        place = self._lending.take(self._arrangement.ground.home_bytes(chunk, "arriving"))
+        place = self._lending.take(self.arrangement.ground.home_bytes(chunk, "arriving"))
         if place is not None:
             self._lent[chunk] = place
         return place is not None
 
     def may_lend(self, chunk: int) -> bool:
         """Whether a place for gradients of `chunk` was set aside, lent or not."""
-        return self._lending.lends(self._arrangement.ground.home_bytes(chunk, "arriving"))
+        return self._lending.lends(self.arrangement.ground.home_bytes(chunk, "arriving"))
 
     def give_own(self, chunk: int) -> None:
         """Give gradients of `chunk` a home for good. Raises `NoRoom` if there is none."""
-        self._arrangement = arrangement = with_own_gradients(self._arrangement, chunk)
+        self.arrangement = arrangement = with_own_gradients(self.arrangement, chunk)
         tier = arrangement.homes["grad"][chunk]
         self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
         self._traffic.rehome(self._blocks["grad", chunk], tier)
@@ -370,6 +365,6 @@ class SimulatedGradients:
     def _widen(self, chunk: int) -> None:
         """Give gradients of `chunk`, to which one more is added than fits into their bits, a home for good."""
         self._traffic.wait_for_gradients()
-        if chunk in self._arrangement.lent:
+        if chunk in self.arrangement.lent:
             self.give_own(chunk)
         self.retire(chunk)

@@ -64,6 +64,13 @@ class LinkQueue:
         self.free_at = start + seconds
         return self.free_at
 
+    def carried(self, nbytes: int) -> float:
+        """Count a transfer that the thread makes itself, behind none; returns the seconds that it takes."""
+        seconds = self.rate.seconds(nbytes)
+        self.load.bytes += nbytes
+        self.load.seconds += seconds
+        return seconds
+
     def _seconds_beside(self, alone: float, busy: float, left: float) -> float:
         """What lasts `alone` seconds alone, where the other direction is `busy` for the first ones."""
         slower = min(1.0, left / self.rate.bytes_per_second)
@@ -231,8 +238,7 @@ class SimulatedTraffic:
             self.execute(self.residency.invalidate(block, tier))
         self.residency.blocks[block] = home
         self.on_device.add(block)
-        self.host_to_device.load.bytes += nbytes
-        self.now += self.host_to_device.rate.seconds(nbytes) if nbytes else 0.0
+        self.now += self.host_to_device.carried(nbytes) if nbytes else 0.0
 
     def rehome(self, block: int, tier: Tier) -> None:
         """The home of `block`, which has no copy, lies on `tier`."""
@@ -242,10 +248,7 @@ class SimulatedTraffic:
 
     def send_home(self, nbytes: int) -> None:
         """A gradient goes home while the thread waits."""
-        seconds = self.device_to_host.rate.seconds(nbytes)
-        self.device_to_host.load.bytes += nbytes
-        self.device_to_host.load.seconds += seconds
-        self.now += seconds
+        self.now += self.device_to_host.carried(nbytes)
 
     def send_gradient(
         self, chunk: int, nbytes: int, device_bytes: int, arrived: Callable[[], None] = lambda: None
@@ -346,9 +349,7 @@ class SimulatedTraffic:
             self.execute(self.residency.done(command))
             return
         if urgent and link is self.host_to_device and link.rate.by_the_caller:
-            seconds = link.rate.seconds(nbytes)
-            link.load.bytes += nbytes
-            link.load.seconds += seconds
+            seconds = link.carried(nbytes)
             self.stall_seconds += seconds
             self.now += seconds
             self.execute(self.residency.done(command))

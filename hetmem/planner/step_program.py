@@ -39,7 +39,7 @@ class Rehearsal:
     """
 
     def __init__(self, workload: Workload, arrangement: Arrangement, setting: Setting) -> None:
-        self._workload, self._arrangement = workload, arrangement
+        self._workload = workload
         capacities, hardware, micro_batches = setting.capacities, setting.hardware, setting.micro_batches
         self._hardware, self._micro_batches, self._how = hardware, micro_batches, setting.updating
         ground = arrangement.ground
@@ -50,7 +50,7 @@ class Rehearsal:
             slot_bytes=ground.slot_bytes,
         )
         self._blocks: dict[tuple[str, int], int] = {}
-        self._register()
+        self._register(arrangement)
         there = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
         window = in_flight_bytes(capacities.device_bytes)
         ahead = window if workload.moves and not hardware.host_to_device.by_the_caller else 0
@@ -71,14 +71,13 @@ class Rehearsal:
         self._begun: set[int] = set()
         self._updates = SimulatedUpdates(self._traffic, hardware.host.cores, self._notes)
         awaited = None if self._how.overlapped else self._members
-        self._sink = SimulatedGradients(self._traffic, self._notes, self._blocks, arrangement.set_aside, awaited)
+        self._sink = SimulatedGradients(self._traffic, self._notes, self._blocks, arrangement, awaited)
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
 
-    def _register(self) -> None:
+    def _register(self, arrangement: Arrangement) -> None:
         """Blocks in the order in which the run registers them."""
-        arrangement = self._arrangement
         for role in ROLES:
             for chunk, tier in arrangement.homes.get(role, {}).items():
                 if arrangement.ground.device_slots:
@@ -92,7 +91,7 @@ class Rehearsal:
     @property
     def arrangement(self) -> Arrangement:
         """As it is now: homes move to the device once a step has shown what is idle there."""
-        return self._arrangement
+        return self._sink.arrangement
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ class Rehearsal:
             compute = traffic.now - before[0] - (traffic.stall_seconds - before[1])
             self._optimize()
         except CapacityError as error:
-            raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self._arrangement.ground.slot_bytes) from error
+            raise NoRoom(f"a step does not fit: {error}", Tier.DEVICE, self.arrangement.ground.slot_bytes) from error
         self._steps += 1
         self._notes.peaks.device_in_use(self._notes.chunk_bytes(), 0)
         seconds, stalled, *loads = map(sub, self._reading(), before)
@@ -122,7 +121,7 @@ class Rehearsal:
             self._notes.peaks.chunk_peak_bytes,
             self._notes.peaks.non_model_peak_bytes,
             {tier: dict(roles) for tier, roles in self._moved.items()},
-            self._part_of({chunk for chunk, tier in self._arrangement.homes["param"].items() if tier is Tier.DEVICE}),
+            self._part_of({chunk for chunk, tier in self.arrangement.homes["param"].items() if tier is Tier.DEVICE}),
             {tier.name.lower(): nbytes for tier, nbytes in self._sink.new_bytes.items()},
         )
 
@@ -143,7 +142,7 @@ class Rehearsal:
 
     def _part_of(self, chunks: set[int]) -> float:
         """The share of the trained elements that lie in `chunks`."""
-        elements, chunk_of = self._arrangement.elements, self._arrangement.chunk_of
+        elements, chunk_of = self.arrangement.elements, self.arrangement.chunk_of
         trained = {index: elements[index] for index in self._workload.trainable}
         return sum(n for index, n in trained.items() if chunk_of[index] in chunks) / max(1, sum(trained.values()))
 
@@ -171,7 +170,7 @@ class Rehearsal:
     def _use(self, index: int, event: Event) -> None:
         self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
         self._let_go()
-        used = [(p, self._blocks[self._operand(self._arrangement.chunk_of[p])]) for p in event.parameters]
+        used = [(p, self._blocks[self._operand(self.arrangement.chunk_of[p])]) for p in event.parameters]
         self._notes.moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
         new = used if event.kind is Kind.USE else [(p, block) for p, block in used if p not in self._held]
         for _, block in new:
@@ -194,7 +193,7 @@ class Rehearsal:
 
     def _operand(self, chunk: int) -> tuple[str, int]:
         """The role of `chunk` that copies on the device are fetched from."""
-        return ("compute" if chunk in self._arrangement.homes.get("compute", {}) else "param"), chunk
+        return ("compute" if chunk in self.arrangement.homes.get("compute", {}) else "param"), chunk
 
     def _phase(self, phase: Phase, seconds: float) -> None:
         self._notes.grew(phase.peak_bytes)
@@ -204,9 +203,9 @@ class Rehearsal:
 
     def _send(self, parameter: int) -> None:
         """A gradient leaves autograd."""
-        device_bytes = self._arrangement.elements[parameter] * self._workload.compute_itemsizes[parameter]
-        if not self._arrangement.ground.resident:
-            self._arrangement = self._sink.send(self._arrangement, parameter, device_bytes)
+        device_bytes = self.arrangement.elements[parameter] * self._workload.compute_itemsizes[parameter]
+        if not self.arrangement.ground.resident:
+            self._sink.send(parameter, device_bytes)
         elif not self._blocks and parameter not in self._sink.arrivals:
             self._notes.kept_bytes += device_bytes * (self._steps == 0)
 
@@ -214,7 +213,7 @@ class Rehearsal:
         """Perhaps it is the last one that its chunk waited for."""
         arrivals = self._sink.arrivals
         arrivals[parameter] += 1
-        chunk = self._arrangement.chunk_of[parameter]
+        chunk = self.arrangement.chunk_of[parameter]
         if self._how.overlapped and self._blocks and (self._steps or self._how.streamed_gradients):
             members = self._members(chunk)
             if all(member in self._usual and arrivals[member] == self._usual[member] for member in members):
@@ -228,14 +227,14 @@ class Rehearsal:
             self._traffic.wait_until_written(self._on_nvme("grad"))
 
     def _on_nvme(self, role: str) -> list[int]:
-        homes = self._arrangement.homes.get(role, {})
+        homes = self.arrangement.homes.get(role, {})
         return [self._blocks[role, chunk] for chunk, tier in homes.items() if tier is Tier.NVME]
 
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
     def _fill_idle(self) -> None:
         """As `placing.rehome`."""
-        arrangement = self._arrangement
+        arrangement = self.arrangement
         if (
             self._how.on_host_only
             or arrangement.ground.resident
@@ -262,18 +261,18 @@ class Rehearsal:
                     continue
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
-        self._arrangement = moved(arrangement, chosen)
+        self._sink.arrangement = moved(arrangement, chosen)
 
     def _members(self, chunk: int) -> set[int]:
         """The parameters of `chunk` that an update changes."""
-        return set(self._arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
+        return set(self.arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
 
     def _optimize(self) -> None:
         self._notes.begin(STEP)
         if not self._how.trails:
             self._updates.finish()
         self._fill_idle()
-        for chunk in sorted(self._arrangement.homes["exp_avg"]):
+        for chunk in sorted(self.arrangement.homes["exp_avg"]):
             members = self._members(chunk)
             if members and chunk not in self._begun:
                 self._begin(chunk, members)
@@ -289,18 +288,18 @@ class Rehearsal:
         """Updates that trail are over, and everything is at home."""
         if self._how.trails:
             self._updates.finish()
-            for role in self._arrangement.homes:
+            for role in self.arrangement.homes:
                 self._traffic.wait_until_written(self._on_nvme(role))
 
     def _begin(self, chunk: int, members: set[int]) -> None:
         """Queue the update of `members` of `chunk`."""
         self._begun.add(chunk)
-        homes, ground, hardware = self._arrangement.homes, self._arrangement.ground, self._hardware
+        homes, ground, hardware = self.arrangement.homes, self.arrangement.ground, self._hardware
         copies, here = chunk in homes.get("compute", {}), homes["param"][chunk] is Tier.DEVICE
         itemsize = ground.chunks[chunk].itemsize
         nbytes = UPDATE_BYTES * itemsize / 4 - 4 * (itemsize - ground.role_itemsize(chunk, "exp_avg"))
-        nbytes += COPY_BYTES * copies - itemsize + ground.role_itemsize(chunk, self._arrangement.gradient(chunk))
-        nbytes *= sum(self._arrangement.elements[index] for index in members)
+        nbytes += COPY_BYTES * copies - itemsize + ground.role_itemsize(chunk, self.arrangement.gradient(chunk))
+        nbytes *= sum(self.arrangement.elements[index] for index in members)
         whole = len(members) == len(ground.chunks[chunk].parameters)
         self._traffic.now += len(members) * hardware.thread.queue_seconds
         on_device = here and not hardware.host_to_device.by_the_caller
@@ -318,7 +317,7 @@ class Rehearsal:
 
     def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
         """What the update of `chunk` opens; `whole`: of all its parameters."""
-        homes = self._arrangement.homes
+        homes = self.arrangement.homes
         for role in ROLES:
             if homes.get(role, {}).get(chunk) is Tier.NVME:
                 fresh = self._steps == 0 and role in ("exp_avg", "exp_avg_sq")
@@ -340,17 +339,17 @@ def rehearse(workload: Workload, arrangement: Arrangement, setting: Setting, ste
         few, more = (
             rehearse(workload, arrangement, replace(setting, micro_batches=count), steps) for count in _REHEARSED
         )
-        each = _REHEARSED[-1] - _REHEARSED[0]
-        return more.continued(few, (setting.micro_batches - _REHEARSED[-1]) / each)
+        times = (setting.micro_batches - _REHEARSED[-1]) / (_REHEARSED[-1] - _REHEARSED[0])
+        return StepResult.total([(-times, few), (1 + times, more)])
     run = Rehearsal(workload, arrangement, setting)
     if setting.updating.trails:
-        return StepResult.mean([run.step() for _ in range(2 * steps)][-steps:]).steady()
+        return StepResult.total([(1 / steps, run.step()) for _ in range(2 * steps)][-steps:])
     last = run.step()
     for _ in range(steps - 1):
         before, last = last, run.step()
         if last.is_as(before):
             break
-    return last.steady()
+    return StepResult.total([(1, last)])
 
 
 _REHEARSED = (3, 6)

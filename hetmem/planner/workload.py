@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import takewhile
@@ -257,33 +257,23 @@ class StepResult:
         same = all(math.isclose(self.bytes[link], before.bytes[link], rel_tol=0.01) for link in self.bytes)
         return same and math.isclose(self.seconds, before.seconds, rel_tol=1e-4)
 
-    def steady(self) -> StepResult:
-        """The same as one of many steps: what one leaves to be written behind it, the next ones wait for, so that none
-        is shorter than any resource is busy for it."""
-        return replace(self, seconds=max(self.seconds, *self.terms.values()))
-
-    def continued(self, shorter: StepResult, times: float) -> StepResult:
-        """This step, longer by so many `times` what it takes longer than a `shorter` one."""
-
-        def more(mine: float, other: float) -> float:
-            return mine + times * (mine - other)
-
-        return replace(
-            self,
-            seconds=more(self.seconds, shorter.seconds),
-            stall_seconds=more(self.stall_seconds, shorter.stall_seconds),
-            terms={name: more(self.terms[name], shorter.terms[name]) for name in self.terms},
-            bytes={name: round(more(self.bytes[name], shorter.bytes[name])) for name in self.bytes},
-        ).steady()
-
     @classmethod
-    def mean(cls, steps: Sequence[StepResult]) -> StepResult:
-        """The last of `steps`, with the times and bytes of a link that they have in the mean."""
-        last, count = steps[-1], len(steps)
+    def total(cls, parts: Sequence[tuple[float, StepResult]]) -> StepResult:
+        """The last of `parts`, with the times and bytes of all together, each so many times.
+
+        As one of many steps: what one leaves to be written behind it, the next ones wait for, so that none is shorter
+        than any resource is busy for it.
+        """
+
+        def together(figures: Iterable[float]) -> float:
+            return sum(times * figure for (times, _), figure in zip(parts, figures, strict=True))
+
+        steps = [step for _, step in parts]
+        terms = {name: together(step.terms[name] for step in steps) for name in steps[-1].terms}
         return replace(
-            last,
-            seconds=sum(step.seconds for step in steps) / count,
-            stall_seconds=sum(step.stall_seconds for step in steps) / count,
-            terms={name: sum(step.terms[name] for step in steps) / count for name in last.terms},
-            bytes={name: round(sum(step.bytes[name] for step in steps) / count) for name in last.bytes},
+            steps[-1],
+            seconds=max(together(step.seconds for step in steps), *terms.values()),
+            stall_seconds=together(step.stall_seconds for step in steps),
+            terms=terms,
+            bytes={name: round(together(step.bytes[name] for step in steps)) for name in steps[-1].bytes},
         )

@@ -14,7 +14,6 @@ _WIDTH = 88
 _BAR = 24
 _SHOWN = 40
 _MODULE_SHOWN = 32
-_ALIKE = 0.03
 _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("compute", "host_optimizer")}
 
 
@@ -76,26 +75,10 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
     models = [f"{data['model']} of {data['parameters']:,} parameters" for data in (a, b)]
     if models[0] != models[1]:
         sentences.insert(0, _wrapped(f"Two models: {name_a} is of {models[0]}, {name_b} of {models[1]}."))
-    sentences += [_wrapped(_verdict(name_a, a["step"], name_b, b["step"]))] if a["step"] and b["step"] else []
+    kinds = [data["step"]["of"] for _, data in both if data["step"]]
+    if len(set(kinds)) > 1:
+        sentences.insert(0, f"{name_a} tells of a {kinds[0]} and {name_b} of a {kinds[1]}.")
     return "\n\n".join([grid(["", name_a, name_b, "change"], rows), *sentences])
-
-
-def _verdict(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -> str:
-    """Return which of two steps is faster, and the term or the stalls that changed most with it."""
-    if a["of"] != b["of"]:
-        return f"Verdict: none, as {name_a} tells of a {a['of']} and {name_b} of a {b['of']}."
-    ratio = b["seconds"] / a["seconds"]
-    if abs(ratio - 1) < _ALIKE:
-        return f"Verdict: both take as long, within {_share(_ALIKE)}."
-    changes = {name: b["terms"].get(term, 0.0) - a["terms"].get(term, 0.0) for term, name in TERM_NAMES.items()}
-    changes["Stalls"] = b["stall_seconds"] - a["stall_seconds"]
-    alike = {name: change for name, change in changes.items() if (change > 0) is (ratio > 1)}
-    most = max(alike, key=lambda name: abs(alike[name]), default="")
-    faster, slower, factor = (name_b, name_a, 1 / ratio) if ratio < 1 else (name_a, name_b, ratio)
-    saved = (
-        f"; most of that in {most}, {format_seconds(abs(alike[most]))} less a {a['of']}" if most and alike[most] else ""
-    )
-    return f"Verdict: {faster} is {factor:.2f} times as fast as {slower}{saved}."
 
 
 def _share(share: float) -> str:
@@ -201,19 +184,16 @@ def _written(step: dict[str, Any]) -> str:
 
 def _planned(data: dict[str, Any]) -> str:
     """Return what the plan expected beside what the run did; "-" where no whole step was seen."""
-    planned, step = data["planned"], data["step"]
-    pairs: list[tuple[str, float, float | None, Any]]
-    pairs = [("Step time", planned["step_seconds"], step and step["seconds"], format_seconds)]
-    for term, name in TERM_NAMES.items():
-        if term != "launching":  # a plan has it within compute
-            pairs.append((name, planned["terms"].get(term, 0.0), step and step["terms"].get(term, 0.0), format_seconds))
-    for tier, name in (("device", "Device peak"), ("host", "Host peak"), ("nvme", "NVMe peak")):
-        pairs.append((name, planned["peak_bytes"][tier], data["tiers"][tier]["peak_bytes"], format_size))
-    rows = [
-        [name, show(expected), "-" if seen is None else show(seen), f"{expected / seen - 1:+.1%}" if seen else ""]
-        for name, expected, seen, show in pairs
-        if expected or seen or name == "Step time"
-    ]
+    planned = data["planned"]
+    peaks = {tier: {"peak_bytes": nbytes} for tier, nbytes in planned["peak_bytes"].items()}
+    terms = {term: planned["terms"].get(term, 0.0) for term in TERM_NAMES if term != "launching"}  # within compute
+    expects = {"step": {"seconds": planned["step_seconds"], "terms": terms}, "tiers": peaks}
+    rows = []
+    for name, keys, show in _COMPARED:
+        expected, seen = _at(expects, keys), _at(data, keys)
+        if expected or (seen and expected is not None):
+            off = f"{expected / seen - 1:+.1%}" if seen else ""
+            rows.append([name, show(expected), "-" if seen is None else show(seen), off])
     batches = "" if planned["micro_batches"] == 1 else f"{planned['micro_batches']} micro-batches of "
     made = f"Planned for {planned['hardware']}, {batches}{_number_of(planned['rows'], 'row')} a step."
     return grid(["", "planned", "this run", "plan is off by"], rows) + "\n\n" + _wrapped(made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Any, TypeVar
@@ -38,19 +38,19 @@ class Window:
     covers: str
     start: float
     end: float
-    segments: list[Span]
-    moments: list[MomentSeen]
-    transfers: list[Transfer]
-    copies: list[CopyChange]
-    faults: list[Fault]
-    stalls: list[Stall]
-    updates: list[Span]
     forgotten: tuple[str, ...] = ()
+    whole: bool = True
+    segments: list[Span] = field(default_factory=list)
+    moments: list[MomentSeen] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    copies: list[CopyChange] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    updates: list[Span] = field(default_factory=list)
     launched: list[Span] = field(default_factory=list)
     host_waits: list[Span] = field(default_factory=list)
     caught_up: list[Span] = field(default_factory=list)
     saved: list[SavedMove] = field(default_factory=list)
-    whole: bool = True
 
     def spent(self, entries: Iterable[Span | Stall | Transfer]) -> list[Interval]:
         """Return when `entries` were under way within the window, as disjoint intervals."""
@@ -101,18 +101,7 @@ def history(events: EventLog) -> dict[str, Any]:
     }
 
 
-_LOGS = (
-    "moments",
-    "transfers",
-    "copies",
-    "faults",
-    "stalls",
-    "updates",
-    "host_waits",
-    "caught_up",
-    "saved",
-    "launched",
-)
+_LOGS = [log.name for log in fields(Window) if log.default_factory is list and log.name != "segments"]
 _REACHING_ON = ("copies", "saved")
 
 

@@ -62,31 +62,18 @@ def test_a_range_outside_the_mapping_is_refused(offset: int, nbytes: int) -> Non
     mapping = Mapping(64)
     with pytest.raises(ValueError, match="64 of the mapping"):
         mapping.buffer(offset, nbytes)
-    with pytest.raises(ValueError, match="64 of the mapping"):
-        mapping.discard(offset, nbytes)
 
 
-def test_discard_zeroes_its_pages_gives_them_back_and_leaves_the_neighbours() -> None:
-    mapping = Mapping(64 * PAGE_BYTES)
+def test_what_is_not_used_of_a_shortened_mapping_takes_no_memory_and_reads_zeros() -> None:
+    mapping = Mapping(64 * PAGE_BYTES + 100)
     view = mapping.buffer(0, mapping.nbytes)
     view[:] = b"x" * mapping.nbytes
     before = resident_bytes(mapping)
-    mapping.discard(PAGE_BYTES, 32 * PAGE_BYTES)
-    assert before - resident_bytes(mapping) == 32 * PAGE_BYTES
-    assert bytes(view) == b"x" * PAGE_BYTES + bytes(32 * PAGE_BYTES) + b"x" * (31 * PAGE_BYTES)
-
-
-def test_discard_takes_whole_pages_only_and_the_last_one_is_whole() -> None:
-    mapping = Mapping(2 * PAGE_BYTES + 100)
-    view = mapping.buffer(0, mapping.nbytes)
-    view[:] = b"x" * mapping.nbytes
-    for offset, nbytes in [(1, PAGE_BYTES), (1, PAGE_BYTES - 1), (0, 100), (0, PAGE_BYTES + 1), (2 * PAGE_BYTES, 99)]:
-        with pytest.raises(ValueError, match="whole pages"):
-            mapping.discard(offset, nbytes)
-    mapping.discard(0, 0)
-    assert bytes(view) == b"x" * mapping.nbytes
-    mapping.discard(2 * PAGE_BYTES, 100)
-    assert bytes(view) == b"x" * (2 * PAGE_BYTES) + bytes(100)
+    mapping.shorten(40 * PAGE_BYTES, 32 * PAGE_BYTES)
+    assert before - resident_bytes(mapping) >= 32 * PAGE_BYTES
+    assert bytes(view) == b"x" * (32 * PAGE_BYTES) + bytes(32 * PAGE_BYTES + 100)
+    with pytest.raises(ValueError, match=f"{40 * PAGE_BYTES} of the mapping"):
+        mapping.buffer(40 * PAGE_BYTES, 1)
 
 
 def test_memory_lives_as_long_as_its_last_view() -> None:

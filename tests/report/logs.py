@@ -15,10 +15,7 @@ TIERS: dict[str, dict[str, Any]] = {
 
 def window(**changes: Any) -> Window:
     """A window of a step of eight seconds in which nothing happened, with `changes`."""
-    empty: dict[str, Any] = {
-        kind: [] for kind in ("segments", "moments", "transfers", "copies", "faults", "stalls", "updates")
-    }
-    return Window(**{"covers": "step", "start": 100.0, "end": 108.0, **empty, **changes})
+    return Window(**{"covers": "step", "start": 100.0, "end": 108.0, **changes})
 
 
 def read(start: float, end: float, nbytes: int = 100, block: int = 0) -> Transfer:

@@ -138,7 +138,7 @@ def test_a_comparison_shows_both_and_the_change(tmp_path: Path) -> None:
         "+50.0%",
     ]
     assert next(line for line in lines if line.startswith("Parameters")).split() == ["Parameters", "10", "10", "="]
-    assert lines[-3:] == ["b.json: NVMe read binds.", "", "Verdict: a.json is 1.50 times as fast as b.json."]
+    assert lines[-1] == "b.json: NVMe read binds."
 
 
 def test_a_share_changes_by_points() -> None:
