@@ -3,6 +3,10 @@
 Times are seconds of the device's clock (`time.perf_counter`, where time is not simulated). An entry costs about a
 microsecond; the oldest are forgotten first.
 
+Note "plain entries": of what is noted at each use of a weight a log keeps tuples of numbers and strings. Python's
+garbage collector forgets such tuples at its first look, while it goes through all named ones, and through those that
+hold a member of an enumeration, again and again. They get names as they are read.
+
 Note "compute behind the host": a GPU computes later than it is asked to. When it has come where is told by timed marks
 in the stream of compute: where a segment begins and ends, before compute waits for a copy, and where the host begins to
 wait. They are read once they are passed, and waited for only by a report. Between two marks lies a stretch. At its end
@@ -13,9 +17,9 @@ as it is. Where compute is over when it is asked for, a mark is a time, and all 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
@@ -120,6 +124,28 @@ class Fed(NamedTuple):
     trains: bool
 
 
+Entry = TypeVar("Entry")
+
+
+class Log(deque[Any], Generic[Entry]):
+    """The last `maxlen` entries, each of which `named` makes of a plain tuple: see note "plain entries"."""
+
+    def __init__(self, named: Callable[[Any], Entry], maxlen: int) -> None:
+        super().__init__((), maxlen)
+        self._named = named
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(self._named, super().__iter__())
+
+    def __getitem__(self, at: int) -> Entry:  # type: ignore[override]
+        return self._named(super().__getitem__(at))
+
+
+def _transfer(plain: tuple[Any, ...]) -> Transfer:
+    """Return a transfer of what has the name of its link, or the link, in front."""
+    return Transfer(Link(plain[0]), *plain[1:])
+
+
 class EventLog:
     """The last entries of each kind, oldest first.
 
@@ -131,13 +157,13 @@ class EventLog:
         self._clock, self.behind = clock, behind
         self.now = clock.now
         self.began = clock.now()
-        self.transfers: deque[Transfer] = deque(maxlen=entries)
-        self.moments: deque[MomentSeen] = deque(maxlen=entries)
-        self.copies: deque[CopyChange] = deque(maxlen=entries)
+        self.transfers = Log(_transfer, entries)
+        self.moments = Log(MomentSeen._make, entries)
+        self.copies = Log(CopyChange._make, entries)
         self.saved: deque[SavedMove] = deque(maxlen=entries)
         """Of a model whose activations move."""
-        self.faults: deque[Fault] = deque(maxlen=entries)
-        self.stalls: deque[Stall] = deque(maxlen=entries)
+        self.faults = Log(Fault._make, entries)
+        self.stalls = Log(Stall._make, entries)
         self.updates: deque[Span] = deque(maxlen=entries)
         self.segments: deque[Span] = deque(maxlen=entries)
         """As the device ran them."""
@@ -209,7 +235,7 @@ class EventLog:
         (start, mark), end = since, self.now()
         self.host_wait_seconds += end - start
         if not self.behind:
-            self._stalled(Stall(start, end, self.awaited))
+            self._stalled(start, end, self.awaited)
             return
         self.host_waits.append(Span("wait", start, end))
         self._marked(_Mark("wait", start, mark, other=end, block=self.awaited))
@@ -218,9 +244,9 @@ class EventLog:
         """Compute, which is behind the host, waits here for the copy of `block` that is over at the mark `end`."""
         self._marked(_Mark("copy", self.now(), self._clock.timed_mark(), other=end, block=block))
 
-    def _stalled(self, stall: Stall) -> None:
-        self.stall_seconds += stall.end - stall.start
-        self.stalls.append(stall)
+    def _stalled(self, start: float, end: float, block: int) -> None:
+        self.stall_seconds += end - start
+        self.stalls.append((start, end, block))
 
     # ---- marks -------------------------------------------------------------------------------------------------
 
@@ -269,7 +295,7 @@ class EventLog:
         else:
             resumed = max(ready, clock.when(mark.other) if mark.kind == "copy" else mark.other)
             if resumed > ready:
-                self._stalled(Stall(ready, resumed, mark.block))
+                self._stalled(ready, resumed, mark.block)
         inside = mark.kind == "begin" or (self._resumed is not None and mark.kind != "end")
         self._resumed = resumed if inside else None
 

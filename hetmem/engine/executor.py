@@ -19,7 +19,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import WeakOnes
-from hetmem.engine.events import CopyChange, EventLog, Transfer
+from hetmem.engine.events import EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.engine.sampling import TornReads
@@ -29,10 +29,7 @@ from hetmem.memory.live_bytes import is_unseen
 from hetmem.memory.transfer import Finished, TransferEngine
 from hetmem.schedule.blocks import SMALL_BYTES, Command, CopyState, Drop, Fetch, Link, Write
 from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import DEVICE, Tier
-
-_tuple: Any = tuple.__new__
-_AS_IT_IS = nullcontext()
+from hetmem.schedule.trace import DEVICE, NVME, Tier
 
 
 class _ClearsFrames(ContextDecorator):
@@ -324,12 +321,11 @@ class Executor:
         first: BaseException | None = None
         self._executing, self._urgent = True, urgent
         try:
-            with _AS_IT_IS if is_unseen() else self.unwatched():
-                while waiting:
-                    try:
-                        self._carry_out(waiting.popleft())
-                    except Exception as error:  # noqa: PERF203 - each may fail
-                        first = first or error
+            if is_unseen():
+                first = self._carry_out_all()
+            else:
+                with self.unwatched():
+                    first = self._carry_out_all()
         finally:
             self._executing = False
         try:
@@ -359,78 +355,91 @@ class Executor:
         self._fetching.pop(block, None)
         self._met.discard(block)
 
+    def _carry_out_all(self) -> BaseException | None:
+        first: BaseException | None = None
+        waiting = self._commands
+        while waiting:
+            try:
+                self._carry_out(waiting.popleft())
+            except Exception as error:  # noqa: PERF203 - each may fail
+                first = first or error
+        return first
+
     def _carry_out(self, command: Command) -> None:
-        if type(command) is Drop:
-            change = self._events.now(), command.block, command.tier, False
-            self._events.copies += (_tuple(CopyChange, change),)
-            if command.tier is DEVICE:
-                chunk, _ = self.chunk_of_block[command.block]
-                self._bindings.close_device(chunk, self._memory.device_pool, command.slot)
+        events = self._events
+        if isinstance(command, Drop):
+            block, tier, slot = command
+            events.copies.append((events.now(), block, int(tier), False))
+            if tier is DEVICE:
+                pool = self._memory.device_pool
+                self._bindings.close_device(self.chunk_of_block[block][0], pool, slot)
                 if self._sanitize:
-                    self._memory.device_pool.poison(command.slot)
-                    self.mark_use(command.slot)
+                    pool.poison(slot)
+                    self.mark_use(slot)
             return
-        if type(command) is Fetch:
-            change = self._events.now(), command.block, command.target, True
-            self._events.copies += (_tuple(CopyChange, change),)
-            if command.target is DEVICE:
+        if isinstance(command, Fetch):
+            block, _, tier, slot = command
+            events.copies.append((events.now(), block, int(tier), True))
+            if tier is DEVICE:
                 try:
-                    self._fetch_to_device(command)
+                    arrived = self._fetch_to_device(command, block, slot)
                 except BaseException:  # it cannot begin (the allocator has no memory for the slot, say): it has failed
-                    self._fetched(command.block)
+                    self._fetched(block)
                     self.execute(self._residency.failed(command))
                     raise
+                if arrived:
+                    self._commands += self._residency.done(command)
                 return
         chunk, role = self.chunk_of_block[command.block]
         extent = chunk.homes[role].extent
         assert extent is not None, f"{chunk.label(role)} is not on NVMe"
         memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
-        if type(command) is Write:
+        if isinstance(command, Write):
             self._engine.write(command, extent, memory)
         else:
             self.torn_reads.begin_read(command.block, chunk, role)
             self._engine.read(command, extent, memory)
 
-    def _fetch_to_device(self, command: Fetch) -> None:
-        slot = command.slot
-        self._made.pop(slot, None)
-        chunk, role = self.chunk_of_block[command.block]
-        home = chunk.homes[role]
-        if home.tier is not Tier.NVME:
+    def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> bool:
+        """Begin to copy `block` into `slot`; return whether it is there already."""
+        memory, engine, pool = self._memory, self._engine, self._memory.device_pool
+        if slot in self._made:
+            del self._made[slot]
+        chunk, role = self.chunk_of_block[block]
+        tier = chunk.homes[role].tier
+        if tier is not NVME:
             source = chunk.flat(role)
         else:
-            source = self.staged(chunk, role, self._residency.slot(command.block, Tier.HOST))
-        after = self._free_after(chunk, slot)
-        work = partial(self._memory.device.copy_in, self.on_device(chunk, slot), source)
-        now, nbytes = command.block == self._urgent, source.nbytes
-        if home.tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
+            source = self.staged(chunk, role, self._residency.slot(block, Tier.HOST))
+        if not pool.holds_place(slot):
+            self._prepare(slot, chunk.spec.span)
+        work = partial(memory.device.copy_in, pool.whole(slot, chunk.compute_dtype, chunk.numel), source)
+        now, nbytes = block == self._urgent, source.nbytes
+        if tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
             work()
             self.mark_making(slot)
-        elif (now or nbytes < SMALL_BYTES) and self._engine.unlimited(Link.HOST_TO_DEVICE):
+        elif (now or nbytes < SMALL_BYTES) and engine.unlimited(Link.HOST_TO_DEVICE):
             before = self._events.here() if now else None
-            self._engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
+            engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
             if before is not None:
                 self._events.waited(before)
         else:
-            self._fetching[command.block] = command
-            self._engine.copy(command, Link.HOST_TO_DEVICE, work, nbytes, after)
-            return
-        self._commands += self._residency.done(command)
+            self._fetching[block] = command
+            marks = self._compute_marks
+            engine.copy(command, Link.HOST_TO_DEVICE, work, nbytes, (marks[slot],) if slot in marks else ())
+            return False
+        return True
 
-    def _free_after(self, chunk: Chunk, slot: int) -> list[Any]:
-        """Marks of the compute that last used the memory that `chunk` gets from `slot` on."""
-        pool, span = self._memory.device_pool, chunk.spec.span
-        if not pool.holds_place(slot):
-            keep = self._residency.allowed_slots(DEVICE) - span
-            if pool.held_slots > keep:
-                pool.give_back(self._residency.free_slots(DEVICE), keep)
-            pool.prepare(slot, span)
-            return [self._engine.mark()]
-        return [self._compute_marks[slot]] if slot in self._compute_marks else []
+    def _prepare(self, slot: int, span: int) -> None:
+        """Have memory for `span` slots at `slot`, which other compute may still use."""
+        pool, keep = self._memory.device_pool, self._residency.allowed_slots(DEVICE) - span
+        if pool.held_slots > keep:
+            pool.give_back(self._residency.free_slots(DEVICE), keep)
+        pool.prepare(slot, span)
+        self.mark_use(slot)
 
 
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
     """A function of the log alone: the engine's threads must not keep a model alive."""
     block = -1 if tag is None or type(tag) is int else tag.block
-    transfers = events.transfers
-    transfers += (_tuple(Transfer, (link, block, start, end, nbytes)),)
+    events.transfers.append((link._value_, block, start, end, nbytes))

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from hetmem.engine.events import CopyChange, EventLog, Fault
+from hetmem.engine.events import EventLog
 from hetmem.engine.executor import Executor
 from hetmem.engine.gradient_views import GradientCopies
 from hetmem.engine.homes import Memory
@@ -85,7 +85,7 @@ class Traffic:
             if state is CopyState.STALE:
                 self._mark_use(block)  # it is still in use, and replaced where it lies
             if state is not CopyState.LOADING:
-                events.faults.append(Fault(events.now(), block))
+                events.faults.append((events.now(), block))
         awaited, events.awaited = events.awaited, block if missing else events.awaited
         try:
             self.ask(block, tier, load=load, urgent=True)
@@ -197,7 +197,7 @@ class Traffic:
     def _log_unfetched(self, block: int, tier: Tier) -> None:
         if (block, tier) in self._unfetched:
             self._unfetched.discard((block, tier))
-            self._events.copies.append(CopyChange(self._events.now(), block, tier, True))
+            self._events.copies.append((self._events.now(), block, int(tier), True))
 
     def _mark_use(self, block: int) -> None:
         """Mark the use of a copy, also of one that was superseded while in use: the next in its slot comes behind."""

@@ -15,7 +15,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.device_limit import DeviceRoom
-from hetmem.engine.events import EventLog, MomentSeen
+from hetmem.engine.events import EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic
@@ -27,8 +27,6 @@ from hetmem.schedule.tracer import StepTracer
 
 _BLOCKS = attrgetter("blocks")
 _functions_around: Any = torch_private.function_modes_around
-_tuple: Any = tuple.__new__
-"""Makes a named tuple of a tuple, without Python."""
 
 
 class Uses:
@@ -83,8 +81,7 @@ class Uses:
             or chunk_bytes + expected > peaks.device_peak_bytes
         ):
             peaks.device_in_use(chunk_bytes, expected)
-        moments, seen = self._events.moments, (self._events.now(), operator, blocks, chunk_bytes, expected)
-        moments += (_tuple(MomentSeen, seen),)
+        self._events.moments.append((self._events.now(), operator, blocks, chunk_bytes, expected))
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 

@@ -149,28 +149,26 @@ class Order:
 
     def ranks(self) -> Sequence[Rank]:
         """All ranks, the greatest last, as they are until the next `touch`."""
+        touched, copies = self._touched, self._copies
         if self._outdated:
-            self._rank_of = {block: self._rank(block) for block in self._copies}
+            self._rank_of = {block: self._rank(block) for block in copies}
             self._ranks = sorted(self._rank_of.values())
             self._outdated = False
-            self._touched.clear()
-        elif self._touched:
-            self._update()
-        return self._ranks
-
-    def _update(self) -> None:
-        ranks, rank_of, rank_now, copies = self._ranks, self._rank_of, self._rank, self._copies
-        for block in self._touched:
-            before = rank_of.pop(block, None)
-            rank = rank_now(block) if block in copies else None
-            if rank != before:
-                if before is not None:
-                    del ranks[bisect_left(ranks, before)]
-                if rank is not None:
-                    insort(ranks, rank)
-            if rank is not None:
+            touched.clear()
+        ranks, rank_of = self._ranks, self._rank_of
+        while touched:
+            block = touched.pop()
+            rank = self._rank(block) if block in copies else None
+            if block in rank_of:
+                if rank == rank_of[block]:
+                    continue
+                del ranks[bisect_left(ranks, rank_of[block])]
+            if rank is None:
+                rank_of.pop(block, None)
+            else:
+                insort(ranks, rank)
                 rank_of[block] = rank
-        self._touched.clear()
+        return ranks
 
 
 class Fetch(NamedTuple):

@@ -273,7 +273,8 @@ def survey(
     uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
     arriving = tuple(min(compute_itemsizes[chunk.parameters[0]], chunk.itemsize) for chunk in layout.chunks)
     cast = [chunk for chunk in layout.chunks if compute_itemsizes[chunk.parameters[0]] < chunk.itemsize]
-    copy_bytes = sum(chunk.span * elements * COPY_BYTES for chunk in cast)
+    copy_sizes = {chunk.index: chunk.span * elements * COPY_BYTES for chunk in cast}
+    copy_bytes = sum(copy_sizes.values())
     role_sizes = {c.index: c.span * elements * c.itemsize for c in layout.chunks}
     trained_sizes = [role_sizes[index] for index in sorted(with_states)]
     most = states + copy_bytes + sum(trained_sizes)  # a third state, of other optimizers
@@ -295,8 +296,10 @@ def survey(
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.usable_bytes - beside_bytes)
         device -= min(total, _LEAST_SLOTS + max(chunk.span for chunk in layout.chunks)) * slot_bytes
-        trained = {index: role_sizes[index] for index in with_states}
-        staying, missing = _staying(layout, trained, missing, device, roles)
+        elsewhere = {index: int(roles * role_sizes[index]) for index in with_states}
+        for index in elsewhere.keys() & copy_sizes.keys() if capacities.home_copies else ():
+            elsewhere[index] += copy_sizes[index]
+        staying, missing = _staying(layout, role_sizes, elsewhere, missing, device)
     return Ground(
         layout,
         itemsize,
@@ -317,17 +320,17 @@ def survey(
 
 
 def _staying(
-    layout: Layout, sizes: Mapping[int, int], missing: int, room: int, roles: float
+    layout: Layout, sizes: Mapping[int, int], elsewhere: Mapping[int, int], missing: int, room: int
 ) -> tuple[frozenset[int], int]:
     """The chunks, whose parameters take `sizes`, that stay in `room` bytes of the device with all roles, so that
-    `missing` ones find a place elsewhere, where each takes `roles`; and what is missing then. Large ones come last: no
-    more than is missing is to lie there."""
+    `missing` ones find a place elsewhere, where each that may stay takes `elsewhere`; and what is missing then. Large
+    ones come last: no more than is missing is to lie there."""
     chosen = set[int]()
-    for index in sorted(sizes, key=lambda index: (layout.chunks[index].span, index)):
-        size = sizes[index]
-        if missing > 0 and STAGED_ROLES * size <= room:
+    for index in sorted(elsewhere, key=lambda index: (layout.chunks[index].span, index)):
+        size = STAGED_ROLES * sizes[index]
+        if missing > 0 and size <= room:
             chosen.add(index)
-            missing, room = missing - int(roles * size), room - STAGED_ROLES * size
+            missing, room = missing - elsewhere[index], room - size
     return frozenset(chosen), max(0, missing)
 
 

@@ -152,7 +152,7 @@ class Supply:
         if cache.kept:
             self._scan(cache, commands)
             return
-        at_once = self._at_once[cache.tier]
+        at_once = cache.most_ahead
         if cache.schedule.scan:
             at_once = min(at_once, _AHEAD_IN_A_SCAN)
         if cache is device and device.fed_ahead:
@@ -160,7 +160,9 @@ class Supply:
         for block in cache.missing(self.lookahead):
             if cache is staging and self._comes_later(block):
                 break
-            if self._has_enough(cache, at_once) or not self._prefetch(block, cache, commands):
+            if len(cache.unused) + cache.loading >= at_once and self._has_enough(cache, at_once):
+                break
+            if not self._prefetch(block, cache, commands):
                 break
         else:
             cache.ask_at = cache.complete - self.lookahead + 1

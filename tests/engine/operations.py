@@ -351,6 +351,7 @@ class Side:
 
     def again(self, draw: Random) -> Any:
         """The model is released and managed anew."""
+        self.kept.clear()  # memory of a home is where it was only until then
         self.losses.clear()
         self.shown.clear()
         kept = copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_a_token_of_a_model_that_is_whole_on_the_device_costs_no_call_for_its_pa
             return min(counted(lambda: managed(x))[1] - counted(lambda: plain(x))[1] for _ in range(3))
 
     assert more(20) <= more(2) <= 372
+
+
+def test_a_step_leaves_the_garbage_collector_as_much_as_the_one_before_it() -> None:
+    """Of what a log keeps of each use; a collection of all goes through all that is left."""
+    managed, x = manage(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20))), "96KiB"), torch.randn(4, 64)
+
+    def left() -> int:
+        for _ in range(4):
+            managed(x).sum().backward()
+            managed.zero_grad()
+        gc.collect()
+        return len(gc.get_objects())
+
+    left()
+    before = left()
+    assert left() < before + 4 * 20, "not one object for each use"
 
 
 def test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetmem import planner
 from hetmem.base.units import format_size
-from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Fault, Log, MomentSeen, Span, Stall, Transfer
 from hetmem.intercept import registry
 from hetmem.report import files, live
 from hetmem.report.files import compare, page_text, render, show, trace_text
@@ -21,6 +21,7 @@ __all__ = [
     "EventLog",
     "Fault",
     "Link",
+    "Log",
     "MemoryReport",
     "MomentSeen",
     "Span",
