@@ -32,21 +32,14 @@ def tensor_bytes(values: Any) -> int:
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a matrix operator; 0 for any other."""
     packet = func._overloadpacket
-    own = _OWN.get(str(packet))
-    if own is not None:
-        return own(args)
-    count: Callable[..., int] | None = flop_registry.get(packet)
-    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-
-
-def _flash(args: Any) -> int:
-    query, key, value = args[:3]
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _flash_backward(args: Any) -> int:
-    gradient, query, key, value = args[:4]
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    name = str(packet).removeprefix("aten.")
+    if name in _FLASH:
+        count, operands = _FLASH[name]
+        return int(count(*(operand.shape for operand in args[:operands])))
+    if name == "_grouped_mm":
+        return _grouped(args)
+    known: Callable[..., int] | None = flop_registry.get(packet)
+    return int(known(*args, **kwargs, out_val=result)) if known is not None else 0
 
 
 def _grouped(args: Any) -> int:
@@ -57,12 +50,11 @@ def _grouped(args: Any) -> int:
     return int(2 * prod(left.shape[-2:]) * (left.shape[0] if left.dim() == 3 else 1) * right.shape[-1])
 
 
-_OWN: dict[str, Callable[[Any], int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _flash,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
-    "aten._grouped_mm": _grouped,
+_FLASH: dict[str, tuple[Callable[..., int], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""Matrix operators that torch's own counter does not know."""
+"""Operators that torch's own counter does not know: how it counts their like, and by how many operands."""
 
 
 @dataclass(frozen=True, slots=True)
