@@ -180,8 +180,7 @@ class RefuseRealMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sizes: dict[int, int] = {}
-        self._live_bytes = 0
+        self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -189,26 +188,17 @@ class RefuseRealMemory(TorchDispatchMode):
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout is torch.strided:
-                self._count(leaf.untyped_storage())
-        self._check(func, 0)
+                self._alive[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
+                self._check(func, 0)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self._live_bytes += storage.nbytes()
-            weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _forget(self, key: int) -> None:
-        self._live_bytes -= self._sizes.pop(key, 0)
-
     def _check(self, func: Any, more_bytes: int) -> None:
-        if self._live_bytes + more_bytes > MOST_BYTES:
+        nbytes = more_bytes + sum(storage.nbytes() for storage in self._alive.values())
+        if nbytes > MOST_BYTES:
             raise PlanError(
-                f"the builder takes real memory: with {func} it has {format_size(self._live_bytes + more_bytes)} of "
-                f"tensors that are not on the meta device. Leave device=… out of what it makes, so that planning can "
-                f"say where tensors go, and load weights afterwards"
+                f"the builder takes real memory: with {func} it has {format_size(nbytes)} of tensors that are not on "
+                f"the meta device. Leave device=… out of what it makes, so that planning can say where tensors go, and "
+                f"load weights afterwards"
             )
 
 
