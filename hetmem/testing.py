@@ -21,7 +21,7 @@ from hetmem.base.hardware import HardwareProfile
 from hetmem.cpu import square_sum_tasks, total
 from hetmem.engine.gradient_views import UsedUp
 from hetmem.intercept import registry
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
 from hetmem.schedule import saved
 from hetmem.schedule.trace import Tier, segment_name
 
@@ -368,8 +368,8 @@ def updates_begun(module: torch.nn.Module) -> list[str]:
 
 
 def is_used_up(gradient: torch.Tensor | None) -> bool:
-    """Whether `gradient` stands for one that its update has used up (`gradients="streamed"`)."""
-    return isinstance(gradient, UsedUp)
+    """Whether `gradient` stands for one that its update has used up, or is alone to read (`gradients="streamed"`)."""
+    return isinstance(gradient, (UsedUp, HiddenGradient))
 
 
 def norm(tensors: list[torch.Tensor]) -> float:

@@ -21,7 +21,7 @@ from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
 from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, Widened, stored
+from hetmem.memory.chunk import ZEROING, Chunk, HiddenGradient, Home, ManagedParameter, Role, stored
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import SMALL_BYTES, Link
 from hetmem.schedule.gradients import GradientSends, Send
@@ -38,7 +38,7 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
         parameter.grad = gradient
         return
     home = parameter.data
-    if type(gradient) is Widened:  # it has no memory that a parameter could have
+    if type(gradient) is HiddenGradient:  # it has no memory that a parameter could have
         parameter.data = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
     else:
         parameter.data = gradient
@@ -54,7 +54,8 @@ def to_host_memory(managed: ManagedParameter) -> None:
     gradient = take_gradient(parameter)
     parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
     if gradient is not None and not isinstance(gradient, UsedUp):
-        parameter.grad = gradient.to("cpu", copy=True, memory_format=torch.preserve_format)
+        gradient = stored(gradient).to("cpu", gradient.dtype, copy=True, memory_format=torch.preserve_format)
+        parameter.grad = gradient
 
 
 def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -92,7 +93,7 @@ def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
 
 def are_home(gradients: Sequence[torch.Tensor], managed: Sequence[ManagedParameter]) -> list[bool]:
     """Return `is_home` of each of `gradients`: of those of a chunk by C alone."""
-    kept = [*map(stored, gradients)] if Widened in set(map(type, gradients)) else gradients
+    kept = [*map(stored, gradients)] if HiddenGradient in set(map(type, gradients)) else gradients
     same = map(is_, kept, map(_GRAD_HOME, managed))
     there = map(eq, map(torch.Tensor.data_ptr, kept), map(_GRAD_ADDRESS, managed))
     return [*map(and_, same, there)]
@@ -213,9 +214,6 @@ _REFERENCES_OF_LISTED = _references_of_listed()
 # ---- gradients that an update has used up ------------------------------------------------------------------------
 
 
-_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
-
-
 class UsedUp(torch.Tensor):
     """Stands in `p.grad` for a gradient that an update has used up: its shape, no memory, and an error for all that
     computes with it but `zero_grad` (`hetmem_zeroed`). None would make a clip in between clip by a norm of 0, and,
@@ -243,7 +241,7 @@ class UsedUp(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         leaves = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-        if func in _ZERO:
+        if func in ZEROING:
             for leaf in leaves:
                 leaf.hetmem_zeroed = True
             return args[0]

@@ -185,6 +185,14 @@ class WriteCheck:
         self.noticed.add(id(managed))
         self._supersede(managed)
 
+    def by_optimizer(self, stepped: list[ManagedParameter]) -> None:
+        """Honour a step of an optimizer that is not hetmem's: not each counts versions (the fused ones of torch do
+        not). What is left where this raises, as a drive has failed, the next forward honours."""
+        self.touched.update(stepped)
+        for managed in stepped:
+            self.by_user(managed)
+            self.touched.discard(managed)
+
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Honour `parameter.data = value` within compute: the value goes home, and counts from the next use on."""
         _refuse_another_kind(managed, value, value.dtype)

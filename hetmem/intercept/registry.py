@@ -41,8 +41,6 @@ _taken: dict[int, list[tuple[Turn, Section]]] = {}
 """By thread, for the step of an optimizer that is not hetmem's."""
 _warned: WeakSet[Interception] = WeakSet()
 """Those whose user knows of states outside of the budget."""
-_TRIES = 32
-"""So many transfers may be under way that fail, each of which is told once."""
 
 
 @HELD_BACK
@@ -86,17 +84,17 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
 
 
 def _take_note(optimizer: torch.optim.Optimizer) -> None:
-    failed: StoreError | None = None
-    models = dict.fromkeys(_managed_by(optimizer))
+    stepped: dict[Interception, list[ManagedParameter]] = {}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            found = of_parameter(parameter)
+        for found in map(of_parameter, group["params"]):
             if found is not None:
-                found[0].runtime.memory.bound_to_device = True
-                failed = _updated(*found) or failed
+                stepped.setdefault(found[0], []).append(found[1])
                 if any(found[1] in listener.begun() for listener in found[0].gradients.listeners):
                     raise RuntimeError(updated_by_another(found[1].name))
-    for interception in models:
+    for interception, parameters in stepped.items():
+        interception.runtime.memory.bound_to_device = True
+        with suppress(StoreError):  # of an older request: who repeats the step would update twice
+            interception.runtime.writes.by_optimizer(parameters)
         _count_step(interception.runtime)
         if not in_backward():
             interception.runtime.marks.end_step()
@@ -104,11 +102,6 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
         _warn_of_states(interception, optimizer)
         with suppress(Exception), interception.runtime.unwatched():
             interception.runtime.uses.renew_what_is_held()
-    try:
-        if failed is not None:
-            raise failed
-    finally:
-        del failed
 
 
 def _count_step(runtime: Runtime) -> None:
@@ -135,21 +128,6 @@ def _warn_of_states(interception: Interception, optimizer: torch.optim.Optimizer
             f"optimizers=(optimizer, None); said once",
             stacklevel=4,
         )
-
-
-def _updated(interception: Interception, managed: ManagedParameter) -> StoreError | None:
-    """Note that `managed` has new values, as all others of the step have. An error here must not look like one of the
-    step, which would be repeated and update twice. A drive's failure is of an older request, or of another's, and is
-    asked for again."""
-    failed: StoreError | None = None
-    for _ in range(_TRIES):
-        try:
-            interception.runtime.writes.by_user(managed)
-        except StoreError as error:  # noqa: PERF203 - a few
-            failed = error.with_traceback(None)  # which has this function's variables
-        else:
-            return None
-    return failed
 
 
 _before_optimizers = register_optimizer_step_pre_hook(_before_any_optimizer)

@@ -1,13 +1,11 @@
 """Chunks, the parameters in them, and tensors over their memory: where each role of a chunk has its home, views of it.
 
 Holds addresses and views; decides nothing and moves nothing. Every view of a home has a storage of its own: its
-reference count says who holds it. `Widened` shows a tensor that is kept in 16 bits (streamed gradients in mixed
-precision) in a wider dtype.
+reference count says who holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -23,19 +21,19 @@ from hetmem.schedule.layout import ChunkSpec
 from hetmem.schedule.trace import Tier
 
 
-class Widened(torch.Tensor):
-    """Shows `kept`, a tensor of 16 bits, in a wider `dtype`: what reads it gets a copy in that dtype, a view is another
-    one, and what writes to it raises RuntimeError, as it could not be kept; but zeros can. `name` says of what it is.
-    """
+class HiddenGradient(torch.Tensor):
+    """Stands in `p.grad` for `kept`, a gradient that stays in 16 bits until its update has read it, with its shape and
+    the `dtype` that it would have: whatever computes with it raises RuntimeError, but zeros can be written. `name` says
+    of what it is."""
 
     kept: torch.Tensor
     named: str
     __torch_function__ = torch_private.without_functions
 
     @staticmethod
-    def __new__(cls, kept: torch.Tensor, dtype: torch.dtype, name: str) -> Widened:
+    def __new__(cls, kept: torch.Tensor, dtype: torch.dtype, name: str) -> HiddenGradient:
         """Make one of the shape and strides of `kept`."""
-        made: Widened = torch_private.make_wrapper(
+        made: HiddenGradient = torch_private.make_wrapper(
             cls, kept.shape, strides=kept.stride(), dtype=dtype, device=kept.device
         )
         made.kept, made.named = kept, name
@@ -45,54 +43,31 @@ class Widened(torch.Tensor):
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
-        return repr(self.kept.to(self.dtype))
+        return f"<{self.named}, kept in {self.kept.dtype}>"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        written = [each for each in torch_private.tree_leaves(list(_written(func, args, kwargs))) if type(each) is cls]
-        if written and func in _ZERO:
-            for each in written:
+        met = [each for each in torch_private.tree_leaves((args, kwargs)) if type(each) is cls]
+        if func in ZEROING:
+            for each in met:
                 each.kept.zero_()
             return args[0]
-        if written:
-            raise RuntimeError(
-                f"{func} would write to {written[0].named}, which is kept in {written[0].kept.dtype} until its update "
-                f"has read it (gradients='streamed' with mixed_precision) and cannot be changed: use max_grad_norm= to "
-                f"clip and loss_scale= to scale, with gradients='visible'"
-            )
-        if func is not torch.ops.aten.view.dtype and any(_is_a_view(returned) for returned in func._schema.returns):
-            views = func(*torch_private.tree_map(stored, args), **torch_private.tree_map(stored, kwargs))
-            return torch_private.tree_map(lambda view: cls(view, args[0].dtype, args[0].named), views)
-        return func(*torch_private.tree_map(_widened, args), **torch_private.tree_map(_widened, kwargs))
+        raise RuntimeError(
+            f"{func} met {met[0].named}, which is kept in {met[0].kept.dtype} until its update has read it "
+            f"(gradients='streamed' with mixed_precision), and cannot be read or changed: use gradients='visible', "
+            f"with max_grad_norm= to clip and loss_scale= to scale"
+        )
 
 
-_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that `func` writes to."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield value
-    for argument in func._schema.arguments[len(args) :]:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield kwargs.get(argument.name)
-
-
-def _is_a_view(returned: Any) -> bool:
-    return returned.alias_info is not None and not returned.alias_info.is_write
+ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+"""What `zero_grad(set_to_none=False)` calls."""
 
 
 def stored(value: Any) -> Any:
-    """Return what a `Widened` shows; anything else as it is."""
-    return value.kept if type(value) is Widened else value
-
-
-def _widened(value: Any) -> Any:
-    return value.kept.to(value.dtype) if type(value) is Widened else value
+    """Return what a `HiddenGradient` stands for; anything else as it is."""
+    return value.kept if type(value) is HiddenGradient else value
 
 
 Memory = memoryview | torch.Tensor
@@ -291,7 +266,7 @@ class ManagedParameter:
     is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
     begins at `device_address`, and `device_references` how often hetmem itself refers to that; `device_view` is a view
     of it that autograd has been given, turned mostly. `grad_home` is the home of the gradient, and `grad_view` what
-    shows it as `p.grad` where it is kept in fewer bits; `grad_spare` are those of the last step, which nothing else
+    stands in `p.grad` for it where it is kept in 16 bits; `grad_spare` are those of the last step, which nothing else
     holds. `version` is the parameter's version counter as last seen: a different one means that it was written to;
     `counter` is a tensor without memory that has the same counter, and tells it whatever class the parameter is of.
     `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; it
@@ -321,8 +296,8 @@ class ManagedParameter:
     device_references: int = 0
     device_view: tuple[Any, torch.Tensor] | None = None
     grad_home: torch.Tensor | None = None
-    grad_view: Widened | None = None
-    grad_spare: tuple[torch.Tensor, Widened | None] | None = None
+    grad_view: HiddenGradient | None = None
+    grad_spare: tuple[torch.Tensor, HiddenGradient | None] | None = None
     grad_version: int = 0
     grad_address: int = 0
     grad_hooked: bool = False
@@ -345,8 +320,9 @@ class ManagedParameter:
             return
         self.grad_home = self.view(Role.GRAD)
         self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
-        kept = dtype is self.chunk.dtype
-        self.grad_view = None if kept else Widened(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
+        self.grad_view = None
+        if dtype is not self.chunk.dtype:
+            self.grad_view = HiddenGradient(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
 
     def close_grad_home(self, *, unused: bool = False) -> None:
         """Forget where the gradient lives. If nothing else holds the views of it, `unused`, the next one gets them."""

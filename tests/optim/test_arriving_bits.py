@@ -1,6 +1,6 @@
 """Streamed gradients in mixed precision: 16 bits from arrival to update, and float32 where that would not be exact.
 
-What the program sees of one is a float32 tensor with its values, which it can read and not write.
+What the program sees of one is its shape: whatever computes with it raises.
 """
 
 from __future__ import annotations
@@ -78,25 +78,28 @@ def waiting(directory: Path) -> tuple[Any, Any, Any]:
     return plain, managed, optimizers
 
 
-def test_a_gradient_that_waits_for_its_step_is_seen_as_the_float32_tensor_that_it_stands_for(tmp_path: Path) -> None:
+def test_a_gradient_that_waits_for_its_step_has_its_shape_and_is_stepped(tmp_path: Path) -> None:
     plain, managed, optimizers = waiting(tmp_path)
     expected, got = ([module.first.weight.grad, module.second.weight.grad] for module in (plain, managed))
     for theirs, ours in zip(expected, got, strict=True):
         assert (ours.dtype, ours.shape, ours.device) == (torch.float32, theirs.shape, theirs.device)
-        assert_same(theirs, ours.clone(), "a gradient")
-        assert_same(theirs.t()[0], ours.t()[0].clone(), "a view of it")
-    assert torch.nn.utils.get_total_norm(got) == torch.nn.utils.get_total_norm(expected)
-    kept = got[0]
-    del got, ours
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     assert_same_weights(plain, managed)
-    loss_of(managed, vector_batches(1, 4, WIDTH, seed=2, dtype=BF16)[0]).backward()  # into the same memory
-    assert_same(expected[0], kept.clone(), "a gradient that was kept")
 
 
-WRITES = {
+def test_a_model_that_is_released_has_gradients_that_wait_as_ordinary_tensors(tmp_path: Path) -> None:
+    plain, managed, _ = waiting(tmp_path)
+    hetmem.release(managed)
+    for name in ("first.weight", "second.weight"):
+        gradients = [module.get_parameter(name).grad for module in (plain, managed)]
+        assert_same(*gradients, "a gradient")  # type: ignore[misc]
+
+
+USES = {
+    "clone": lambda grad: grad.clone(),
+    "norm": lambda grad: torch.nn.utils.get_total_norm([grad]),
     "add": lambda grad: grad.add_(1.0),
     "data": lambda grad: grad.data.mul_(0.5),
     "view": lambda grad: grad.view(-1).fill_(0.0),
@@ -106,12 +109,12 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_to_it_is_refused_where_it_is_made_and_the_step_goes_on(write: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use", USES)
+def test_a_use_of_it_is_refused_where_it_is_made_and_the_step_goes_on(use: str, tmp_path: Path) -> None:
     plain, managed, optimizers = waiting(tmp_path)
     gradient = managed.get_parameter("first.weight").grad
     with pytest.raises(RuntimeError, match=r"the gradient of first.weight, which is kept in torch.bfloat16"):
-        WRITES[write](gradient)
+        USES[use](gradient)
     for optimizer in optimizers:
         optimizer.step()
     assert_same_weights(plain, managed)
@@ -121,7 +124,9 @@ def test_a_step_that_is_left_out_zeroes_it(tmp_path: Path) -> None:
     _, managed, (_, optimizer) = waiting(tmp_path)
     optimizer.forget_step()
     optimizer.zero_grad(set_to_none=False)
-    assert not any(managed.get_parameter(f"{name}.weight").grad.any() for name in ("first", "second"))
+    hetmem.release(managed)
+    gradients = [managed.get_parameter(f"{name}.weight").grad for name in ("first", "second")]
+    assert not any(gradient.any() for gradient in gradients if gradient is not None)
 
 
 def two(placement: Any, directory: Path, build: Any = tower, **options: Any) -> tuple[list[Any], list[Any]]:
@@ -205,10 +210,7 @@ def test_a_sum_that_has_no_room_is_an_error_and_leaves_what_was_there(tmp_path: 
     set_aside, (x,) = testing.of(model).memory().spare_bytes, batches(1)[0]
     with pytest.raises(BudgetError):
         (model(x) + model[-1](-3 * x)).float().square().mean().backward()
-    _, alike = pair(tower, "host", tmp_path, mixed_precision=BF16)
-    (alike(x).detach() + alike[-1](-3 * x)).float().square().mean().backward()
-    ((name, parameter),) = [each for each in model.named_parameters() if each[1].grad is not None]
-    assert_same(alike.get_parameter(name).grad, parameter.grad.clone(), "the first one of two")
+    assert [parameter.grad is not None for parameter in model.parameters()].count(True) == 1
     optimizer.forget_step()
     optimizer.zero_grad()
     for before, parameter in zip(weights, model.parameters(), strict=True):
