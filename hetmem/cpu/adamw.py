@@ -31,7 +31,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -360,23 +360,18 @@ def kernels_of(device: torch.device) -> Backend:
     return backend() if device.type == "cuda" else _SIMULATED
 
 
-def adamw_as_on_host(updates: Iterable[tuple[AdamWStep, Flats]]) -> None:
+def adamw_as_on_host(step: AdamWStep, flats: Flats) -> None:
     """Update whole parameters on a device that `equals_host`, on its current stream."""
-    for step, flats in updates:
-        kernels.adamw(kernels_of(flats[0].device), scalars_of(step), *flats, tail=flats[0].numel() % _width_of(flats))
+    param, _, _, _, *copy = flats
+    width = _width(param.device, param.dtype, copy[0].dtype if copy else None)
+    assert width, f"{param.device} does not compute as the host does"
+    kernels.adamw(kernels_of(param.device), scalars_of(step), *flats, tail=param.numel() % width)
 
 
 def equals_host(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
     """Whether `adamw_as_on_host` of parameters of `dtype`, with a copy of `copy_dtype` (None: without), gives the bits
     of torch's kernel on the host: tried once, on some 1500 elements. Where it cannot run at all it does not."""
     return _width(device, dtype, copy_dtype) > 0
-
-
-def _width_of(flats: Flats) -> int:
-    param, _, _, _, *copy = flats
-    width = _width(param.device, param.dtype, copy[0].dtype if copy else None)
-    assert width, f"{param.device} does not compute as the host does"
-    return width
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ from hetmem.optim.options import LossScale, ParameterUpdate, Rule, is_number
 Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
+_KIND = attrgetter("device.type", "dtype")
 _step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
 
 
@@ -138,28 +140,20 @@ class AdamWRule(Rule):
         """The kernel on `device` against torch's on the host."""
         return equals_host(device, dtype, copy_dtype)
 
-    def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
-        """All parameters of one group, age and dtype in a few launches."""
-        here: list[ParameterUpdate] = []
-        together: dict[tuple[AdamWStep, torch.dtype], list[ParameterUpdate]] = {}
+    def on_device(self, updates: list[ParameterUpdate]) -> None:
+        """One parameter, or several that lie side by side, after the other."""
         for update in updates:
-            if as_host and self._equals_host(update):
-                here.append(update)
-            else:
-                together.setdefault((_count(update), update.param.dtype), []).append(update)
-        adamw_as_on_host((_count(update), _flats(update)) for update in here)
-        for (step, _), alike in together.items():
-            adamw_on_device(
-                step,
-                [update.param for update in alike],
-                [update.grad for update in alike],
-                [update.states["exp_avg"] for update in alike],
-                [update.states["exp_avg_sq"] for update in alike],
-                [update.state["step"] for update in alike],
-            )
-            for update in alike:
-                if update.copy is not None:
-                    update.copy.copy_(update.param)
+            step, (param, grad, exp_avg, exp_avg_sq, *copy) = _count(update), _flats(update)
+            if equals_host(param.device, param.dtype, copy[0].dtype if copy else None):
+                adamw_as_on_host(step, _flats(update))
+                continue
+            adamw_on_device(step, [param], [grad], [exp_avg], [exp_avg_sq], update.counts[:1])
+            for each in copy:
+                each.copy_(param)
+
+    def begin(self, state: dict[str, Any]) -> None:
+        """The count of steps."""
+        _ready(state)
 
     def whole(
         self,
@@ -181,10 +175,6 @@ class AdamWRule(Rule):
         except BaseException:
             torch_private.foreach_sub(steps, 1)
             raise
-
-    def _equals_host(self, update: ParameterUpdate) -> bool:
-        copy_dtype = None if update.copy is None else update.copy.dtype
-        return equals_host(update.param.device, update.param.dtype, copy_dtype)
 
 
 class CompactAdamWRule(Rule):
@@ -222,7 +212,7 @@ class CompactAdamWRule(Rule):
         moments = [update.states[name] for name in names if name in update.states]
         return adamw_compact_tasks(step, update.param, update.grad, moments, update.copy, key=key)
 
-    def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
+    def on_device(self, updates: list[ParameterUpdate]) -> None:
         """Not there: states this small are for models that are larger than the device."""
         raise ManageError(
             "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a whole: "
@@ -260,6 +250,6 @@ def _ready(state: dict[str, Any]) -> torch.Tensor:
         states = dict(state)
         state.clear()
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
-    if state["step"].device.type != "cpu":  # users move whole states: reading it there would wait for the device
-        state["step"] = state["step"].cpu()
+    if _KIND(state["step"]) != ("cpu", torch.float32):  # users move whole states, where reading waits for the device
+        state["step"] = state["step"].to("cpu", torch.float32)
     return state["step"]  # type: ignore[no-any-return]

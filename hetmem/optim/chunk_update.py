@@ -1,14 +1,14 @@
 """What one step updates: a chunk (what its update is made with, how far it is, and the pass over its memory that is
-under way), or at once all parameters of a group that is whole on the device."""
+under way), or at once all parameters of a group in a model that is whole on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, store
 from hetmem.optim.options import Rule
 from hetmem.schedule.placement import Way
 
-_StepperT = TypeVar("_StepperT")
+_StepperT = TypeVar("_StepperT", bound="Steps")
 Opened = dict[Role, torch.Tensor]
 """Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
 
@@ -30,7 +30,7 @@ Opened = dict[Role, torch.Tensor]
 # Looked up of each parameter in each step: by C alone.
 ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
 _LAYOUT, _DTYPE, _NBYTES = attrgetter("layout"), attrgetter("dtype"), attrgetter("nbytes")
-_COUNT = attrgetter("is_cpu", "dtype", "ndim")
+_COUNT = attrgetter("is_cpu", "dtype")
 _ROLES, _GRADIENT, VERSION = attrgetter("roles"), attrgetter("grad"), attrgetter("_version")
 
 
@@ -59,16 +59,30 @@ class GroupOptions:
 
 
 class Members:
-    """Parameters of one chunk that an optimizer steps, in the order of their places, and their groups: the same object
-    in each step, until parameters or groups of the optimizer change."""
+    """Parameters that an optimizer steps, of one chunk, in the order of their places, and their groups; or those of one
+    group in a model that is whole on the device. The same object in each step, until parameters or groups of the
+    optimizer change."""
 
     def __init__(self, members: Iterable[tuple[ManagedParameter, GroupOptions]]) -> None:
         in_order = sorted(members, key=lambda member: member[0].offset)
         self.managed, self._groups = [managed for managed, _ in in_order], [group for _, group in in_order]
-        self.parameters = [managed.parameter for managed in self.managed]
+        self.parameters: list[torch.Tensor] = [managed.parameter for managed in self.managed]
         self.nbytes = sum(managed.numel * managed.chunk.dtype.itemsize for managed in self.managed)
+        self.largest_bytes = max(map(_NBYTES, self.parameters), default=0)
         self._distinct = list(dict.fromkeys(self._groups))
+        self.strides = [managed.stride for managed in self.managed]
+        self.dtypes = {managed.chunk.dtype for managed in self.managed}
         self._some: tuple[list[bool], Members] | None = None
+        self.roles: tuple[Role, ...] = ()
+        """The states of all, once asked for."""
+        self._addresses: list[list[int]] = []
+
+    def addresses(self, *, anew: bool = False) -> list[list[int]]:
+        """Return where the parameters, and each of `roles`, have their homes; looked up once, or `anew`."""
+        if anew or not self._addresses:
+            of_states = [[_address(managed, role) for managed in self.managed] for role in self.roles]
+            self._addresses = [[managed.home_address for managed in self.managed], *of_states]
+        return self._addresses
 
     def with_gradients(self, optimizer: str) -> Members | None:
         """Return those that have a gradient; None if none has. Raises RuntimeError for one that is not dense, which the
@@ -99,13 +113,31 @@ class Members:
         ]
 
 
+def _address(managed: ManagedParameter, role: Role) -> int:
+    """Where `role` of `managed` lies; 0 if it has no home, or no elements."""
+    home = managed.chunk.homes.get(role)
+    if home is None or not managed.numel:
+        return 0
+    return address_of(home.memory) + managed.places(role)[role.name]
+
+
+class Steps(Protocol):
+    """What steps the parameters of one model."""
+
+    @property
+    def updates_whole(self) -> bool:
+        """Whether it updates all parameters of a group at once."""
+
+
 class AllMembers(Generic[_StepperT]):
-    """The `Members` of all groups of an optimizer with `rule`, by what steps them and by chunk: the same objects until
-    groups, what is in these, or models are others."""
+    """The `Members` of all groups of an optimizer with `rule`, by what steps them and by chunk, or by group where that
+    `updates_whole`: the same objects until groups, what is in these, or models are others."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._members: dict[_StepperT, dict[Chunk, Members]] = {}
+        self.whole: list[tuple[_StepperT, dict[str, Any], Members]] = []
+        """Those by group."""
         self._made_of: list[object] = []
         self.not_managed: list[torch.Tensor] = []
         """Parameters that no managed model has any more."""
@@ -116,27 +148,36 @@ class AllMembers(Generic[_StepperT]):
         steppers: dict[Any, _StepperT],
         find: Callable[[torch.Tensor], tuple[_StepperT, ManagedParameter]],
     ) -> dict[_StepperT, dict[Chunk, Members]]:
-        """Return them. `find` adds to `steppers`, and raises `ManageError` for a parameter that is not managed."""
+        """Return those by chunk. `find` adds to `steppers`, and raises `ManageError` for a parameter that is not
+        managed."""
         made_of = [each for group in groups for each in (group, *group["params"])]
-        if are_same([*made_of, *steppers.values()], self._made_of):
+        if are_same([*made_of, *_how(steppers)], self._made_of):
             return self._members
         found: dict[_StepperT, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
-        self.not_managed = []
+        self.not_managed, self.whole = [], []
         for group in groups:
-            options = GroupOptions(group, self._rule)
+            options, whole = GroupOptions(group, self._rule), dict[_StepperT, list[ManagedParameter]]()
             for parameter in group["params"]:
                 try:
                     stepper, managed = find(parameter)
                 except ManageError:
                     self.not_managed.append(parameter)
                     continue
-                found.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, options))
+                if stepper.updates_whole:
+                    whole.setdefault(stepper, []).append(managed)
+                else:
+                    found.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, options))
+            self.whole += [(to, group, Members((each, options) for each in of)) for to, of in whole.items()]
         self._members = {
             stepper: {chunk: Members(members) for chunk, members in found.get(stepper, {}).items()}
             for stepper in steppers.values()
         }
-        self._made_of = [*made_of, *steppers.values()]
+        self._made_of = [*made_of, *_how(steppers)]
         return self._members
+
+
+def _how(steppers: Mapping[Any, Steps]) -> list[object]:
+    return [each for stepper in steppers.values() for each in (stepper, stepper.updates_whole)]
 
 
 @dataclass(slots=True, eq=False)
@@ -165,15 +206,22 @@ class Part:
 
     def flat_gradient(self, opened: Opened) -> torch.Tensor:
         """Return the gradient in the order in which the parameter's elements lie in memory."""
-        managed, gradient = self.managed, stored(self.gradient)
         if self.at_home and Role.GRAD in opened:
-            return managed.part(opened[Role.GRAD])
-        kept = gradient is not self.gradient  # in fewer bits, which an update widens itself
-        if gradient.stride() == managed.stride and (kept or gradient.dtype == managed.chunk.dtype):
-            return torch.as_strided(gradient, (managed.numel,), (1,), gradient.storage_offset())
-        ordered = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
-        ordered.as_strided(managed.shape, managed.stride).copy_(gradient)
-        return ordered
+            return self.managed.part(opened[Role.GRAD])
+        gradient = in_order(self.managed, self.gradient)
+        return torch.as_strided(gradient, (self.managed.numel,), (1,), gradient.storage_offset())
+
+
+def in_order(managed: ManagedParameter, given: torch.Tensor) -> torch.Tensor:
+    """Return the gradient that was `given` for `managed`, with its elements in the order of the parameter's memory."""
+    gradient: torch.Tensor = stored(given)
+    kept = gradient is not given  # in fewer bits, which an update widens itself
+    if gradient.stride() == managed.stride and (kept or gradient.dtype == managed.chunk.dtype):
+        return gradient
+    flat = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
+    ordered: torch.Tensor = flat.as_strided(managed.shape, managed.stride)
+    ordered.copy_(gradient)
+    return ordered
 
 
 @dataclass(eq=False)
@@ -259,88 +307,49 @@ class ChunkUpdate:
         self.before, self.numbers = [], []
 
 
-# ---- Parameters that are whole on the device, states and all: one call of torch's kernel for each group. Nothing
-# moves, chunks, jobs and workers have no part in it, and an update that begins is made.
-
-
-@dataclass(slots=True, eq=False)
 class WholeUpdate:
-    """What one step updates of a `WholeGroup`."""
+    """What one step updates at once of a model that is whole on the device, states and all: the `members` of one
+    `group`, which have gradients. One call of torch's kernel; nothing moves, and chunks, jobs and workers have no part
+    in it."""
 
-    of: WholeGroup
-    group: dict[str, Any]
-    managed: list[ManagedParameter]
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    states: list[list[torch.Tensor]]
-    steps: list[torch.Tensor]
+    def __init__(self, runtime: Runtime, group: dict[str, Any], members: Members) -> None:
+        self._runtime, self._group, self.members = runtime, group, members
+        self._grads: list[Any] = [*map(_GRADIENT, members.parameters)]
+        strides = [*map(_STRIDES, self._grads)]
+        if strides != members.strides or {*map(_DTYPE, self._grads)} != members.dtypes:
+            self._grads = [*map(in_order, members.managed, self._grads)]
+        self._states: list[list[torch.Tensor]] = []
+        self._steps: list[torch.Tensor] = []
+
+    def find_states(self, shown: Any) -> bool:
+        """Find the states in those that the optimizer has `shown`; False if one is not made yet, or if a parameter or a
+        state has other memory than its home's."""
+        members, entries = self.members, [*map(shown.get, self.members.parameters)]
+        if not all(entries):
+            return False
+        try:
+            self._states = [[entry[role.name] for entry in entries] for role in members.roles]
+            self._steps = [entry["step"] for entry in entries]
+        except KeyError:
+            return False
+        found = [[*map(ADDRESS, tensors)] for tensors in (members.parameters, *self._states)]
+        at_home = found == members.addresses() and [*map(_STRIDES, members.parameters)] == members.strides
+        return at_home and {*map(_COUNT, self._steps)} == {(True, torch.float32)}
 
     def square_sums(self, workers: WorkerPool) -> list[torch.Tensor]:
         """Sum up the squares of the gradients; see `hetmem.cpu.norm`."""
-        made = [square_sum_tasks(torch.as_strided(grad, (grad.numel(),), (1,))) for grad in self.grads]
+        made = [square_sum_tasks(torch.as_strided(grad, (grad.numel(),), (1,))) for grad in self._grads]
         workers.run([task for tasks, _ in made for task in tasks])
         return [sums for _, sums in made]
 
     def carry_out(self, rule: Rule, scale: float) -> None:
         """Update all, or raise with nothing changed."""
-        runtime, began = self.of.runtime, self.of.runtime.events.here()
-        chunks = dict.fromkeys(managed.chunk for managed in self.managed) if runtime.memory.uses_copies else {}
+        runtime, began, members = self._runtime, self._runtime.events.here(), self.members
+        chunks = dict.fromkeys(managed.chunk for managed in members.managed) if runtime.memory.uses_copies else {}
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):
-            rule.whole(self.group, self.params, self.grads, self.states, self.steps, scale)
-            torch.autograd.graph.increment_version(self.params)
-            for managed in self.managed:
+            rule.whole(self._group, members.parameters, self._grads, self._states, self._steps, scale)
+            torch.autograd.graph.increment_version(members.parameters)
+            for managed in members.managed:
                 managed.version = managed.counter._version
-        runtime.statistics.updated_bytes[Way.RESIDENT] += sum(map(_NBYTES, self.params))
+        runtime.statistics.updated_bytes[Way.RESIDENT] += members.nbytes
         runtime.events.updated("all chunks", began)
-
-
-class WholeGroup:
-    """Parameters of one group of an optimizer, all of one model and with homes on the device, and where they lie."""
-
-    def __init__(self, runtime: Runtime, managed: list[ManagedParameter], roles: tuple[Role, ...]) -> None:
-        self.runtime, self._managed = runtime, managed
-        self.parameters = [each.parameter for each in managed]
-        self.largest_bytes = max(map(_NBYTES, self.parameters), default=0)
-        self._names = [role.name for role in roles]
-        self._dtypes = [each.chunk.dtype for each in managed]
-        self._strides = [each.stride for each in managed]
-        self._at = [each.home_address for each in managed]
-        self._states_at = [[_address(each, role) for each in managed] for role in roles]
-
-    def is_of(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether it is of `parameters`, and they still are whole on the device."""
-        return are_same(parameters, self.parameters) and self.runtime.memory.resident
-
-    def update(self, group: dict[str, Any], shown: Any) -> WholeUpdate | None:
-        """What a step is to update, of what has a gradient; `shown` are the optimizer's states. None if something is
-        not as the kernel needs it (no state yet, a gradient of another layout, other memory than the home's)."""
-        given: list[Any] = [parameter.grad for parameter in self.parameters]
-        live = [grad is not None for grad in given]
-        pick: Callable[[Iterable[Any]], list[Any]] = list if all(live) else lambda each: list(compress(each, live))
-        params, grads, managed = pick(self.parameters), pick(given), pick(self._managed)
-        entries: list[Any] = list(map(shown.get, params))
-        if not params:
-            return WholeUpdate(self, group, [], [], [], [], [])
-        if not all(entries) or set(map(_LAYOUT, grads)) != {torch.strided}:
-            return None
-        try:
-            states = [[entry[name] for entry in entries] for name in self._names]
-            steps = [entry["step"] for entry in entries]
-        except KeyError:
-            return None
-        as_at_home = (
-            list(map(ADDRESS, params)) == pick(self._at)
-            and list(map(_STRIDES, params)) == pick(self._strides) == list(map(_STRIDES, grads))
-            and list(map(_DTYPE, grads)) == pick(self._dtypes)
-            and set(map(_COUNT, steps)) == {(True, torch.float32, 0)}
-            and all(list(map(ADDRESS, some)) == pick(at) for some, at in zip(states, self._states_at, strict=True))
-        )
-        return WholeUpdate(self, group, managed, params, grads, states, steps) if as_at_home else None
-
-
-def _address(managed: ManagedParameter, role: Role) -> int:
-    """Where `role` of `managed` lies; 0 if it has no home, or no elements."""
-    home = managed.chunk.homes.get(role)
-    if home is None or not managed.numel:
-        return 0
-    return address_of(home.memory) + managed.places(role)[role.name]

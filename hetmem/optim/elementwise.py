@@ -87,7 +87,7 @@ class TorchRule(Rule):
         tiles = tiles_of(update.param.numel()) or [slice(0)]
         return [self._tile(update, numbers, tile, tile.start in (0, None)) for tile in tiles]
 
-    def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
+    def on_device(self, updates: list[ParameterUpdate]) -> None:
         """As on the host, in one tile."""
         for update in updates:
             numbers = {name: value for name, value in update.state.items() if name not in update.states}

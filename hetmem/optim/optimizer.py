@@ -26,7 +26,7 @@ from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.optim.chunk_update import AllMembers, Members, WholeGroup, WholeUpdate
+from hetmem.optim.chunk_update import AllMembers, Members, WholeUpdate
 from hetmem.optim.options import (
     Gradients,
     LossScale,
@@ -98,7 +98,6 @@ class OffloadedOptimizer(Optimizer):
         self.states = States()
         self._numbers: dict[int, int] = {}
         self._members = AllMembers[Stepper](self.rule)
-        self._whole: dict[int, tuple[Stepper, WholeGroup] | None] = {}
         self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
 
     # ---- what torch's optimizers have --------------------------------------------------------------------------
@@ -171,8 +170,7 @@ class OffloadedOptimizer(Optimizer):
             stepper.begin()
         for interception in self._steppers:
             interception.share.grow()
-        whole = self._whole_work()
-        work: dict[Stepper, Work] = {stepper: {} for stepper in self._steppers.values()} if whole else self._work()
+        work, whole = self._work()
         grad_scale = self._grad_scale(work, [update for _, update in whole])
         try:
             for stepper, chunks in work.items():
@@ -195,12 +193,12 @@ class OffloadedOptimizer(Optimizer):
         """Carry updates of groups out, those with the largest parameters first: if one lacks room, it is the first."""
         made: list[tuple[Stepper, WholeUpdate]] = []
         try:
-            for stepper, update in sorted(whole, key=lambda one: -one[1].of.largest_bytes):
+            for stepper, update in sorted(whole, key=lambda one: -one[1].members.largest_bytes):
                 update.carry_out(self.rule, grad_scale)
                 made.append((stepper, update))
         except BaseException:
             for stepper, update in made:
-                stepper.ruin(update.managed)
+                stepper.ruin(update.members.managed)
             raise
 
     @uncompiled
@@ -366,51 +364,23 @@ class OffloadedOptimizer(Optimizer):
         stepper.ensure_homes(managed.chunk, roles)
         return managed, roles
 
-    def _whole_work(self) -> list[tuple[Stepper, WholeUpdate]]:
-        """Return what is updated at once: all groups, where all that has a gradient is whole on the device; else none,
-        as groups may share a chunk."""
-        if not self.rule.has_kernel or not any(each.updates_whole for each in self._steppers.values()):
-            return []
-        found = []
-        for group in self.param_groups:
-            known = self._whole.get(id(group))
-            if known is None or not (known[0].updates_whole and known[1].is_of(group["params"])):
-                known = self._whole[id(group)] = self._whole_group(group)
-            update = known and known[1].update(group, self.states.shown)
-            if known is None or update is None:
-                self._whole[id(group)] = None  # perhaps all has its states, and a place, in the next step
-                return []
-            if update.params:
-                self.states.check(update.managed)
-                found.append((known[0], update))
-        return found
-
-    def _whole_group(self, group: dict[str, Any]) -> tuple[Stepper, WholeGroup] | None:
-        """None if something of `group` is elsewhere."""
-        if any(registry.of_parameter(parameter) is None for parameter in group["params"]):
-            return None
-        managed = [self._managed(parameter) for parameter in group["params"]]
-        steppers = list(dict.fromkeys(stepper for stepper, _ in managed))
-        if len(steppers) != 1 or not steppers[0].updates_whole:
-            return None
-        roles = {self.rule.roles(group, each.chunk.dtype) for _, each in managed}
-        return steppers[0], WholeGroup(steppers[0].runtime, [each for _, each in managed], roles.pop())
-
     def _all_members(self) -> dict[Stepper, dict[Chunk, Members]]:
         return self._members.of(self.param_groups, self._steppers, self._managed)
 
-    def _work(self) -> dict[Stepper, Work]:
-        """What is to be updated: all that has a gradient, by chunks."""
-        work: dict[Stepper, Work] = {}
+    def _work(self) -> tuple[dict[Stepper, Work], list[tuple[Stepper, WholeUpdate]]]:
+        """Return what is to be updated, all that has a gradient: by chunks, and at once."""
+        work, name = dict[Stepper, Work](), type(self).__name__
         for stepper, chunks in self._all_members().items():
-            found = {chunk: members.with_gradients(type(self).__name__) for chunk, members in chunks.items()}
+            found = {chunk: members.with_gradients(name) for chunk, members in chunks.items()}
             work[stepper] = {chunk: members for chunk, members in found.items() if members is not None}
+        whole = [(stepper, group, members.with_gradients(name)) for stepper, group, members in self._members.whole]
         for parameter in self._members.not_managed:
             if parameter.grad is not None:
                 self._managed(parameter)  # raises
-        all_members = chain.from_iterable(map(dict.values, work.values()))
-        self.states.check(chain.from_iterable(members.managed for members in all_members))
-        return work
+        of_chunks = chain.from_iterable(map(dict.values, work.values()))
+        for members in chain(of_chunks, (members for _, _, members in whole if members is not None)):
+            self.states.check(members.managed)
+        return work, [(to, to.whole_update(group, members)) for to, group, members in whole if members is not None]
 
     def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:
         """The factor of all gradients; None if they are not all finite and the step is to be skipped."""

@@ -51,7 +51,7 @@ class Rule(ABC):
     runs_on_device = True
     """Whether there is an `on_device`."""
     has_kernel = False
-    """Whether there is `whole`, and neighbours in memory are updated as one: they lie at multiples of
+    """Whether there are `begin` and `whole`, and neighbours in memory are updated as one: they lie at multiples of
     `schedule.layout.ALIGNMENT_ELEMENTS`, so that only the last of them may end within a vector."""
     seed: int | None = None
     """What chance depends on; None if nothing does."""
@@ -70,9 +70,13 @@ class Rule(ABC):
         return False
 
     @abstractmethod
-    def on_device(self, updates: list[ParameterUpdate], *, as_host: bool) -> None:
-        """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` if `as_host`, where it
-        `equals_host`, else with those of torch there."""
+    def on_device(self, updates: list[ParameterUpdate]) -> None:
+        """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` where it `equals_host`,
+        else with those of torch there."""
+
+    def begin(self, state: dict[str, Any]) -> None:
+        """Make the numbers of a parameter, before `whole`, if they are not there."""
+        raise NotImplementedError
 
     def whole(
         self,

@@ -86,6 +86,15 @@ class States:
             self.shown[managed.parameter][name] = home
             self._versions[id(managed), name] = home._version
 
+    def make(self, managed: ManagedParameter, roles: Iterable[Role]) -> None:
+        """Make those of `roles` of `managed` that it lacks, all zero, in their homes."""
+        for role in roles:
+            if self.of(managed).get(role.name) is None:
+                managed.chunk.homes[role].written = True
+                self.show(managed, role)
+                for name in managed.places(role):
+                    self.of(managed)[name].zero_()
+
     def load(self, managed: ManagedParameter, places: Places, saved: Mapping[str, Any]) -> None:
         """What was `saved` for `managed` goes to its homes, from `meta` nothing. Step counts and the like are the
         host's, which reads them at each step; torch has sent those of a fused optimizer to where the parameter is."""

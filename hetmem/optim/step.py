@@ -22,7 +22,7 @@ from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Members
+from hetmem.optim.chunk_update import ChunkUpdate, Members, WholeUpdate
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
     Arrivals,
@@ -61,7 +61,7 @@ class Stepper:
         self._groups: dict[int, dict[str, Any]] = {}
         self._all_members, self._members = members, dict[Chunk, Members]()
         """Both as the first gradient of the step arrived."""
-        self._arrivals = Arrivals(sees_all=self.runtime.memory.uses_copies)
+        self._arrivals = Arrivals(sees_all=not self.runtime.memory.resident)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._mutations = MutationCheck(self._passes, self.runtime.writes)
         self.failed = False
@@ -87,11 +87,11 @@ class Stepper:
 
     @property
     def begins_early(self) -> bool:
-        return self._optimizer.overlap is not Overlap.OFF
+        return self._optimizer.overlap is not Overlap.OFF and not self.runtime.memory.resident
 
     @property
     def is_to_be_told(self) -> bool:
-        return bool(self._progress) or self.begins_early or self._optimizer.gradients is Gradients.STREAMED
+        return bool(self._progress) or self.begins_early
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
         self._arrivals.expect(managed, arrivals)
@@ -119,7 +119,7 @@ class Stepper:
             return
         self._arrivals.count(managed)
         learned = self._arrivals.learned or self._optimizer.gradients is Gradients.STREAMED
-        if self._optimizer.overlap is not Overlap.OFF and learned and self._complete(managed.chunk):
+        if self.begins_early and learned and self._complete(managed.chunk):
             self._begin_early(managed.chunk)
         self._updates.pump()
 
@@ -250,10 +250,27 @@ class Stepper:
 
     @property
     def updates_whole(self) -> bool:
-        """Whether the model is whole on the device, and a step is updated at once, with nothing begun before it."""
-        memory = self.runtime.memory
-        early = self.begins_early and memory.uses_copies
-        return memory.resident and not (early or self._progress)
+        """Whether the model is whole on the device, and a step updates it at once, with nothing begun before it."""
+        return self.runtime.memory.resident and self._optimizer.rule.has_kernel
+
+    def whole_update(self, group: dict[str, Any], members: Members) -> WholeUpdate:
+        """Return the update of all `members` of `group`, which have gradients, in this step."""
+        rule, states = self._optimizer.rule, self._optimizer.states
+        if not members.roles:
+            (members.roles,) = {rule.roles(group, dtype) for dtype in members.dtypes}
+        update = WholeUpdate(self.runtime, group, members)
+        if not update.find_states(states.shown):
+            chunks = list(dict.fromkeys(managed.chunk for managed in members.managed))
+            for chunk in chunks:
+                self.ensure_homes(chunk, members.roles)
+            self._passes.notice(chunks)
+            for managed in members.managed:
+                states.make(managed, members.roles)
+                rule.begin(states.of(managed))
+            members.addresses(anew=True)
+            found = update.find_states(states.shown)
+            assert found, "all states are at home"
+        return update
 
     def begun(self) -> Iterable[ManagedParameter]:
         parts = (part.managed for update in self._progress.values() if update.begun for part in update.parts)
@@ -333,7 +350,7 @@ class Stepper:
     @property
     def _trails(self) -> bool:
         """Whether updates go on after the step."""
-        return self._optimizer.overlap is Overlap.FORWARD and self.runtime.memory.uses_copies
+        return self._optimizer.overlap is Overlap.FORWARD and not self.runtime.memory.resident
 
     def _carry_out(self, homes: Iterable[Home] = ()) -> None:
         """All that is queued is computed, and `homes` are written. Other states are at home after `synchronize`."""
@@ -355,7 +372,7 @@ class Stepper:
         self.failed, self._passes.ruined = False, []
         self._mutations.forget()
         self._progress.clear()
-        self._arrivals.end_step(sees_all=self.runtime.memory.uses_copies)  # on the device they are autograd's own
+        self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there they are autograd's own
 
     def _wanted(self, chunks: Work) -> list[ChunkUpdate]:
         """The updates of `chunks`, in their order, once nothing that was updated in the backward has changed since."""

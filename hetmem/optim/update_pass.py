@@ -235,7 +235,7 @@ class Passes:
         self._see_gradients(update)
         rule = self._rule
         if update.opened[Role.PARAM].device.type != "cpu":
-            rule.on_device(self._begin(update), as_host=not self._runtime.memory.resident)
+            rule.on_device(self._begin(update))
             return []
         return [task for each in self._begin(update) for task in rule.tasks(each)]
 

@@ -50,7 +50,7 @@ def test_a_parameter_of_any_length_has_the_bits_of_torch_on_the_host(
         here += [] if copy is None else [torch.zeros(numel, dtype=copy)]
         there = [tensor.clone() for tensor in here]
         update_by_torch(step, *here)
-        adamw_as_on_host([(step, tuple(there))])
+        adamw_as_on_host(step, tuple(there))
         assert all(map(same_bits, here, there))
 
 
@@ -136,7 +136,7 @@ def test_a_device_where_nothing_runs_is_not_used(monkeypatch: pytest.MonkeyPatch
     assert not equals_host(CPU, torch.float32, None)
     assert not equals_host(CPU, torch.int8, None)
     with pytest.raises(AssertionError, match="cpu does not compute as the host does"):
-        adamw_as_on_host([(STEPS["first"], tuple(torch.zeros(3) for _ in range(4)))])
+        adamw_as_on_host(STEPS["first"], tuple(torch.zeros(3) for _ in range(4)))
 
 
 def test_a_device_that_rounds_otherwise_does_not_equal_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem import torch_private
+from hetmem import testing, torch_private
 from hetmem.memory.chunk import Role
 from hetmem.optim.update_pass import Passes
 from hetmem.schedule.trace import Tier
@@ -217,3 +217,25 @@ def _fails_in_host_memory(passes: Passes, update: Any, scale: float) -> Any:
     if update.chunk.homes[Role.PARAM].tier is Tier.HOST:
         raise torch.OutOfMemoryError("none")
     return BEGIN_UPDATE(passes, update, scale)
+
+
+@precisions
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_nothing_of_it_is_updated_before_the_step_nor_behind_it(
+    overlap: Any, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """So gradients may be edited between a backward and its step."""
+    sides = optimizers(*pair(mlp, "resident", tmp_path, mixed_precision=mixed), overlap=overlap)
+    managed = sides[1][0]
+    reference = optimizers(*pair(mlp, "resident", tmp_path, mixed_precision=mixed))[1]
+    for index, (x,) in enumerate(vector_batches(4, 8, 64)):
+        for module, optimizer in (sides[1], reference):
+            loss_of(module, (x if mixed is None else x.to(mixed),)).backward()
+            assert not testing.updates_begun(managed)
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+            optimizer.step()
+            assert all(parameter.grad is not None for parameter in module.parameters())
+            optimizer.zero_grad()
+        assert_same_weights(reference[0], managed, f"{index}")
