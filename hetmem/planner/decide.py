@@ -72,13 +72,9 @@ def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ())
     streamed = None if "device" in missing else _without_gradients(workload, asked)
     if isinstance(streamed, Judged):
         ways = [f"{_STREAMED}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *ways]
-    largest, states = largest_parameters(workload, asked, None), best.state_bytes or _state_bytes(workload, asked)
+    largest = largest_parameters(workload, asked, None)
+    states = best.state_bytes or state_bytes(workload, asked.updating)
     return Decision(workload, asked, None, largest, missing, (str(best),), tuple(ways), states)
-
-
-def _state_bytes(workload: Workload, asked: Setting) -> int:
-    how = asked.updating
-    return state_bytes(workload, streamed_gradients=how.streamed_gradients, moments=how.moments)
 
 
 def _fitting(variants: Sequence[Variant], asked: Setting) -> list[Alternative]:
@@ -121,7 +117,7 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
     widest = max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
     copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
     staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
-    homes = padding * _state_bytes(workload, asked)
+    homes = padding * state_bytes(workload, asked.updating)
     kept, beside = workload.kept_bytes, workload.peak_live_bytes - workload.kept_bytes
     device = max(0, capacities.usable_bytes - beside - copies)
     elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - staging)

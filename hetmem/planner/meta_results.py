@@ -32,21 +32,14 @@ def tensor_bytes(values: Any) -> int:
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a matrix operator; 0 for any other."""
     packet = func._overloadpacket
-    own = _OWN.get(str(packet))
-    if own is not None:
-        return own(args)
-    count: Callable[..., int] | None = flop_registry.get(packet)
-    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-
-
-def _flash(args: Any) -> int:
-    query, key, value = args[:3]
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _flash_backward(args: Any) -> int:
-    gradient, query, key, value = args[:4]
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    name = str(packet).removeprefix("aten.")
+    if name in _FLASH:
+        count, operands = _FLASH[name]
+        return int(count(*(operand.shape for operand in args[:operands])))
+    if name == "_grouped_mm":
+        return _grouped(args)
+    known: Callable[..., int] | None = flop_registry.get(packet)
+    return int(known(*args, **kwargs, out_val=result)) if known is not None else 0
 
 
 def _grouped(args: Any) -> int:
@@ -57,12 +50,11 @@ def _grouped(args: Any) -> int:
     return int(2 * prod(left.shape[-2:]) * (left.shape[0] if left.dim() == 3 else 1) * right.shape[-1])
 
 
-_OWN: dict[str, Callable[[Any], int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _flash,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
-    "aten._grouped_mm": _grouped,
+_FLASH: dict[str, tuple[Callable[..., int], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""Matrix operators that torch's own counter does not know."""
+"""Operators that torch's own counter does not know: how it counts their like, and by how many operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +64,6 @@ class Cost:
     flops: int
     nbytes: int
     dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Like:
-    """A tensor to be made."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def made(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
 
 
 _GROUPED_MM = getattr(torch.ops.aten._grouped_mm, "default", None) if hasattr(torch.ops.aten, "_grouped_mm") else None
@@ -120,15 +100,15 @@ class Results:
                 key = id(func), _key_of(args), _key_of(tuple(kwargs.items()))
                 known = self._known.get(key)
         if known is not None:
-            template, cost = known
-            return _filled(template), cost
+            made, cost = known
+            return _like(made) if isinstance(made, torch.Tensor) else tree_map(_like, made), cost
         self.last = func
         result = _grouped_product(args) if func is _GROUPED_MM else func(*args, **kwargs)
         flops, nbytes = flops_of(func, args, kwargs, result), tensor_bytes((args, kwargs, result))
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         cost = Cost(flops, nbytes, str(tensors[0].dtype).removeprefix("torch.") if tensors else "")
         if key is not None and _is_new(result, tensors):
-            self._known[key] = (tree_map(_template, result), cost)
+            self._known[key] = (tree_map(_like, result), cost)
         return result, cost
 
 
@@ -184,14 +164,11 @@ def _is_new(result: Any, arguments: list[torch.Tensor]) -> bool:
     return True
 
 
-def _template(leaf: Any) -> Any:
-    return _Like(leaf.size(), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _filled(template: Any) -> Any:
-    if isinstance(template, _Like):
-        return template.made()
-    return tree_map(lambda leaf: leaf.made() if isinstance(leaf, _Like) else leaf, template)
+def _like(leaf: Any) -> Any:
+    """A tensor on `meta` like `leaf`, with memory of its own; anything else is itself."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 MOST_BYTES = GIB
@@ -203,8 +180,7 @@ class RefuseRealMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sizes: dict[int, int] = {}
-        self._live_bytes = 0
+        self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -212,26 +188,17 @@ class RefuseRealMemory(TorchDispatchMode):
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout is torch.strided:
-                self._count(leaf.untyped_storage())
-        self._check(func, 0)
+                self._alive[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
+                self._check(func, 0)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self._live_bytes += storage.nbytes()
-            weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _forget(self, key: int) -> None:
-        self._live_bytes -= self._sizes.pop(key, 0)
-
     def _check(self, func: Any, more_bytes: int) -> None:
-        if self._live_bytes + more_bytes > MOST_BYTES:
+        nbytes = more_bytes + sum(storage.nbytes() for storage in self._alive.values())
+        if nbytes > MOST_BYTES:
             raise PlanError(
-                f"the builder takes real memory: with {func} it has {format_size(self._live_bytes + more_bytes)} of "
-                f"tensors that are not on the meta device. Leave device=… out of what it makes, so that planning can "
-                f"say where tensors go, and load weights afterwards"
+                f"the builder takes real memory: with {func} it has {format_size(nbytes)} of tensors that are not on "
+                f"the meta device. Leave device=… out of what it makes, so that planning can say where tensors go, and "
+                f"load weights afterwards"
             )
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
-from hetmem.planner.workload import Workload
+from hetmem.planner.workload import AS_IT_IS, Updating, Workload
 from hetmem.schedule.blocks import in_flight_bytes
 from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import used_ends
 from hetmem.schedule.placement import (
-    MOMENTS,
     PAGE_BYTES,
     STAGED_ROLES,
     Candidate,
@@ -103,12 +102,11 @@ def arrange(
     workload: Workload,
     capacities: Capacities,
     chunk_bytes: int | None = None,
-    *,
-    streamed_gradients: bool = False,
-    moments: str = "float32",
+    how: Updating = AS_IT_IS,
 ) -> Arrangement:
     """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
     Raises `NoRoom` where the run would raise `BudgetError`."""
+    lends = how.streamed_gradients
     if not capacities.nvme_bytes:
         _check_room(capacities.host_bytes - workload.away_bytes, workload, Tier.HOST)
         capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
@@ -120,13 +118,13 @@ def arrange(
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
         beside_bytes=workload.peak_live_bytes,
-        roles=STAGED_ROLES - streamed_gradients - _SAVED[moments],
-        lends=streamed_gradients,
+        roles=STAGED_ROLES - lends - _SAVED[how.moments],
+        lends=lends,
         third_state=False,
     )
-    ground = replace(ground, moments=moments)
+    ground = replace(ground, moments=how.moments)
     roles = [role for role in OWN if role != "grad" or workload.mixed_precision or not ground.resident]
-    lends = streamed_gradients and not ground.resident
+    lends = lends and not ground.resident
     loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
     loaned *= ground.uses_nvme and workload.away_bytes > 0
     smaller = replace(capacities, host_bytes=capacities.host_bytes - loaned)
@@ -162,10 +160,10 @@ def _check_room(left: int, workload: Workload, tier: Tier) -> None:
         )
 
 
-def state_bytes(workload: Workload, *, streamed_gradients: bool = False, moments: str = "float32") -> int:
+def state_bytes(workload: Workload, how: Updating = AS_IT_IS) -> int:
     """Bytes of parameters, gradients and two optimizer states, without waste; without gradients if they are streamed,
     which then take a few chunks' room."""
-    roles = len(OWN) - streamed_gradients - _SAVED[moments]
+    roles = len(OWN) - how.streamed_gradients - _SAVED[how.moments]
     return sum(
         int(spec.numel * spec.itemsize * (roles if index in workload.trainable else 1))
         for index, spec in enumerate(workload.parameters)
@@ -223,11 +221,8 @@ def _homes(
 ) -> tuple[dict[str, dict[int, Tier]], Room, tuple[int, ...]]:
     """Homes by role and chunk, what they leave, and the bytes of each home that is set aside, if gradients are lent
     those."""
-    chunks = ground.chunks
-    sizes = {chunk.index: ground.home_bytes(chunk.index, "param") for chunk in chunks}
-    state_sizes = {chunk.index: ground.home_bytes(chunk.index, "exp_avg") for chunk in chunks}
-    copy_sizes = {chunk.index: ground.home_bytes(chunk.index, "compute") for chunk in chunks}
-    owners = {role: [c.index for c in chunks if role == "param" or c.index in ground.trainable] for role in OWN}
+    chunks = [chunk.index for chunk in ground.chunks]
+    owners = {role: [chunk for chunk in chunks if role == "param" or chunk in ground.trainable] for role in OWN}
     if ground.resident:
         on_device = {role: dict.fromkeys(owners[role], Tier.DEVICE) for role in roles}
         return on_device, Room(round_down(capacities.host_bytes, PAGE_BYTES), 0), ()
@@ -238,7 +233,6 @@ def _homes(
     short, places = False, tuple[int, ...]()
     staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
     for role in OWN:
-        role_sizes = state_sizes if role in MOMENTS else sizes
         owning = [chunk for chunk in owners[role] if chunk not in staying]
         if role == "grad" and lends:
             homes[role] = dict.fromkeys(owning, Tier.HOST)
@@ -246,27 +240,26 @@ def _homes(
             room = replace(room, host_bytes=room.host_bytes - sum(places))
         else:
             try:
-                tiers = place([role_sizes[chunk] for chunk in owning], room, role)
+                tiers = place([ground.home_bytes(chunk, role) for chunk in owning], room, role)
             except BudgetError:
                 tiers, short = [], True
             homes[role] = dict(zip(owning, tiers, strict=False))
-            room = _left(room, homes[role], role_sizes)
+            room = _left(ground, role, homes[role], room)
         homes[role] |= dict.fromkeys(staying, Tier.DEVICE)
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
-            room = _left(room, homes["compute"], copy_sizes)
+            room = _left(ground, "compute", homes["compute"], room)
     if short:
-        fewer = sum(sizes[index] for index in owners["grad"]) - sum(places) if lends else 0
-        fewer += 2 * sum(sizes[index] - state_sizes[index] for index in owners["grad"])
+        kept = [role for role in OWN if not (role == "grad" and lends)]
+        states = sum(places) + sum(ground.home_bytes(chunk, role) for role in kept for chunk in owners[role])
         where, missing = Tier.HOST, ground.missing_bytes
         if ground.uses_nvme:  # where chunks do not fill host memory to the last byte, a little more than the difference
             ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
             there, _, _ = _homes(replace(ground, missing_bytes=0), ample, roles, lends=lends)
             needed = (ground.home_bytes(c, role) for role, at in there.items() for c in at if at[c] is Tier.NVME)
             where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
-        staying_bytes = sum(STAGED_ROLES * sizes[chunk] for chunk in ground.staying)
+        staying_bytes = sum(STAGED_ROLES * ground.home_bytes(chunk, "param") for chunk in ground.staying)
         there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""
-        states = ground.state_bytes - fewer
         message = f"the states take {format_size(states)} beside staging{there_too}"
         raise NoRoom(message, where, max(1, missing), states)
     return homes, room, places
@@ -282,9 +275,8 @@ def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:
         missing = nbytes - (left.nvme_bytes if nvme else left.host_bytes)
         raise NoRoom(str(error), Tier.NVME if nvme else Tier.HOST, missing) from error
     homes = {**arrangement.homes, "grad": {**arrangement.homes["grad"], chunk: tier}}
-    return replace(
-        arrangement, homes=homes, left=_left(left, {chunk: tier}, {chunk: nbytes}), lent=arrangement.lent - {chunk}
-    )
+    left = _left(arrangement.ground, "grad", {chunk: tier}, left)
+    return replace(arrangement, homes=homes, left=left, lent=arrangement.lent - {chunk})
 
 
 def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int, Tier]:
@@ -295,8 +287,9 @@ def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int,
     return {chunk: tier for chunk, tier in zip(wanted, tiers, strict=True) if tier is not None}
 
 
-def _left(room: Room, homes: Mapping[int, Tier], sizes: Mapping[int, int]) -> Room:
-    """What `homes` leave of `room`."""
+def _left(ground: Ground, role: str, homes: Mapping[int, Tier], room: Room) -> Room:
+    """What `homes` of `role` leave of `room`."""
+    sizes = {chunk: ground.home_bytes(chunk, role) for chunk in homes}
     host = sum(round_up(sizes[chunk], PAGE_BYTES) for chunk, tier in homes.items() if tier is Tier.HOST)
     nvme = sum(sizes[chunk] for chunk, tier in homes.items() if tier is Tier.NVME)
     return Room(room.host_bytes - host, room.nvme_bytes - nvme)

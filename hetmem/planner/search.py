@@ -114,7 +114,7 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
     it, or the host alone makes its updates."""
     capacities = asked.capacities
     with suppress(NoRoom):
-        ground = arrange(workload, capacities, asked.chunk_bytes, moments=asked.updating.moments).ground
+        ground = arrange(workload, capacities, asked.chunk_bytes, asked.updating).ground
         cap = min(ground.whole_bytes - MIB, capacities.device_bytes)
         if ground.resident and cap > 0:
             return asked.within(device_chunk_bytes=cap)
@@ -142,13 +142,7 @@ def _copies(best: Judged, asked: Setting) -> Setting | None:
 def arranged(workload: Workload, setting: Setting) -> Arrangement:
     """What a run as told by `setting` reserves."""
     how = setting.updating
-    made = arrange(
-        workload,
-        setting.capacities,
-        setting.chunk_bytes,
-        streamed_gradients=how.streamed_gradients,
-        moments=how.moments,
-    )
+    made = arrange(workload, setting.capacities, setting.chunk_bytes, how)
     if how.on_host_only and (made.ground.resident or made.ground.staying):
         nbytes = sum(made.bytes_by_role(Tier.DEVICE).values())
         raise NoRoom("small states are updated by the host alone, and have no room there", Tier.HOST, nbytes)

@@ -208,6 +208,10 @@ class Updating:
         return self.moments != "float32" or self.stochastic_rounding
 
 
+AS_IT_IS = Updating()
+"""As an optimizer of torch updates, or one of hetmem's that is told nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a run can be told, the machine that it is on, and the forwards and backwards of a step. `chunk_bytes`: None
@@ -217,7 +221,7 @@ class Setting:
     chunk_bytes: int | None
     hardware: HardwareProfile
     micro_batches: int = 1
-    updating: Updating = field(default_factory=Updating)
+    updating: Updating = AS_IT_IS
 
     def updated(self, **how: Any) -> Setting:
         """The same, but for what `how` says of its `updating`."""

@@ -149,7 +149,7 @@ def test_smaller_moments_need_so_much_less_of_the_host_which_alone_updates_them(
     ]
     assert missing[0]["host"] - missing[1]["host"] == pytest.approx(saved * 8 * MIB, rel=0.02)
     room = Capacities(64 * MIB, 26 * MIB, device_chunk_bytes=24 * MIB)
-    staying = [arrange(workload(), room, MIB, moments=kind).ground.staying for kind in ("float32", moments)]
+    staying = [arrange(workload(), room, MIB, Updating(moments=kind)).ground.staying for kind in ("float32", moments)]
     assert staying[0] and not staying[1]
     candidate = decide(workload(), Capacities(128 * MIB, 64 * MIB), HARDWARE, updating=how).candidate
     assert candidate is not None

@@ -35,7 +35,7 @@ def test_each_step_of_a_run_moves_what_was_planned(
     workload = trace(planner.TracedCall(GPT, BATCH, None, mixed_precision), real=True)
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
     streamed = gradients == "streamed"
-    arrangement = arrange(workload, capacities, chunk_bytes, streamed_gradients=streamed)
+    arrangement = arrange(workload, capacities, chunk_bytes, Updating(streamed_gradients=streamed))
     updating = Updating(overlapped=True, streamed_gradients=streamed)
     planned = Rehearsal(workload, arrangement, Setting(capacities, None, hardware=MACHINE, updating=updating))
     budget = hetmem.Budget(device=12 * MIB, host=16 * MIB, device_chunks=device_chunks, home_copies=home_copies)

@@ -313,7 +313,7 @@ def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
     """Six chunks have some at a time; updates slower than the backward hold all of them, and nobody gets one more."""
     slow = replace(SLOW, host=replace(SLOW.host, update_bytes_per_second=2e7))
     room = Capacities(24 * MIB, 256 * MIB, 0, 12 * MIB)
-    made = arrange(workload(16), room, MIB, streamed_gradients=True)
+    made = arrange(workload(16), room, MIB, Updating(streamed_gradients=True))
     how = Updating(overlapped=True, streamed_gradients=True)
     run = Rehearsal(workload(16), made, Setting(room, None, hardware=slow, updating=how))
     held: list[int] = []
