@@ -290,6 +290,10 @@ def survey(
         if states + copy_bytes * copied + least * elements * itemsize <= host_bytes:
             uses_nvme, staging = True, least
     gradients = [layout.chunks[index].span * elements * arriving[index] for index in with_states]
+    unstaged = host_bytes - staging * elements * itemsize
+    aside = sum(set_aside(gradients, unstaged // _ASIDE)) if uses_nvme else 0
+    if unstaged - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
+        aside = 0  # weights need all the room that there is
     staying, missing = frozenset[int](), 0
     if not resident:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
@@ -321,7 +325,7 @@ def survey(
         missing,
         host_bytes if uses_nvme else min(host_bytes, most + most // PIECE_BYTES * max(role_sizes.values())),
         arriving,
-        sum(set_aside(gradients, (host_bytes - staging * elements * itemsize) // _ASIDE)) if uses_nvme else 0,
+        aside,
     )
 
 
