@@ -32,21 +32,14 @@ def tensor_bytes(values: Any) -> int:
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Floating-point operations of a matrix operator; 0 for any other."""
     packet = func._overloadpacket
-    own = _OWN.get(str(packet))
-    if own is not None:
-        return own(args)
-    count: Callable[..., int] | None = flop_registry.get(packet)
-    return int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-
-
-def _flash(args: Any) -> int:
-    query, key, value = args[:3]
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _flash_backward(args: Any) -> int:
-    gradient, query, key, value = args[:4]
-    return int(sdpa_backward_flop_count(gradient.shape, query.shape, key.shape, value.shape))
+    name = str(packet).removeprefix("aten.")
+    if name in _FLASH:
+        count, operands = _FLASH[name]
+        return int(count(*(operand.shape for operand in args[:operands])))
+    if name == "_grouped_mm":
+        return _grouped(args)
+    known: Callable[..., int] | None = flop_registry.get(packet)
+    return int(known(*args, **kwargs, out_val=result)) if known is not None else 0
 
 
 def _grouped(args: Any) -> int:
@@ -57,12 +50,11 @@ def _grouped(args: Any) -> int:
     return int(2 * prod(left.shape[-2:]) * (left.shape[0] if left.dim() == 3 else 1) * right.shape[-1])
 
 
-_OWN: dict[str, Callable[[Any], int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _flash,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _flash_backward,
-    "aten._grouped_mm": _grouped,
+_FLASH: dict[str, tuple[Callable[..., int], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""Matrix operators that torch's own counter does not know."""
+"""Operators that torch's own counter does not know: how it counts their like, and by how many operands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +180,7 @@ class RefuseRealMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sizes: dict[int, int] = {}
-        self._live_bytes = 0
+        self._alive: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -197,26 +188,17 @@ class RefuseRealMemory(TorchDispatchMode):
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta" and leaf.layout is torch.strided:
-                self._count(leaf.untyped_storage())
-        self._check(func, 0)
+                self._alive[leaf.untyped_storage()._cdata] = leaf.untyped_storage()
+                self._check(func, 0)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
-            self._live_bytes += storage.nbytes()
-            weakref.finalize(storage, self._forget, key).atexit = False
-
-    def _forget(self, key: int) -> None:
-        self._live_bytes -= self._sizes.pop(key, 0)
-
     def _check(self, func: Any, more_bytes: int) -> None:
-        if self._live_bytes + more_bytes > MOST_BYTES:
+        nbytes = more_bytes + sum(storage.nbytes() for storage in self._alive.values())
+        if nbytes > MOST_BYTES:
             raise PlanError(
-                f"the builder takes real memory: with {func} it has {format_size(self._live_bytes + more_bytes)} of "
-                f"tensors that are not on the meta device. Leave device=… out of what it makes, so that planning can "
-                f"say where tensors go, and load weights afterwards"
+                f"the builder takes real memory: with {func} it has {format_size(nbytes)} of tensors that are not on "
+                f"the meta device. Leave device=… out of what it makes, so that planning can say where tensors go, and "
+                f"load weights afterwards"
             )
 
 

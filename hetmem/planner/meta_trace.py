@@ -51,27 +51,12 @@ class _Saved:
     dtype: torch.dtype
 
 
-def trace_step(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_of: Callable[[Any], torch.Tensor] | None,
-    mixed_precision: torch.dtype | None,
-    results: Results,
-) -> Workload:
-    """The workload of `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` of a forward alone. `model`
-    and the tensors are on one device: `meta`, or one where control flow sees values.
-
-    With `mixed_precision` the float32 parameters of `model` take that dtype for good, as operators would see them.
-    Whatever the model raises is raised here; `results.last` is then the operator that was called last.
-    """
-    return _Tracer(model, mixed_precision, results).run(args, kwargs, loss_of)
-
-
-class _Tracer:
-    """The state of one trace: which storages are parameters' and which are counted, and the events so far."""
+class MetaTracer:
+    """One trace: which storages are parameters' and which are counted, and the events so far."""
 
     def __init__(self, model: torch.nn.Module, mixed_precision: torch.dtype | None, results: Results) -> None:
+        """With `mixed_precision` the float32 parameters of `model` take that dtype for good, as operators would see
+        them."""
         self.results = results
         named = dict(model.named_parameters())
         self._model = model
@@ -113,7 +98,9 @@ class _Tracer:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor] | None
     ) -> Workload:
-        """Forward and backward, watched."""
+        """The workload of `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` of a forward alone. The
+        model and the tensors are on one device: `meta`, or one where control flow sees values. Whatever the model
+        raises is raised here; `results.last` is then the operator that was called last."""
         handles: list[Any] = [
             p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
         ]
@@ -346,7 +333,7 @@ class _Tracer:
 class _Uses(TorchFunctionMode):
     """Tells the tracer which operators use which parameters."""
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: MetaTracer) -> None:
         super().__init__()
         self._tracer = tracer
         self._answers: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -411,7 +398,7 @@ class _OperatorResults(TorchDispatchMode):
         """Say that nothing here is compiled: what torch would put around each call is a quarter of a trace."""
         return False
 
-    def __init__(self, tracer: _Tracer) -> None:
+    def __init__(self, tracer: MetaTracer) -> None:
         super().__init__()
         self._tracer = tracer
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hetmem.placing.filling import as_written
 from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
-from hetmem.planner.meta_trace import trace_step
+from hetmem.planner.meta_trace import MetaTracer
 from hetmem.planner.plan import PlanError
 from hetmem.planner.workload import Workload
 from hetmem.torch_private import tree_leaves, tree_map
@@ -63,8 +63,8 @@ def trace(call: TracedCall, results: Results | None = None, *, inference: bool =
         if inference:
             model.eval().requires_grad_(False)
             kwargs.pop("labels", None)
-            return trace_step(model, args, kwargs, None, call.mixed_precision, results)
-        return trace_step(model.train(), args, kwargs, loss_of, call.mixed_precision, results)
+            return MetaTracer(model, call.mixed_precision, results).run(args, kwargs, None)
+        return MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of)
     except PlanError:
         raise
     except Exception as error:

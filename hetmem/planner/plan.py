@@ -379,27 +379,20 @@ def _time(plan: Plan) -> Iterator[str]:
             f"optimizer: {there:.0%} of the parameters are updated on the device, {1 - there:.0%} by the host"
         )
     if plan.link_bytes.get("nvme_write"):
-        yield _wrapped(_wear(plan))
+        daily, life = _life(plan)
+        yield _wrapped(
+            f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(daily)} a day; a drive "
+            f"of {format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts {life}"
+        )
     yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
 
 
-def _wear(plan: Plan) -> str:
-    """How long a drive of the planned size lasts."""
-    return (
-        f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(_daily_bytes(plan))} a day; "
-        f"a drive of {format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts "
-        f"{_life(plan)}"
-    )
-
-
-def _daily_bytes(plan: Plan) -> float:
-    return plan.link_bytes["nvme_write"] / (plan.step_seconds or 1.0) * _DAY
-
-
-def _life(plan: Plan) -> str:
-    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / _daily_bytes(plan)
-    return f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
+def _life(plan: Plan) -> tuple[float, str]:
+    """Bytes written a day, and how long a drive of the planned size lasts."""
+    daily = plan.link_bytes["nvme_write"] / (plan.step_seconds or 1.0) * _DAY
+    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / daily
+    return daily, f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
 
 
 def _refusal(plan: Plan) -> Iterator[str]:
@@ -425,7 +418,7 @@ def _block(plan: Plan, best: Plan) -> Iterator[str]:
     assert best.step_seconds is not None
     how = f"{format_seconds(best.step_seconds)} a step"
     if plan.combined is not None and best.link_bytes.get("nvme_write"):
-        how += f", a drive lasts {_life(best)}"
+        how += f", a drive lasts {_life(best)[1]}"
     if plan.combined is not None:
         peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
         how += f", all with the same bits; peaks {peaks}"

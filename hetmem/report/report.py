@@ -19,7 +19,6 @@ import torch
 
 from hetmem.base.config import VERSION
 from hetmem.base.units import format_size
-from hetmem.engine.events import Held
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
@@ -86,6 +85,9 @@ def report(model: torch.nn.Module) -> MemoryReport:
     window, held = last_window(runtime.events), {} if moves is None else moves.held()
     past = history(runtime.events)
     parameters = sum(parameter.numel for parameter in runtime.parameters)
+    home_bytes = sum(chunk.role_nbytes(role) for chunk in runtime.chunks for role in chunk.homes)
+    widest = max((chunk.dtype.itemsize for chunk in runtime.chunks), default=0)
+    device, staging = (frozenset(runtime.traffic.residency.resident(tier)) for tier in (Tier.DEVICE, Tier.HOST))
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
@@ -107,16 +109,16 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "stall_seconds": runtime.events.stall_seconds,
         "host_wait_seconds": runtime.events.host_wait_seconds,
         "chunks": len(runtime.chunks),
-        "chunk_bytes": layout.chunk_elements * _widest(runtime),
+        "chunk_bytes": layout.chunk_elements * widest,
         "chunk_waste": layout.waste,
-        "bytes_per_parameter": (_home_bytes(runtime.chunks) + runtime.memory.spare_bytes) / max(1, parameters),
+        "bytes_per_parameter": (home_bytes + runtime.memory.spare_bytes) / max(1, parameters),
         "planned": None if runtime.prediction is None else dict(runtime.prediction),
         "missing": _missing(runtime, window),
         "history": past,
         "step": step_section(window, tiers, _tokens(window, past, runtime)) if window and window.whole else None,
         "beside_chunks": _beside_chunks(model, runtime),
-        "activations": activations_section(window, held) if window is not None else None,
-        "timeline": _timeline(runtime, window, held) if window is not None else None,
+        "activations": window and activations_section(window, held),
+        "timeline": window and timeline_section(window, _block_facts(runtime), (device, staging), held),
     }
     return MemoryReport(data)
 
@@ -225,12 +227,6 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
     return missing + runtime.memory.device.remarks()
 
 
-def _timeline(runtime: Runtime, window: Window, held: Held) -> dict[str, Any]:
-    residency = runtime.traffic.residency
-    present = (frozenset(residency.resident(Tier.DEVICE)), frozenset(residency.resident(Tier.HOST)))
-    return timeline_section(window, _block_facts(runtime), present, held)
-
-
 def _block_facts(runtime: Runtime) -> list[BlockFacts]:
     """Return what each block of the residency is, in the order of their numbers."""
     memory = runtime.memory
@@ -248,10 +244,6 @@ def _block_facts(runtime: Runtime) -> list[BlockFacts]:
     return [facts[block] for block in sorted(facts)]
 
 
-def _home_bytes(chunks: list[Chunk]) -> int:
-    return sum(chunk.role_nbytes(role) for chunk in chunks for role in chunk.homes)
-
-
 def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
     """Return bytes that homes take on `tier`; "kept" are the places of those that have moved to the device."""
     taken: Counter[str] = Counter()
@@ -262,10 +254,6 @@ def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
             if home.away is not None and home.away.tier is tier:
                 taken["kept"] += chunk.home_nbytes(role)
     return dict(taken)
-
-
-def _widest(runtime: Runtime) -> int:
-    return max((chunk.dtype.itemsize for chunk in runtime.chunks), default=0)
 
 
 def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,15 +132,6 @@ def _layers(*, between: bool) -> nn.Sequential:
     return nn.Sequential(*(make() for _ in range(_LAYERS) for make in layers))
 
 
-class _Phase(NamedTuple):
-    """What a forward, a backward or an update returned, when it began, the thread's seconds in it, and its fetches."""
-
-    result: Any
-    start: float
-    seconds: float
-    fetches: int
-
-
 class _Trained:
     """A model in chunks of `layers` layers beside a plain one, with room for a quarter of the chunks on the device."""
 
@@ -160,26 +151,26 @@ class _Trained:
 
     def step(self) -> None:
         """One step of both."""
-        plain = [self._timed(lambda: self._plain(self._batch).sum())]
-        plain.append(self._timed(plain[0].result.backward))
+        loss, alone, _ = self._timed(lambda: self._plain(self._batch).sum())
+        _, behind, _ = self._timed(loss.backward)
         self._plain.zero_grad()
-        phases = [self._timed(lambda: self._model(self._batch).sum())]
-        phases.append(self._timed(phases[0].result.backward))
+        loss, forward, fetches = self._timed(lambda: self._model(self._batch).sum())
+        _, backward, fetches_back = self._timed(loss.backward)
         self._updates.clear()
-        phases.append(self._timed(self._optimizer.step))
+        _, update, renewals = self._timed(self._optimizer.step)
+        began = time.perf_counter() - update
         self._optimizer.zero_grad()
-        beside = (*(phase.seconds for phase in plain), 0.0)
-        seen = [v for phase, alone in zip(phases, beside, strict=True) for v in (phase.seconds - alone, phase.fetches)]
-        self._seen.append((*seen, self._updates[0].start - phases[-1].start))
+        queued = self._updates[0].start - began
+        self._seen.append((forward - alone, fetches, backward - behind, fetches_back, update, renewals, queued))
 
-    def _timed(self, phase: Callable[[], Any]) -> _Phase:
-        """Run `phase` on an idle device."""
+    def _timed(self, phase: Callable[[], Any]) -> tuple[Any, float, int]:
+        """What `phase` returns on an idle device, the thread's seconds in it, and its fetches."""
         if self._on_gpu:
             torch.cuda.synchronize()
         fetches, start = self._counts.fetches[Tier.DEVICE], time.perf_counter()
         result = phase()
         seconds = time.perf_counter() - start
-        return _Phase(result, start, seconds, self._counts.fetches[Tier.DEVICE] - fetches)
+        return result, seconds, self._counts.fetches[Tier.DEVICE] - fetches
 
     def result(self) -> Seen:
         """Medians of all steps but the first four, which learn; nothing is left behind."""
