@@ -45,6 +45,9 @@ PIECE_BYTES = 64 << 30
 """Drivers page-lock no more than this in one call (r580 fails at 512 GiB); no copy may lie in two such pieces, so no
 home crosses a multiple of it in host memory."""
 
+_ASIDE = 4
+"""Weights leave at most one part in so many of host memory to gradients."""
+
 _LEAST_SLOTS = 4
 """Beside those of the largest chunk: so many are left to copies on the device where homes stay there."""
 
@@ -118,6 +121,8 @@ class Ground:
     """The most that the run can use of host memory."""
     arriving: tuple[int, ...]
     """By chunk, bytes of an element of a gradient as autograd makes it."""
+    aside_bytes: int
+    """What weights leave of host memory to gradients, so that streamed ones have places where weights fill the rest."""
     moments: str = "float32"
     """What each moment takes of an element: see `planner.workload.Updating`."""
 
@@ -284,14 +289,18 @@ def survey(
         least = (STAGED_ROLES + 1) * max(chunk.span for chunk in layout.chunks)
         if states + copy_bytes * copied + least * elements * itemsize <= host_bytes:
             uses_nvme, staging = True, least
+    gradients = [layout.chunks[index].span * elements * arriving[index] for index in with_states]
+    unstaged = host_bytes - staging * elements * itemsize
+    aside = sum(set_aside(gradients, unstaged // _ASIDE)) if uses_nvme else 0
+    if unstaged - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
+        aside = 0  # weights need all the room that there is
     staying, missing = frozenset[int](), 0
     if not resident:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
         missing -= round_down(host_bytes, PAGE_BYTES)
         missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))
         if lends:
-            sizes = (layout.chunks[index].span * elements * arriving[index] for index in with_states)
-            missing += sum(set_aside(sizes, host_bytes))
+            missing += sum(set_aside(gradients, host_bytes))
         if uses_nvme:  # what is too large for the rest of one tier lies on the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.usable_bytes - beside_bytes)
@@ -316,6 +325,7 @@ def survey(
         missing,
         host_bytes if uses_nvme else min(host_bytes, most + most // PIECE_BYTES * max(role_sizes.values())),
         arriving,
+        aside,
     )
 
 
