@@ -149,6 +149,20 @@ MUTATIONS = {
         "if written or torn:",
         "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works[nvme]",
     ),
+    "undo a step of torch by a copy that a view holds": Mutation(
+        "engine/write_check.py",
+        "if self._traffic.copy_counts(managed.chunk) and managed not in self.touched:",
+        "if self._traffic.copy_counts(managed.chunk):",
+        "tests/intercept/test_kept_views.py::"
+        "test_a_step_of_torch_that_a_drive_did_not_let_be_noted_is_not_undone_by_data_that_a_module_keeps",
+    ),
+    "miss the begin of a forward behind one that an interrupt has ended": Mutation(
+        "intercept/hooks.py",
+        "where is not None and where() is not module:\n            return None",
+        "where is not None:\n            return None",
+        "tests/intercept/test_whole.py::"
+        "test_a_forward_right_after_one_that_has_ended_without_a_word_has_what_was_written_between",
+    ),
     "update twice when a failed step is repeated": Mutation(
         "optim/step.py",
         "                if not update.begun:\n                    self._add_update(update, grad_scale)\n",

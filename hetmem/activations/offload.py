@@ -23,7 +23,7 @@ import torch
 from hetmem.activations.choice import LeavingChoice
 from hetmem.activations.storages import SavedStorage, SavedView, Spill
 from hetmem.base.weak import weakly
-from hetmem.engine.events import Held, SavedMove
+from hetmem.engine.events import Held
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Role
 from hetmem.memory.host_memory import Loan
@@ -351,7 +351,7 @@ class Activations:
     def _log(self, storage: SavedStorage, tiers: int) -> None:
         if tiers != storage.noted:
             events = self._runtime.events
-            events.saved.append(SavedMove(events.now(), storage.nbytes, storage.noted, tiers))
+            events.saved.append((events.now(), storage.nbytes, storage.noted, tiers))
             storage.noted = tiers
 
     def held(self) -> Held:

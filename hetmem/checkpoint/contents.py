@@ -212,7 +212,7 @@ def refuse_half_stepped(model: torch.nn.Module, way_out: str, optimizer: torch.o
     for interception in dict.fromkeys(interception for interception, _ in found):
         for listener in list(interception.gradients.listeners):
             if not own:
-                listener.settle()
+                listener.synchronize()
             if any(id(managed.parameter) not in own for managed in listener.begun()):
                 raise CheckpointError(f"some weights are one step further than others: {way_out}")
 

@@ -3,7 +3,6 @@
 from hetmem.cpu.adamw import (
     GROUP_ELEMENTS,
     AdamWStep,
-    adamw_compact_tasks,
     adamw_on_device,
     adamw_tasks,
     kernel_name,
@@ -17,7 +16,6 @@ __all__ = [
     "TILE_ELEMENTS",
     "AdamWStep",
     "Task",
-    "adamw_compact_tasks",
     "adamw_on_device",
     "adamw_tasks",
     "kernel_name",

@@ -93,29 +93,41 @@ def adamw_tasks(
     `torch.optim.AdamW(fused=True)` with `(grad.float() * grad_scale).to(param.dtype)`, and
     `param.to(compute_copy.dtype)`, bit for bit (a NaN is a NaN of any payload). Compiles on first use.
     """
-    return prepare_adamw(param, grad, exp_avg, exp_avg_sq, compute_copy)(step)
+    return prepare_adamw(param, grad, (exp_avg, exp_avg_sq), compute_copy)(step)
 
 
 def prepare_adamw(
     param: torch.Tensor,
     grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    moments: Sequence[torch.Tensor],
     compute_copy: torch.Tensor | None = None,
+    *,
+    key: int | None = None,
 ) -> Callable[[AdamWStep], list[Task]]:
-    """Return what makes the `adamw_tasks` of these tensors for one step after the other. It holds the memory."""
-    tensors = (param, grad, exp_avg, exp_avg_sq, compute_copy)
-    check_flat(*tensors)
-    loop = _verified_loop(param.dtype, grad.dtype, None if compute_copy is None else compute_copy.dtype)
-    kernel: Any = loop
-    body = 0 if isinstance(loop, str) else round_down(param.numel(), WIDEST_VECTOR)
-    arrays = tuple([None if tensor is None or not body else as_array(tensor) for tensor in tensors])
-    tiles = [cut(arrays, tile) for tile in runs_of(body)]
-    rest = [cut(tensors, slice(body + tile.start, body + tile.stop)) for tile in tiles_of(param.numel() - body)]
+    """Return what makes the `adamw_tasks` of these tensors for one step after the other. It holds the memory.
+
+    With a `key`, which is the parameter's own (of a seed and its name, say), `param` and each moment may be float32 or
+    bfloat16, and both moments in 8 bits; what is not float32 is rounded by chance: see note "chance". In 8 bits
+    `moments` are codes and scales of the first, then of the second. code * scale is the first moment (int8), or the
+    root of the second (uint8), with a float32 scale for each GROUP_ELEMENTS. All zeros is the state before the first
+    step. `compute_copy` gets the stored `param`. Equal bits on every CPU. A group of codes with an element that is not
+    finite decodes to NaN from then on. Raises `ManageError` where Numba cannot make that.
+    """
+    flats, numel = (param, grad, *moments, compute_copy), param.numel()
+    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # elements for one
+    check_flat(param, *(flat for flat, per in zip(flats, pers, strict=True) if per == 1))
+    dtypes = tuple([None if flat is None else flat.dtype for flat in flats])
+    loop: Any = _kernel(dtypes) if key is not None else _verified_loop(param.dtype, grad.dtype, dtypes[-1])
+    body = 0 if isinstance(loop, str) else numel if key is not None else round_down(numel, WIDEST_VECTOR)
+    arrays = [None if flat is None or not body else as_array(flat) for flat in flats]
+    tiles = [(np.int64(tile.start), cut(arrays, tile, pers)) for tile in runs_of(body)]
+    rest = [cut(flats, slice(body + tile.start, body + tile.stop), pers) for tile in tiles_of(numel - body)]
 
     def tasks(step: AdamWStep) -> list[Task]:
         scalars = scalars_of(step)
-        made: list[Task] = [partial(kernel, scalars, *tile) for tile in tiles]
+        if key is not None:
+            return [partial(loop, scalars, _keys(key, step.step, first), first, *tile) for first, tile in tiles]
+        made: list[Task] = [partial(loop, scalars, _NO_KEYS, first, *tile) for first, tile in tiles]
         return [*made, *[partial(update_by_torch, step, *tile) for tile in rest]] if rest else made
 
     return tasks
@@ -196,6 +208,9 @@ def scalars_of(step: AdamWStep) -> tuple[np.float32, ...]:
 
 # ---- The choice between the two, and torch's kernel. ----
 
+_STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
+"""The one that is tried."""
+
 
 @cache
 def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dtype | None) -> loops.Loop | str:
@@ -207,15 +222,16 @@ def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dt
 
 def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
     """Whether `loop` and torch's kernel agree in every bit on a thousand elements."""
-    step = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
     angles = torch.linspace(0, 700, 1024, dtype=torch.float64, device="cpu")
     param, grad, exp_avg, exp_avg_sq = (angles.add(shift).sin().float() for shift in range(4))
     copy = None if copy_dtype is None else torch.empty_like(param, dtype=copy_dtype)
     tensors = (param, grad.to(grad_dtype), exp_avg, exp_avg_sq.square(), copy)
     given = [tensor for tensor in tensors if tensor is not None]
     expected = [tensor.clone() for tensor in given]
-    update_by_torch(step, *expected)
-    loop(scalars_of(step), *(None if tensor is None else as_array(tensor) for tensor in tensors))
+    update_by_torch(_STEP, *expected)
+    loop(
+        scalars_of(_STEP), _NO_KEYS, np.int64(0), *(None if tensor is None else as_array(tensor) for tensor in tensors)
+    )
     return all(map(torch.equal, given, expected))
 
 
@@ -279,45 +295,17 @@ def _needs_numba(why: str) -> ManageError:
     )
 
 
-def adamw_compact_tasks(
-    step: AdamWStep,
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    moments: Sequence[torch.Tensor],
-    compute_copy: torch.Tensor | None = None,
-    *,
-    key: int,
-) -> list[Task]:
-    """`adamw_tasks` for states of which each may be float32 or bfloat16, or for moments in 8 bits; what is not float32
-    is rounded by chance.
-
-    `moments`: the first and the second; in 8 bits codes and scales of the one, then of the other. code * scale is the
-    first moment (int8), or the root of the second (uint8), with a float32 scale for each GROUP_ELEMENTS. All zeros is
-    the state before the first step.
-
-    `key` is the parameter's own (of a seed and its name, say). `compute_copy` gets the stored `param`. Equal bits on
-    every CPU. A group of 8-bit codes with an element that is not finite decodes to NaN from then on.
-    """
-    flats = [param, grad, *moments, compute_copy]
-    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # elements for one
-    check_flat(param, *(flat for flat, per in zip(flats, pers, strict=True) if per == 1))
-    run = _kernel(tuple(None if flat is None else flat.dtype for flat in flats))
-    tasks: list[Task] = []
-    for tile in tiles_of(param.numel()):
-        ends = [slice(tile.start // per, -(-tile.stop // per)) for per in pers]
-        parts = (None if flat is None else flat[end] for flat, end in zip(flats, ends, strict=True))
-        tasks.append(partial(run, step, key, tile.start, *parts))
-    return tasks
-
-
-def _keys(key: int, step: int, first: int) -> tuple[np.uint32, ...]:
+def _keys(key: int, step: int, first: np.int64 | int) -> tuple[np.uint32, ...]:
     """Two keys for the moments and two for the weight. The hash takes 32 bits of the index: the others are in here."""
-    digest = hashlib.blake2b(f"{key} {step} {first >> 32}".encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(f"{key} {step} {int(first) >> 32}".encode(), digest_size=16).digest()
     return tuple(np.frombuffer(digest, np.dtype("<u4")).astype(np.uint32))
 
 
+_NO_KEYS = (np.uint32(0),) * 4
+
+
 @cache
-def _kernel(dtypes: tuple[torch.dtype | None, ...]) -> Callable[..., None]:
+def _kernel(dtypes: tuple[torch.dtype | None, ...]) -> loops.Loop:
     """Return the loop as machine code for param, grad, moments (7 in all where they have scales) and copy of `dtypes`.
     Raises `ManageError` where Numba cannot make it."""
     in_codes, grad, copy = len(dtypes) == 7, dtypes[1], dtypes[-1]
@@ -326,19 +314,14 @@ def _kernel(dtypes: tuple[torch.dtype | None, ...]) -> Callable[..., None]:
     assert grad in GRADIENTS and copy in COPIES, f"gradients and copies are of 16 or 32 bits, got {grad} and {copy}"
     try:
         with loops.compiling():
-            compiled = partial(_run, loops.compile_loop(loops.adamw_8_bit if in_codes else loops.adamw_compact))
-            step = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
-            nothing = (None if dtype is None else torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes)
-            compiled(step, 0, 0, *nothing)
+            compiled = loops.compile_loop(loops.adamw_8_bit if in_codes else loops.adamw)
+            nothing = (
+                None if dtype is None else as_array(torch.empty(0, dtype=dtype, device="cpu")) for dtype in dtypes
+            )
+            compiled(scalars_of(_STEP), _NO_KEYS, np.int64(0), *nothing)
             return compiled
     except Exception as error:
         raise _needs_numba(f"{type(error).__name__}: {error}") from error
-
-
-def _run(loop: loops.Loop, step: AdamWStep, key: int, first: int, *tensors: torch.Tensor | None) -> None:
-    """Run `loop` on a tile whose first element is the parameter's element `first`."""
-    arrays = (None if tensor is None else as_array(tensor) for tensor in tensors)
-    loop(scalars_of(step), _keys(key, step.step, first), np.int64(first), *arrays)
 
 
 # ---- The device, as the host computes. ----
@@ -347,7 +330,6 @@ Flats = tuple[torch.Tensor, ...]
 """Of one parameter: itself, its gradient, the two moments and, if there is one, the 16-bit copy that gets it."""
 
 _SIMULATED = TorchBackend("the device is simulated")
-_STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
 _WIDTHS = (16, 8, 4, 2, 1)
 _TRIED = (1024, *(31,) * 16)
 """Elements of the tensors of a trial: whole vectors of any kind of element, and 16 times a tail."""

@@ -52,22 +52,12 @@ def element(scalars: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
     return p, m, v
 
 
-def adamw(scalars: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any) -> None:
-    """`element` over arrays; `copy`, if not None, takes the new `param` in its own type."""
-    for i in range(param.size):
-        p, m, v = element(scalars, param[i], _widen(grad[i]), exp_avg[i], exp_avg_sq[i])
-        param[i], exp_avg[i], exp_avg_sq[i] = p, m, v
-        if copy is not None:
-            copy[i] = _narrow(p, copy[i])
+def adamw(scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any) -> None:
+    """`element` over arrays; `copy`, if not None, takes the new `param` in its own type.
 
-
-# ---- AdamW on smaller states, rounded by chance: see note "chance" of `hetmem.cpu.adamw`. ----
-
-
-def adamw_compact(
-    scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any
-) -> None:
-    """`element` over arrays of float32 or bfloat16; element 0 is the parameter's element `first`."""
+    States are float32, or bfloat16 rounded by chance (see note "chance" of `hetmem.cpu.adamw`), for which element 0 is
+    the parameter's element `first`.
+    """
     for i in range(param.size):
         state = _widen(param[i]), _widen(grad[i]), _widen(exp_avg[i]), _widen(exp_avg_sq[i])
         p, m, v = element(scalars, *state)

@@ -50,9 +50,12 @@ def runs_of(numel: int) -> list[slice]:
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
-def cut(whole: tuple[Any, ...], part: slice) -> tuple[Any, ...]:
-    """`part` of each tensor or array; None stays None."""
-    return tuple(None if memory is None else memory[part] for memory in whole)
+def cut(whole: Sequence[Any], part: slice, pers: Sequence[int]) -> list[Any]:
+    """The elements in `part` of each tensor or array, one of which stands for `per` elements; None stays None."""
+    return [
+        None if memory is None else memory[part.start // per : -(-part.stop // per)]
+        for memory, per in zip(whole, pers, strict=True)
+    ]
 
 
 def as_array(tensor: torch.Tensor) -> Array:

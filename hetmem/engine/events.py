@@ -3,7 +3,7 @@
 Times are seconds of the device's clock (`time.perf_counter`, where time is not simulated). An entry costs about a
 microsecond; the oldest are forgotten first.
 
-Note "plain entries": of what is noted at each use of a weight a log keeps tuples of numbers and strings. Python's
+Note "plain entries": a log keeps tuples of numbers and strings. Python's
 garbage collector forgets such tuples at its first look, while it goes through all named ones, and through those that
 hold a member of an enumeration, again and again. They get names as they are read.
 
@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.chunk_limit import DevicePeaks
-from hetmem.schedule.placement import Way
+from hetmem.schedule.trace import Tier
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""
@@ -135,7 +135,7 @@ class Log(deque[Any], Generic[Entry]):
         self._named = named
 
     def __iter__(self) -> Iterator[Entry]:
-        return map(self._named, super().__iter__())
+        return map(self._named, [*super().__iter__()])  # as it is now, while threads append
 
     def __getitem__(self, at: int) -> Entry:  # type: ignore[override]
         return self._named(super().__getitem__(at))
@@ -160,23 +160,23 @@ class EventLog:
         self.transfers = Log(_transfer, entries)
         self.moments = Log(MomentSeen._make, entries)
         self.copies = Log(CopyChange._make, entries)
-        self.saved: deque[SavedMove] = deque(maxlen=entries)
+        self.saved = Log(SavedMove._make, entries)
         """Of a model whose activations move."""
         self.faults = Log(Fault._make, entries)
         self.stalls = Log(Stall._make, entries)
-        self.updates: deque[Span] = deque(maxlen=entries)
-        self.segments: deque[Span] = deque(maxlen=entries)
+        self.updates = Log(Span._make, entries)
+        self.segments = Log(Span._make, entries)
         """As the device ran them."""
-        self.launched: deque[Span] = deque(maxlen=entries)
+        self.launched = Log(Span._make, entries)
         """The same as the host asked for them, where compute is behind it."""
-        self.host_waits: deque[Span] = deque(maxlen=entries)
+        self.host_waits = Log(Span._make, entries)
         """When the host waited, where compute is behind it; else these are the stalls."""
-        self.caught_up: deque[Span] = deque(maxlen=entries)
+        self.caught_up = Log(Span._make, entries)
         """Stretches at whose end compute had caught up with the host."""
         self.stall_seconds = self.host_wait_seconds = 0.0
         self.awaited = -1
         """The block that waits are for."""
-        self.fed: deque[Fed] = deque(maxlen=entries)
+        self.fed = Log(Fed._make, entries)
         self.tokens = 0
         self._segment: tuple[str, float] | None = None
         self._begin_marked = False
@@ -187,7 +187,7 @@ class EventLog:
 
     def feed(self, tokens: int, *, trains: bool) -> None:
         """Note that a forward of the whole model begins; see `Fed`."""
-        self.fed.append(Fed(self.now(), tokens, trains))
+        self.fed.append((self.now(), tokens, trains))
         self.tokens += tokens
 
     def begin_segment(self, what: str) -> None:
@@ -211,7 +211,7 @@ class EventLog:
         if self._begin_marked:
             self._marked(_Mark("end", self.now(), self._clock.timed_mark(), what, since=since))
         elif not self.behind:
-            self.segments.append(Span(what, since, self.now()))
+            self.segments.append((what, since, self.now()))
 
     def running(self) -> tuple[str, float] | None:
         """The segment that runs now and when it began, on the host."""
@@ -226,7 +226,7 @@ class EventLog:
     def updated(self, what: str, since: tuple[float, Any]) -> None:
         """The device was asked to update `what`, where it lives there, since `here`."""
         if not self.behind:
-            self.updates.append(Span(what, since[0], self.now()))
+            self.updates.append((what, since[0], self.now()))
         elif since[1] is not None:
             self._marked(_Mark("update", self.now(), self._clock.timed_mark(), what, since[1]))
 
@@ -237,7 +237,7 @@ class EventLog:
         if not self.behind:
             self._stalled(start, end, self.awaited)
             return
-        self.host_waits.append(Span("wait", start, end))
+        self.host_waits.append(("wait", start, end))
         self._marked(_Mark("wait", start, mark, other=end, block=self.awaited))
 
     def waits_for(self, block: int, end: Any) -> None:
@@ -284,14 +284,14 @@ class EventLog:
         clock, ready = self._clock, self._clock.when(mark.mark)
         resumed = ready
         if self._resumed is not None and ready - mark.asked <= CAUGHT_UP * (ready - self._resumed):
-            self.caught_up.append(Span("caught up", self._resumed, ready))
+            self.caught_up.append(("caught up", self._resumed, ready))
         if mark.kind == "begin":
             self._running = (mark.what, ready)
         elif mark.kind == "end":
-            self.segments.append(Span(mark.what, self._running[1], ready))
-            self.launched.append(Span(mark.what, mark.since, mark.asked))
+            self.segments.append((mark.what, self._running[1], ready))
+            self.launched.append((mark.what, mark.since, mark.asked))
         elif mark.kind == "update":
-            self.updates.append(Span(mark.what, clock.when(mark.other), ready))
+            self.updates.append((mark.what, clock.when(mark.other), ready))
         else:
             resumed = max(ready, clock.when(mark.other) if mark.kind == "copy" else mark.other)
             if resumed > ready:
@@ -305,5 +305,5 @@ class Statistics(DevicePeaks):
     """Peaks and sums of a run. Only grows."""
 
     steps: int = 0
-    updated_bytes: Counter[Way] = field(default_factory=Counter)
+    updated_bytes: Counter[Tier] = field(default_factory=Counter)
     """Of parameters, by where they were updated."""

@@ -24,7 +24,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import format_size
-from hetmem.engine.events import Span
 from hetmem.engine.gradient_views import updated_by_another
 from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.errors import ManageError, StoreError
@@ -108,7 +107,7 @@ def _count_step(runtime: Runtime) -> None:
     """Count a step of an optimizer that is not hetmem's in reports: the host has updated for as long as it took."""
     segment = runtime.events.running()
     if segment is not None and segment[0] == "step":
-        runtime.events.updates.append(Span("all", segment[1], runtime.events.now()))
+        runtime.events.updates.append(("all", segment[1], runtime.events.now()))
         runtime.events.end_segment()
         runtime.statistics.steps += 1
 

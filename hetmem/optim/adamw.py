@@ -15,7 +15,6 @@ from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
     Task,
-    adamw_compact_tasks,
     adamw_on_device,
     prepare_adamw,
 )
@@ -133,7 +132,7 @@ class AdamWRule(Rule):
         states, step = update.states, _count(update)
         if update.kernel is None:
             moments = states["exp_avg"], states["exp_avg_sq"]
-            update.kernel = prepare_adamw(update.param, update.grad, *moments, update.copy)
+            update.kernel = prepare_adamw(update.param, update.grad, moments, update.copy)
         return update.kernel(step)
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
@@ -210,7 +209,7 @@ class CompactAdamWRule(Rule):
         step, key = _count(update), (self.seed << 32) + update.number
         names = (each for role in _ROLES for each in (role.name, f"{role.name}_scale"))
         moments = [update.states[name] for name in names if name in update.states]
-        return adamw_compact_tasks(step, update.param, update.grad, moments, update.copy, key=key)
+        return prepare_adamw(update.param, update.grad, moments, update.copy, key=key)(step)
 
     def on_device(self, updates: list[ParameterUpdate]) -> None:
         """Not there: states this small are for models that are larger than the device."""

@@ -14,7 +14,6 @@ from operator import attrgetter
 from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.events import Span
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
 from hetmem.memory.chunk import Chunk, Role, without_graph
@@ -162,7 +161,7 @@ class Updates(HostUpdates[ChunkUpdate]):
                 finally:
                     self._close(update, failed=True)
             self._close(update, failed=False)
-            self._runtime.events.updates.append(Span(f"chunk {update.chunk.spec.index}", update.began, batch.ended))
+            self._runtime.events.updates.append((f"chunk {update.chunk.spec.index}", update.began, batch.ended))
             if self.idle:
                 self._traffic.executor.forget(self._owner())
             self.pump()

@@ -30,7 +30,6 @@ from hetmem.report.step import activations_section, step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
 from hetmem.report.window import Window, history, last_window, only_infers
-from hetmem.schedule.placement import Way
 from hetmem.schedule.trace import Tier
 
 _NAMES_SHOWN = 6
@@ -102,7 +101,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
             link.value: {"bytes": use.bytes, "seconds": use.seconds}
             for link, use in runtime.traffic.engine.links().items()
         },
-        "updates": {way.value: statistics.updated_bytes[way] for way in Way},
+        "updates": {"host": statistics.updated_bytes[Tier.HOST], "resident": statistics.updated_bytes[Tier.DEVICE]},
         "fetches": sum(counts.fetches.values()),
         "evictions": sum(counts.evictions.values()),
         "faults": counts.faults[Tier.DEVICE],

@@ -7,16 +7,14 @@ It selects entries by time and copies them; it knows nothing of chunks, tiers or
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, SavedMove, Span, Stall, Transfer
 
-Entry = TypeVar("Entry")
 Interval = tuple[float, float]
 
 TRAINING = ("forward", "backward")
@@ -59,7 +57,7 @@ class Window:
 
 def last_window(events: EventLog) -> Window | None:
     """Return the last whole step of `events`; without one, from the last forward on; None if nothing ran."""
-    segments, inference = _copied(events.segments), only_infers(events)
+    segments, inference = list(events.segments), only_infers(events)
     ends = [span.end for span in segments if span.what == "step"]
     if len(ends) >= 2:
         return _window(events, "step", ends[-2], ends[-1], segments, whole=True)
@@ -76,7 +74,7 @@ def last_window(events: EventLog) -> Window | None:
 
 def only_infers(events: EventLog) -> bool:
     """Whether no forward of the log could be followed by a backward."""
-    fed = _copied(events.fed)
+    fed = list(events.fed)
     return bool(fed) and not any(each.trains for each in fed)
 
 
@@ -84,11 +82,11 @@ def history(events: EventLog) -> dict[str, Any]:
     """Return the last steps, or forwards of a model that is not trained, as columns: seconds from the end of the one
     before, what compute waited in them, and the tokens that were fed."""
     of = "forward" if only_infers(events) else "step"
-    stalls, fed = _copied(events.stalls), _copied(events.fed)
+    stalls, fed = list(events.stalls), list(events.fed)
     full = [log[0][0] for log in (stalls, fed) if log and len(log) == events.stalls.maxlen]
     since = max(full, default=0.0)  # what was before is forgotten
     ends, asked = (
-        [span.end for span in _copied(spans) if span.what == of and span.end >= since][-REMEMBERED - 1 :]
+        [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
         for spans in (events.segments, events.launched if events.behind else events.segments)
     )
     waited = union((stall.start, stall.end) for stall in stalls)
@@ -112,7 +110,7 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
         entries = getattr(events, kind)
         if len(entries) == entries.maxlen and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
             forgotten.append(kind)
-        logs[kind] = _touching(_copied(entries), start, inf if kind in _REACHING_ON else end)
+        logs[kind] = _touching(list(entries), start, inf if kind in _REACHING_ON else end)
     return Window(covers, start, end, forgotten=tuple(forgotten), whole=whole, **logs)
 
 
@@ -121,14 +119,6 @@ def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
     if entries and hasattr(entries[0], "end"):
         return [each for each in entries if each.end > start and each.start < end]
     return [each for each in entries if start <= each.at < end]
-
-
-def _copied(entries: deque[Entry]) -> list[Entry]:
-    """Return a copy of a log that other threads append to: one that grows meanwhile is copied anew."""
-    try:
-        return list(entries)
-    except RuntimeError:  # mutated during iteration
-        return _copied(entries)
 
 
 # ---- intervals -------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Cache:
         """Whether the schedule has the use just reached."""
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
-        if nearer is not None:
+        if nearer is not None and count:
             nearer._farther = self
 
     # ---- copies ------------------------------------------------------------------------------------------------
@@ -297,15 +297,16 @@ class Cache:
             return []
         if self.tier is HOST or self.kept:
             return self._victims(span, spared, needed_at + 1, arrived=True)
-        position = self.schedule.position
-        before = position - 1 if position else 0, needed_at
-        awaited = self.schedule.furthest(*before)
+        schedule = self.schedule
+        position = schedule.position
+        before = position - 1 if position else 0
+        awaited = schedule.furthest(before, needed_at)
         least = position + int(_ALMOST * (awaited - position))
         if least <= needed_at:
             least = needed_at + 1
         victims = self._victims(span, spared, least, arrived=True)
         if not victims and needed_at <= self.complete:  # nothing that is needed sooner is missing
-            self.ask_at = min(self.schedule.first_with(least, *before) + 2, needed_at + 1)
+            self.ask_at = min(schedule.first_with(least, before, needed_at) + 2, needed_at + 1)
         return victims
 
     def excess(self) -> list[int]:
@@ -327,10 +328,10 @@ class Cache:
             spared = {*spared, *victims}
         if missing <= 0:
             return victims
-        if missing == 1:  # most often: whatever is first is enough
-            return victims + self._first(1, spared, least, arrived=arrived)
         more = self._first(missing, spared, least, arrived=arrived)
-        return victims + more if sum(map(self._span, more)) >= missing else []
+        if missing > 1 and sum(map(self._span, more)) < missing:
+            return []
+        return victims + more if victims else more
 
     def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
         """Return what goes first of what is not in use and has `arrived`, or is on its way: so much as takes `slots`
@@ -339,16 +340,17 @@ class Cache:
         since it was fetched, and is used no sooner."""
         copies, by_next_use, chosen = self.copies, self._by_next_use, list[int]()
         for rank in reversed(self._order.ranks()):
+            if least is not None and by_next_use and rank[0] < least:
+                break
             block = rank[-1]
             copy = copies[block]
-            if least is not None:
-                if by_next_use and rank[0] < least:
-                    break
-                if copy.dirty or block in self.unused or not (by_next_use or self._next_use(block) >= least):
-                    continue
             if copy.uses or copy.writing or block in spared:
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
+                continue
+            if least is not None and (copy.dirty or block in self.unused):
+                continue
+            if least is not None and not (by_next_use or self._next_use(block) >= least):
                 continue
             chosen.append(block)
             slots -= self._blocks[block].span

@@ -298,7 +298,7 @@ def test_one_torch_thread_means_this_threads_operators() -> None:
 
 
 def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "adamw", lambda scalars, param, grad, exp_avg, exp_avg_sq, copy: None)
+    monkeypatch.setattr(loops, "adamw", lambda scalars, keys, first, param, grad, exp_avg, exp_avg_sq, copy: None)
     update._verified_loop.cache_clear()
     assert kernel_name() == "torch (this build of torch rounds differently)"
     update._verified_loop.cache_clear()

@@ -22,6 +22,7 @@ from tests.cpu.tested import (
     WorkerPool,
     adamw_compact_tasks,
     adamw_tasks,
+    in_one,
     torch_adamw,
     update,
 )
@@ -116,7 +117,7 @@ def test_five_steps_are_the_float32_update_rounded_by_chance(
         wanted = expected_compact(scaled, first, states, grad.float().mul(0.3))
         copy = torch.full((numel,), 7.0, dtype=grad_dtype)
         p, m, v = states
-        update._kernel((*dtypes[:1], grad_dtype, *dtypes[1:], grad_dtype))(step, KEY, first, p, grad, m, v, copy)
+        in_one(step, KEY, first, p, grad, m, v, copy)
         for actual, wanted_state, what in zip(states, wanted, "pmv", strict=True):
             assert_equal(actual, wanted_state, f"{what} of step {count}")
         assert_equal(copy, p.to(grad_dtype), "copy")
@@ -145,7 +146,7 @@ def test_threads_change_no_bit(threads: int) -> None:
     whole = [randn(numel, BF16, seed) for seed in range(3)] + [randn(numel, BF16, 9).abs()]
     other = [tensor.clone() for tensor in whole]
     pool.run(adamw_compact_tasks(STEP, *whole, key=KEY))
-    update._kernel((BF16,) * 4 + (None,))(STEP, KEY, 0, *other, None)  # in one
+    in_one(STEP, KEY, 0, *other, None)
     pool.close()
     assert all(map(torch.equal, whole, other))
 
@@ -254,7 +255,7 @@ def test_five_steps_are_the_float32_update_in_codes_by_chance(
         torch_adamw(update.scalars_of(step), wide[0], grad.float(), wide[1], wide[2], None)
         copy = torch.full((numel,), 7.0, dtype=grad_dtype)
         tensors = p, grad, m.codes, m.scales, root.codes, root.scales, copy
-        update._kernel(tuple(tensor.dtype for tensor in tensors))(step, KEY, first, *tensors)
+        in_one(step, KEY, first, *tensors)
         of_m, of_v, of_p = chances(KEY, count, first, numel)
         assert_equal(p, wide[0] if param_dtype is F32 else by_chance(wide[0], of_p), "p")
         assert_equal(copy, p.to(grad_dtype), "copy")
@@ -271,7 +272,7 @@ def test_threads_change_no_code(threads: int) -> None:
     for count in (1, 2):
         step = dataclasses.replace(STEP, step=count)
         pool.run(adamw_compact_tasks(step, p, grad, m, root, key=KEY))
-        update._kernel((*(tensor.dtype for tensor in whole), None))(step, KEY, 0, *whole, None)  # in one
+        in_one(step, KEY, 0, *whole, None)
     pool.close()
     assert torch.equal(p, other_p)
     for one, other in ((m, other_m), (root, other_root)):

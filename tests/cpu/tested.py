@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hetmem.cpu import (
@@ -42,6 +43,7 @@ __all__ = [
     "adamw_on_device",
     "adamw_tasks",
     "equals_host",
+    "in_one",
     "kernel_name",
     "kernels",
     "loops",
@@ -80,7 +82,14 @@ def adamw_compact_tasks(
 ) -> list[Task]:
     both = (exp_avg, exp_avg_sq)
     moments = [each for moment in both for each in (moment if isinstance(moment, Codes8Bit) else [moment])]
-    return update.adamw_compact_tasks(step, param, grad, moments, copy, key=key)
+    return update.prepare_adamw(param, grad, moments, copy, key=key)(step)
+
+
+def in_one(step: AdamWStep, key: int, first: int, *tensors: torch.Tensor | None) -> None:
+    """The update on small states of a tile that begins at element `first`."""
+    loop = update._kernel(tuple(None if tensor is None else tensor.dtype for tensor in tensors))
+    arrays = (None if tensor is None else workers.as_array(tensor) for tensor in tensors)
+    loop(update.scalars_of(step), update._keys(key, step.step, first), np.int64(first), *arrays)
 
 
 def adamw(pool: WorkerPool, *of: Any) -> None:

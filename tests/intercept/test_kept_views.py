@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetmem.errors import ManageError
+from hetmem import testing
+from hetmem.errors import ManageError, StoreError
 from tests.engine.harness import (
     BATCHES,
     WIDTH,
@@ -260,3 +261,17 @@ def test_a_view_that_a_module_keeps_shows_the_weight_as_it_is(
             for module in (plain, managed):
                 module.layer.weight.mul_(0.9)
         assert_same_weights(plain, managed, f"step {step}")
+
+
+def test_a_step_of_torch_that_a_drive_did_not_let_be_noted_is_not_undone_by_data_that_a_module_keeps(
+    tmp_path: Path,
+) -> None:
+    plain, managed = pair(Keeps, "host", tmp_path)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True) for module in (plain, managed)]
+    for batch in BATCHES:
+        for module, optimizer in zip((plain, managed), optimizers, strict=True):
+            loss_of(module, batch).backward()
+            with testing.failing("home written", lambda: StoreError(5, "cannot read"), times=1):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed)

@@ -70,6 +70,22 @@ def test_a_backward_may_be_on_another_thread_than_its_forward(placement: str, tm
     train_both(*modules, BATCHES)
 
 
+def test_a_backward_that_raises_gives_the_turn_to_other_threads(tmp_path: Path) -> None:
+    modules = pair(mlp, "host", tmp_path)
+
+    def raises(gradient: torch.Tensor) -> None:
+        raise ValueError("in a hook of the program")
+
+    for module in modules:
+        handle = module.get_parameter("0.weight").register_hook(raises)
+        loss = loss_of(module, BATCHES[0])
+        with pytest.raises(ValueError, match="of the program"):
+            loss.backward()
+        handle.remove()
+        module.zero_grad()
+    assert_same(*both(modules, lambda module: beside(lambda: loss_of(module, BATCHES[1]), waits=False)()), "loss")
+
+
 def beside(act: Callable[[], Any], *, waits: bool = True) -> Callable[[], Any]:
     """Begin `act` on a thread of its own, which has had the time to do it when this returns, unless it `waits`; what is
     returned waits for it and returns as `on_a_thread` does."""

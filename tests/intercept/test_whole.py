@@ -29,6 +29,7 @@ from tests.engine.harness import (
     pair,
     token_batches,
     train_both,
+    vector_batches,
 )
 from tests.intercept.test_pointers import Raw
 
@@ -442,3 +443,33 @@ def test_hooks_that_a_forward_registers_and_removes_are_called_as_in_torch(mixed
         assert managed.seen == plain.seen
     hetmem.release(managed)
     assert list(managed.second._forward_pre_hooks) == [handle.id for handle in managed.handles[:1]]
+
+
+class Ends(nn.Module):
+    """A forward that ends without a word to hooks where it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.ends = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        if self.ends:
+            raise KeyboardInterrupt
+        return x
+
+
+def test_a_forward_right_after_one_that_has_ended_without_a_word_has_what_was_written_between(tmp_path: Path) -> None:
+    mixed = torch.bfloat16
+    plain, managed = pair(Ends, "resident", tmp_path, mixed_precision=mixed, sanitize=False)
+    batches = vector_batches(2, 4, WIDTH, dtype=mixed)
+    train_both(plain, managed, batches, Recipe(steps=2, mixed=mixed))
+    weights = [module.get_parameter("layers.0.weight").data for module in (plain, managed)]  # writes count no version
+    managed.ends = True
+    with pytest.raises(KeyboardInterrupt):
+        managed(*batches[0])
+    managed.ends = False
+    for weight in weights:
+        weight.mul_(2)
+    assert_same(plain.to(mixed)(*batches[0]), managed(*batches[0]), "an output")

@@ -225,7 +225,9 @@ def test_no_update_changes_what_the_disk_is_still_writing(tmp_path: Path, monkey
 
 
 def test_what_the_thread_prepares_for_an_update_is_no_time_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hetmem.manage(torch.nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="4MiB", device_chunks="32KiB"), device="sim")
+    model = hetmem.manage(
+        torch.nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="4MiB", device_chunks="32KiB"), device="sim"
+    )
     optimizer, real, made = hetmem.AdamW(model.parameters()), Updates.add, []
 
     def add(self: Updates, job: ChunkUpdate) -> None:
