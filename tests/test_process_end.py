@@ -35,7 +35,7 @@ def work():
     pool.begin([busy] * 2)
 
 ran, pool, disk = [], WorkerPool(2), Threads(1, "hetmem-nvme-read")
-locks = [PageLocks(Cudart(), Mapping(4096), 4096) for _ in range(2)]
+locks = [PageLocks(Cudart(), Mapping(4096)) for _ in range(2)]
 atexit.register(locks[1].end)  # a finalizer's: it does nothing, as the process ends
 disk.start()
 work()

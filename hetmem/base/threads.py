@@ -12,27 +12,10 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 _running: weakref.WeakKeyDictionary[threading.Thread, tuple[Callable[[], object], float | None]]
 _running = weakref.WeakKeyDictionary()
 _over = False
-
-
-def start_thread(
-    target: Callable[..., object], args: tuple[Any, ...], name: str, stop: Callable[[], object], patience: float | None
-) -> threading.Thread:
-    """Start a daemon thread that runs `target(*args)` and ends soon after `stop()`, which the interpreter's end calls.
-
-    `patience`: the seconds that this waits for the thread, None = for as long as it takes. Raises RuntimeError if no
-    thread can be started, as at the interpreter's end.
-    """
-    if _over:
-        raise RuntimeError("no thread is started at the end of the interpreter")
-    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
-    thread.start()
-    _running[thread] = stop, patience
-    return thread
 
 
 def process_ends() -> bool:
@@ -47,7 +30,8 @@ class Threads:
     """Up to `count` threads that run what they are given, first come first served.
 
     Not a `ThreadPoolExecutor`: the interpreter joins its threads when it ends, for as long as a disk hangs. These end
-    when this object is gone and nothing is queued. `patience`: as for `start_thread`. Each calls `begin` first.
+    when this object is gone and nothing is queued, and soon after the interpreter's end, which waits `patience` seconds
+    for each, None = for as long as it takes. Each calls `begin` first.
     """
 
     def __init__(self, count: int, name: str, patience: float | None = None, begin: Work = lambda: None) -> None:
@@ -63,11 +47,16 @@ class Threads:
         return bool(self._threads)
 
     def start(self) -> None:
-        """Call before work: who has none needs no threads. Callers exclude each other. Raises as `start_thread`."""
+        """Call before work: who has none needs no threads. Callers exclude each other. Raises RuntimeError if no thread
+        can be started, as at the interpreter's end."""
         while len(self._threads) < self._count:
+            if _over:
+                raise RuntimeError("no thread is started at the end of the interpreter")
             name = f"{self._name}-{len(self._threads) + 1}"
-            stop = partial(_end_one, self._queue, self._threads)
-            self._threads.append(start_thread(_serve, (self._queue, self._begin), name, stop, self._patience))
+            thread = threading.Thread(target=_serve, args=(self._queue, self._begin), name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+            _running[thread] = partial(_end_one, self._queue, self._threads), self._patience
 
     def submit(self, work: Work) -> None:
         """Run `work`, which must not raise, on one of the threads."""

@@ -363,7 +363,10 @@ class Executor:
                 self._carry_out(waiting.popleft())
             except Exception as error:  # noqa: PERF203 - each may fail
                 first = first or error
-        return first
+        try:
+            return first
+        finally:
+            del first  # the error would hold itself, by this function's variables
 
     def _carry_out(self, command: Command) -> None:
         events = self._events

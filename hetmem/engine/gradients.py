@@ -7,10 +7,10 @@ back right after, as the home. The order of additions is autograd's own, so the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,62 +28,16 @@ from hetmem.engine.gradient_views import (
     show_widened,
     take_gradient,
 )
-from hetmem.engine.runtime import Runtime, Segments
+from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
 
 _HOOKS = attrgetter("_backward_hooks")
 
 
-class GradientListener(Protocol):
-    """Hears of gradients and of homes that move: an optimizer that may update while a backward runs."""
-
-    def optimizer_options(self) -> dict[str, Any]:
-        """What its optimizer was made with that changes when and where it updates, for reports."""
-
-    @property
-    def begins_early(self) -> bool:
-        """Whether it begins updates within a backward."""
-
-    @property
-    def is_to_be_told(self) -> bool:
-        """Whether `coming` and `arrived` are called in the backward that begins, as they are while anything updates."""
-
-    def expect(self, managed: ManagedParameter, arrivals: int) -> None:
-        """Expect `arrivals` more gradients of `managed` in the backward that begins."""
-
-    def coming(self, managed: ManagedParameter) -> None:
-        """Prepare for a gradient of `managed`. Raises if its home must not be written to now."""
-
-    def arrived(self, managed: ManagedParameter) -> None:
-        """Note that a gradient of `managed` was sent home: `GradientCopies.arriving` says whether it is in flight."""
-
-    def lost(self, chunk: Chunk) -> None:
-        """A gradient of `chunk` did not get home, which is raised in the backward: no update may read it."""
-
-    def backward_over(self) -> None:
-        """The backward is over, and its gradients are where the user finds them."""
-
-    def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
-        """The gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
-
-    def used_again(self, managed: ManagedParameter) -> None:
-        """Raise if `managed`, used between the begin of a backward and the end of its step, has begun its update."""
-
-    def begun(self) -> Iterable[ManagedParameter]:
-        """Those of which it has begun an update in the present step."""
-
-    def updates_on_device(self) -> set[int]:
-        """The `id`s of parameters whose update has the same bits on the device, with homes there."""
-
-    def settle(self) -> None:
-        """Let nothing be under way."""
-
-    def may_move(self, chunk: Chunk) -> bool:
-        """Return whether the program holds no states in the homes of `chunk`. Waits for what it reads there itself."""
-
-    def moved(self, chunk: Chunk) -> None:
-        """The homes of `chunk` have moved."""
+GradientListener = Any
+"""Hears of gradients and of homes that move, as it may update while a backward runs: the `Stepper` of an optimizer of
+hetmem's, which imports this."""
 
 
 class ArrivalHooks(NamedTuple):
@@ -98,7 +52,8 @@ class ArrivalHooks(NamedTuple):
 class GradientSink:
     """Takes the gradients of one model from autograd, and sends them home."""
 
-    def __init__(self, runtime: Runtime, segments: Segments, hooks: ArrivalHooks) -> None:
+    def __init__(self, runtime: Runtime, segments: Any, hooks: ArrivalHooks) -> None:
+        """`segments`: the `StepSegments` of the model."""
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)

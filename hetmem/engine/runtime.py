@@ -18,9 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import Enum
 from threading import get_ident
-from typing import Protocol
 
 from hetmem import torch_private
 from hetmem.base.config import turn_timeout_seconds
@@ -38,29 +36,6 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import STEP, segment_name
 from hetmem.schedule.tracer import StepTracer
-
-
-class TrainingPhase(Enum):
-    """What one model does now, as `Runtime.enter` was told."""
-
-    IDLE = "idle"
-    """The program's turn, also within forwards: it may write to weights and gradients."""
-    BACKWARD = "backward"
-    SETTLING = "settling"
-    """A backward is over, and its gradients are not all at home yet."""
-    STEP = "step"
-
-
-class Segments(Protocol):
-    """Tells the segments of one model's steps apart."""
-
-    unseen: bool
-    """Whether no mode sees what is done in this backward."""
-    backward_began: Callable[[], None]
-    backward_ended: Callable[[], None]
-
-    def on_backward(self) -> None:
-        """Note that something happened within a backward."""
 
 
 class Runtime:
@@ -88,7 +63,8 @@ class Runtime:
         self.unwatched = self.traffic.executor.unwatched = self.bindings.unwatched = self.monitor.unwatched
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn(self.events.newest)
-        self.phase, self.in_backward = TrainingPhase.IDLE, False
+        self.in_backward = False
+        """Whether a backward of the model runs."""
         self.marks = ParameterMarks(memory, self.bindings, self.writes, self.uses.read_at_home)
         self.hardware: HardwareProfile | None = None
         """What the machine can do, if that was given."""
@@ -104,10 +80,11 @@ class Runtime:
 
     # ---- segments and moments ----------------------------------------------------------------------------------
 
-    def enter(self, phase: TrainingPhase) -> None:
-        """Begin `phase`: a read of gradients that is under way as the program's turn begins may be torn."""
-        self.phase, self.in_backward = phase, phase is TrainingPhase.BACKWARD
-        self.traffic.executor.torn_reads.allow_writes(allowed=phase is TrainingPhase.IDLE)
+    def enter(self, *, backward: bool = False, step: bool = False) -> None:
+        """Note that a `backward` or a `step` runs from here on; neither: it is the program's turn, also within a
+        forward, to write to weights and gradients. A read of gradients that is under way then may be torn."""
+        self.in_backward = backward
+        self.traffic.executor.torn_reads.allow_writes(allowed=not (backward or step))
 
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the

@@ -85,25 +85,21 @@ def refuse_conversion(
                 f"convert it, and manage it again. To compute in 16 bits with such masters there is mixed_precision=…"
             )
     for managed in converted:
-        dimensions = len(managed.shape)
-        layout = _asked_format(convert, dimensions, device) if dimensions in (4, 5) else None
-        if layout is not None and not managed.home.is_contiguous(memory_format=layout):
+        if _changes_layout(managed.home, convert, device):
             raise ManageError(
-                f"{managed.name} is managed and cannot become {layout}: call .to(memory_format=…) before "
+                f"{managed.name} is managed and cannot get another memory format: call .to(memory_format=…) before "
                 f"hetmem.manage, or call hetmem.release(model) first, convert it, and manage it again"
             )
 
 
-def _asked_format(
-    convert: Callable[[torch.Tensor], torch.Tensor], dimensions: int, device: torch.device
-) -> torch.memory_format | None:
-    """The memory format that `convert` gives to tensors of 4 or 5 `dimensions`, if it changes theirs."""
-    formats = torch.contiguous_format, (torch.channels_last if dimensions == 4 else torch.channels_last_3d)
-    for before, after in (formats, formats[::-1]):
-        converted = convert(torch.empty((2,) * dimensions, device=device, memory_format=before))
-        if converted.is_contiguous(memory_format=after):
-            return after
-    return None
+def _changes_layout(home: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> bool:
+    """Whether `convert` gives a tensor like `home` other strides, as to images and volumes."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(home.dim())
+    if last is None or (home.is_contiguous() and home.is_contiguous(memory_format=last)):
+        return False  # it has both, as one of a single pixel
+    now = torch.contiguous_format if home.is_contiguous() else last
+    like = torch.empty((2,) * home.dim(), device=device, memory_format=now)
+    return convert(like).stride() != like.stride()
 
 
 # ---- errors of torch -------------------------------------------------------------------------------------------------

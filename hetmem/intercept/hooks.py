@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import compress, product
-from operator import contains, getitem, is_, setitem
+from operator import contains, getitem, setitem
 from types import FrameType
 from typing import Any
 
@@ -89,56 +89,38 @@ class PartHooks:
 
     Torch calls a module that has hooks in three times as many calls of Python. A forward of the model whose weights all
     are where operators find them needs those of its own call alone: for its length, each part without others' hooks has
-    empty dictionaries in the place of those that hold its hooks.
+    none. Each forward that generates takes them off and puts them back, so by C alone.
     """
 
     def __init__(self, parts: Iterable[torch.nn.Module], handles: Sequence[Any]) -> None:
         each = [*product(map(vars, parts), _HOOKS)]
         self._where, self._names = [names for names, _ in each], [name for _, name in each]
         """The `__dict__` of each part, and the name of a dictionary of hooks there."""
-        self._handles = handles[len(_HOOKS) :]
-        self._numbers = [handle.id for handle in self._handles]
-        self._empty: list[OrderedDict[int, Any]] = []
+        self._numbers = [handle.id for handle in handles[len(_HOOKS) :]]
+        self._off: list[OrderedDict[int, Any]] = []
+        """The dictionaries whose hooks were taken off; none if none were."""
         self._hooks: list[Any] = []
-        """What was taken off, and is replaced by what is `_empty`; nothing if nothing was."""
 
     def take_off(self) -> None:
-        """Take the hooks off every part that has no others, until `put_back`. Each forward that generates does, so by C
-        alone."""
-        if self._hooks:
+        """Take the hooks off every part that has no others, until `put_back`."""
+        if self._off:
             return
-        hooks: list[Any] = [*map(getitem, self._where, self._names)]
-        if not (set(map(len, hooks)) <= {1} and all(map(contains, hooks, self._numbers))):
-            self._leave_out([len(of) == 1 and number in of for of, number in zip(hooks, self._numbers, strict=True)])
-            hooks = [*map(getitem, self._where, self._names)]
-        self._empty = self._empty or [OrderedDict() for _ in hooks]
-        self._hooks = hooks
-        run_through(map(setitem, self._where, self._names, self._empty))
-
-    def _leave_out(self, alone: list[bool]) -> None:
-        """Have nothing to do with parts that are not `alone`, now and later: they have hooks of others."""
-        lists = self._where, self._names, self._handles, self._numbers
-        self._where, self._names, self._handles, self._numbers = ([*compress(of, alone)] for of in lists)
-        self._empty = []
+        found: list[Any] = [*map(getitem, self._where, self._names)]
+        if not (set(map(len, found)) <= {1} and all(map(contains, found, self._numbers))):
+            alone = [len(of) == 1 and number in of for of, number in zip(found, self._numbers, strict=True)]
+            lists = self._where, self._names, self._numbers  # those of parts that have hooks of others stay for good
+            self._where, self._names, self._numbers = ([*compress(of, alone)] for of in lists)
+            found = [*map(getitem, self._where, self._names)]
+        self._hooks, self._off = [*map(getitem, found, self._numbers)], found
+        run_through(map(OrderedDict.clear, found))
 
     def put_back(self) -> None:
         """Have them where they were, before those that came meanwhile."""
-        hooks, self._hooks = self._hooks, []
-        if not hooks:
-            return
-        now, changed = [*map(getitem, self._where, self._names)], any(self._empty)
-        if not changed and all(map(is_, now, self._empty)):
-            run_through(map(setitem, self._where, self._names, hooks))
-            return
-        for at, (handle, names, name) in enumerate(zip(self._handles, self._where, self._names, strict=True)):
-            none = self._empty[at]
-            if names[name] is none and none:  # the handles of what the program has added know this dictionary
-                none[handle.id] = hooks[at][handle.id]
-                none.move_to_end(handle.id, last=False)
-                handle.hooks_dict_ref = weakref.ref(none)
-            elif names[name] is none:
-                names[name] = hooks[at]
-        self._empty = []
+        off, self._off = self._off, []
+        added = any(off)
+        run_through(map(setitem, off, self._numbers, self._hooks))
+        for hooks, number in zip(off, self._numbers, strict=True) if added else ():
+            hooks.move_to_end(number, last=False)
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.runtime import Runtime, Section, TrainingPhase, in_backward
+from hetmem.engine.runtime import Runtime, Section, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.live_bytes import is_unseen
@@ -199,7 +199,7 @@ class StepSegments:
         section = self._runtime.turn.take("a backward")
         self._section, self.backward_thread = section, section.thread
         BACKWARDS.began[-1].append(self)
-        self._runtime.enter(TrainingPhase.BACKWARD)
+        self._runtime.enter(backward=True)
         key = self.backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
@@ -219,12 +219,12 @@ class StepSegments:
         """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
         if self.in_backward:
             self.unseen = False
-            self._runtime.enter(TrainingPhase.SETTLING)
+            self._runtime.in_backward = False
             try:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
-                self._runtime.enter(TrainingPhase.IDLE)
+                self._runtime.enter()
                 self._runtime.events.end_segment()  # what the user does before the step is no compute
                 if self._section is not None:
                     self._runtime.turn.give(self._section)
@@ -233,13 +233,13 @@ class StepSegments:
         """Neither a forward nor a step follows at once: the user may read parameters."""
         if not self._runtime.bindings.away:
             self._runtime.marks.resume()
-        self._runtime.enter(TrainingPhase.IDLE)
+        self._runtime.enter()
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
         self._runtime.marks.begin_step()
-        self._runtime.enter(TrainingPhase.STEP)
+        self._runtime.enter(step=True)
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 

@@ -92,7 +92,7 @@ class CudaDevice(Device):
         """
         host.populate(self.cores)
         with torch.cuda.device(self.torch_device):
-            locks = PageLocks(torch.cuda.cudart(), host, PIECE_BYTES)
+            locks = PageLocks(torch.cuda.cudart(), host)
         if locks.error:
             with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
                 torch.zeros(1, device=self.torch_device)
@@ -207,16 +207,15 @@ class PageLocks:
     """The pieces of `host` that are page-locked, until `end` is called.
 
     `cudart` has `cudaHostRegister(address, nbytes, flags)` and `cudaHostUnregister(address)`, which return an error
-    code. `piece_bytes`: the most that is registered in one call. `error` is the first code other than 0; pieces
-    registered before it stay so.
+    code. `error` is the first code other than 0; pieces registered before it stay so.
     """
 
-    def __init__(self, cudart: Any, host: Mapping, piece_bytes: int) -> None:
+    def __init__(self, cudart: Any, host: Mapping) -> None:
         self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until it is unregistered
         self.pieces: list[range] = []
         self.error = 0
-        for start in range(host.address, host.address + host.nbytes, piece_bytes):
-            piece = range(start, min(start + piece_bytes, host.address + host.nbytes))
+        for start in range(host.address, host.address + host.nbytes, PIECE_BYTES):
+            piece = range(start, min(start + PIECE_BYTES, host.address + host.nbytes))
             error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE)
             self.error = int(getattr(error, "value", error))  # torch's own enumeration, which need not be a number
             if self.error:

@@ -251,12 +251,11 @@ PAGE_BYTES = 4096
 
 
 class Spans:
-    """The bytes [`start`, `end`) of a range, lent in multiples of `unit`; a span crosses no multiple of `piece`, unless
-    it is larger. `give_back` is safe on any thread, also within a garbage collection; `take` is for one thread."""
+    """The bytes up to `end` of a range, lent in whole pages; a span no larger than `piece` crosses no multiple of it.
+    `give_back` is safe on any thread, also within a garbage collection; `take` is for one thread."""
 
-    def __init__(self, end: int, unit: int, piece: int) -> None:
-        self._end = round_down(end, unit)
-        self._unit, self._piece = unit, piece
+    def __init__(self, end: int, piece: int) -> None:
+        self._end, self._piece = round_down(end, PAGE_BYTES), piece
         self._free: list[tuple[int, int]] = []
         """Begin and end of what was given back and has lent spans below it, sorted."""
         self._lowest = self._end
@@ -284,7 +283,7 @@ class Spans:
     def take(self, nbytes: int, start: int) -> int | None:
         """Return where `nbytes` at or above `start` are lent from now on; None if no such span is free."""
         self._settle()
-        size = round_up(max(1, nbytes), self._unit)
+        size = round_up(max(1, nbytes), PAGE_BYTES)
         fitting = [(end - begin, begin, end) for begin, end in self._free if end - begin >= size]
         for _, begin, end in sorted(fitting):  # the best fit first
             if (at := self._fit(begin, end, size)) is not None:
@@ -307,7 +306,7 @@ class Spans:
 
     def _fit(self, begin: int, end: int, size: int) -> int | None:
         """Return the highest place for `size` bytes within [begin, end), or None."""
-        at = round_down(end - size, self._unit)
+        at = round_down(end - size, PAGE_BYTES)
         if size <= self._piece and at // self._piece != (at + size - 1) // self._piece:
             at = round_down(end - 1, self._piece) - size
         return at if at >= begin else None
@@ -356,7 +355,7 @@ class HostPool:
         self.mapping.keep_from_children()
         self._staging_offset = 0
         self.slot_bytes = 0  # of staging
-        self._spans = Spans(self.capacity_bytes, PAGE_BYTES, PIECE_BYTES)
+        self._spans = Spans(self.capacity_bytes, PIECE_BYTES)
 
     @property
     def free_bytes(self) -> int:

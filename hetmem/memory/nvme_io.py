@@ -45,7 +45,7 @@ class StoreFile:
         self.reserved_bytes = 0
         self.kept_bytes = 0
         """Of the begin of the file: blocks that are there, reserved or not."""
-        self.loans = Spans(nbytes, BLOCK_BYTES, nbytes + 1)
+        self.loans = Spans(nbytes, nbytes + 1)
         """What is lent, from the end of the file downward."""
         self._lent_from = nbytes
         """From here on the blocks are allocated, and say anything."""

@@ -111,12 +111,12 @@ class OffloadedOptimizer(Optimizer):
         for interception in self._steppers:
             refuse_a_fork("reading optimizer states", interception.process)
         self.synchronize()
-        return self.states.shown
+        return self.states.hand_out()
 
     @state.setter
     def state(self, value: Any) -> None:
         self.synchronize()  # updates that are under way are of the states before
-        self.states.shown = value
+        self.states.replace(value)
 
     @HELD_BACK
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class OffloadedOptimizer(Optimizer):
         if "_steppers" not in self.__dict__:
             self._begin_empty()
         if "state" in state:
-            self.states.shown = state.pop("state")
+            self.states.replace(state.pop("state"))
         super().__setstate__(state)
         for group in self.param_groups:  # what older versions of torch did not save yet
             for name, value in self.defaults.items():

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -41,10 +42,22 @@ class States:
         self.shown: Any = {}
         self._token = object()
         """Stands for the optimizer, also when it is gone."""
-        self._versions: dict[tuple[int, str], int] = {}
-        self.entries: list[object] = []
-        """The keys and values of `shown` as `look` saw them: another list if they were others."""
-        self._seen: dict[Chunk, _Seen] = {}
+        self._clean: set[Chunk] = set()
+        """Those of which the program can have written to no state since `written`."""
+        self._handed_out = False
+        """Whether the program ever had `shown` at hand, and may hold some of it."""
+        self._seen: tuple[list[Any], ...] = ()
+        """What `look` saw."""
+
+    def hand_out(self) -> Any:
+        """Return `shown` for the program, which may write to it and to what is in it."""
+        self._handed_out = True
+        return self.shown
+
+    def replace(self, shown: Any) -> None:
+        """Take other entries."""
+        self.shown, self._handed_out = shown, True
+        self._clean.clear()
 
     def of(self, managed: ManagedParameter) -> dict[str, Any]:
         """The entry of `managed` in `shown`, empty if it was never updated."""
@@ -84,7 +97,6 @@ class States:
         """`role` of `managed` is being made: its home is what users see."""
         for name, home in managed.views(role).items():
             self.shown[managed.parameter][name] = home
-            self._versions[id(managed), name] = home._version
 
     def make(self, managed: ManagedParameter, roles: Iterable[Role]) -> None:
         """Make those of `roles` of `managed` that it lacks, all zero, in their homes."""
@@ -99,54 +111,44 @@ class States:
         """What was `saved` for `managed` goes to its homes, from `meta` nothing. Step counts and the like are the
         host's, which reads them at each step; torch has sent those of a fused optimizer to where the parameter is."""
         state = self.shown[managed.parameter]
+        self._clean.discard(managed.chunk)  # whatever is staged of it is old
         for name, (role, home) in places.items():
             managed.chunk.homes[role].written = True
             if not saved[name].is_meta:
                 home.copy_(saved[name])
             state[name] = home
-            self._versions[id(managed), name] = -1  # whatever is staged of it is old
         for name, value in state.items():
             if name not in places and isinstance(value, torch.Tensor):
                 state[name] = value.cpu()
 
     def look(self) -> None:
-        """Look whether the program has put other entries into `shown`, before a step reads them."""
-        entries = [*self.shown, *self.shown.values()]
-        if not are_same(entries, self.entries):
-            self.entries = entries
-            self._seen.clear()
+        """Look whether the program has written to states or put others into `shown`, before a step reads them. Asked of
+        all in each step: by C alone."""
+        if not self._handed_out:
+            return
+        entries = [*self.shown.values()]
+        values = [*chain.from_iterable(map(dict.values, entries))]
+        tensors = [*compress(values, map(getattr, values, repeat("shape"), repeat(())))]  # and no numbers
+        facts = [*self.shown, *entries, *tensors], [*map(VERSION, tensors)], [*map(ADDRESS, tensors)]
+        if not self._seen or facts[1:] != self._seen[1:] or not are_same(facts[0], self._seen[0]):
+            self._seen = facts
+            self._clean.clear()
 
-    def written(self, chunk: Chunk) -> Iterable[Role]:
-        """The states of `chunk` that the user has written to since this was asked last, in the entries that `look` has
-        seen."""
-        if chunk in self._seen and self._seen[chunk].is_as_it_was():
-            return ()
-        written: dict[Role, None] = {}
-        seen = self._seen[chunk] = _Seen()
-        homes = [(role, address_of(home.memory)) for role, home in chunk.homes.items() if role.is_state]
-        versions = self._versions
-        for managed in chunk.parameters if homes else ():
-            state = self.shown.get(managed.parameter)
-            if not managed.numel or state is None:
-                continue
-            seen.entries.append(state)
-            seen.sizes.append(len(state))
-            for role, address in homes:
-                if state.get(role.name) is None:
+    def written(self, chunk: Chunk) -> bool:
+        """Return whether the program may have written to states of `chunk` since this was asked last, as far as `look`
+        has seen. Another tensor that it has put into an entry goes home."""
+        if chunk in self._clean:
+            return False
+        self._clean.add(chunk)
+        for managed in chunk.parameters:
+            state = self.shown.get(managed.parameter, {})
+            for role, home in chunk.homes.items():
+                if not (role.is_state and managed.numel) or state.get(role.name) is None:
                     continue
                 for name, place in managed.places(role).items():
-                    shown, key = state[name], (id(managed), name)
-                    if shown.data_ptr() != address + place:
-                        home = managed.views(role)[name]
-                        home.copy_(shown)
-                        state[name] = shown = home
-                        versions[key] = -1
-                    version = shown._version
-                    if versions.get(key) != version:
-                        versions[key] = version
-                        written[role] = None
-                    seen.add(state, name, shown, address + place)
-        return written
+                    if state[name].data_ptr() != address_of(home.memory) + place:
+                        state[name] = managed.views(role)[name].copy_(state[name])
+        return True
 
     def held(self, chunk: Chunk) -> bool:
         """Whether the program holds views of states of `chunk` beside those in `state`."""
@@ -165,38 +167,6 @@ class States:
                 if managed.numel and state.get(role.name) is not None:
                     for name, home in managed.views(role).items():
                         yield state[name], home
-
-
-class _Seen:
-    """What was shown of the states of one chunk: entries and how much was in each; tensors, where they are and lie, and
-    their versions."""
-
-    def __init__(self) -> None:
-        self.entries: list[dict[str, Any]] = []
-        self.sizes: list[int] = []
-        self._of: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._versions: list[int] = []
-
-    def add(self, entry: dict[str, Any], name: str, shown: torch.Tensor, address: int) -> None:
-        """Note that `shown`, at `address`, is in `entry` under `name`."""
-        self._of.append(entry)
-        self._names.append(name)
-        self._tensors.append(shown)
-        self._addresses.append(address)
-        self._versions.append(shown._version)
-
-    def is_as_it_was(self) -> bool:
-        """Return whether nothing was put in or taken out, or counts another version. Asked of each chunk in each step:
-        by C alone."""
-        return (
-            [*map(len, self.entries)] == self.sizes
-            and are_same([*map(dict.get, self._of, self._names)], self._tensors)
-            and [*map(ADDRESS, self._tensors)] == self._addresses
-            and [*map(VERSION, self._tensors)] == self._versions
-        )
 
 
 def saved_homes(

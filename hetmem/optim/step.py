@@ -87,13 +87,16 @@ class Stepper:
 
     @property
     def begins_early(self) -> bool:
+        """Whether it begins updates within a backward."""
         return self._optimizer.overlap is not Overlap.OFF and not self.runtime.memory.resident
 
     @property
     def is_to_be_told(self) -> bool:
+        """Whether `coming` and `arrived` are called in the backward that begins, as they are while anything updates."""
         return bool(self._progress) or self.begins_early
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
+        """Expect `arrivals` more gradients of `managed` in the backward that begins."""
         self._arrivals.expect(managed, arrivals)
 
     def coming(self, managed: ManagedParameter) -> None:
@@ -138,6 +141,7 @@ class Stepper:
                 self._mutations.show(begun)
 
     def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
+        """Note that the gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
         if chunk in self._progress:
             self._mutations.show_more(parameters)
 
@@ -156,6 +160,7 @@ class Stepper:
     # ---- homes that move -------------------------------------------------------------------------------------------
 
     def updates_on_device(self) -> set[int]:
+        """Return the `id`s of parameters whose update has the same bits on the device, with homes there."""
         rule, groups = self._optimizer.rule, self._optimizer.groups_by_parameter()
         device = self.runtime.memory.device.torch_device
 
@@ -166,16 +171,15 @@ class Stepper:
         chunks = [chunk for chunk in self.runtime.chunks if rule.runs_on_device and equals_host(chunk)]
         return {id(each.parameter) for chunk in chunks for each in chunk.parameters} & groups.keys()
 
-    def settle(self) -> None:
-        self.synchronize()
-
     def may_move(self, chunk: Chunk) -> bool:
+        """Return whether the program holds no states in the homes of `chunk`. Waits for what it reads there itself."""
         self._updates.wait_for(chunk)  # squares of its gradients may be summed up
         self._optimizer.states.look()
         self._passes.notice_states(chunk)
         return not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
+        """Note that the homes of `chunk` have moved."""
         self._passes.prepared.pop(chunk, None)  # it holds the memory of the homes before
         self._optimizer.states.moved(chunk)
 
@@ -273,6 +277,7 @@ class Stepper:
         return update
 
     def begun(self) -> Iterable[ManagedParameter]:
+        """Return the parameters of which it has begun an update in the present step."""
         parts = (part.managed for update in self._progress.values() if update.begun for part in update.parts)
         return dict.fromkeys((*parts, *self._passes.ruined))
 

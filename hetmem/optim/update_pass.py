@@ -20,7 +20,6 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
-from hetmem.schedule.placement import Way
 from hetmem.schedule.trace import Tier
 
 _AT_HOME, _ROLES = attrgetter("at_home"), attrgetter("roles")
@@ -32,21 +31,19 @@ class Prepared:
     def __init__(
         self,
         update: ChunkUpdate,
-        shown: list[object],
         entries: list[dict[str, Any]],
         runs: list[slice],
         updates: list[ParameterUpdate],
     ) -> None:
         self.updates = updates
-        self._members, self._opened, self._shown = update.members, [*update.opened.values()], shown
+        self._members, self._opened = update.members, [*update.opened.values()]
         self._entries, self._counts, self._sizes = entries, _counts(entries), [*map(len, entries)]
         self._firsts = [run.start for run in runs for _ in range(run.start, run.stop)]
 
-    def renew(self, update: ChunkUpdate, shown: list[object]) -> bool:
-        """Make `updates` those of `update`, whose states are `shown`; False if memory, parameters or states are others,
-        or not of one age any more. Asked of each chunk in each step: mostly by C alone."""
-        same = shown is self._shown and update.members is self._members
-        same = same and are_same([*update.opened.values()], self._opened)
+    def renew(self, update: ChunkUpdate) -> bool:
+        """Make `updates` those of `update`; False if memory, parameters or step counts are others, or not of one age
+        any more. Asked of each chunk in each step: mostly by C alone."""
+        same = update.members is self._members and are_same([*update.opened.values()], self._opened)
         same = same and are_same(_counts(self._entries), self._counts) and [*map(len, self._entries)] == self._sizes
         if not (same and all(map(_AT_HOME, update.parts))):
             return False
@@ -158,8 +155,11 @@ class Passes:
 
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""
-        for role in self._states.written(chunk):
-            self._runtime.traffic.superseded(chunk, role)
+        if self._states.written(chunk):
+            self.prepared.pop(chunk, None)
+            for role in chunk.homes:
+                if role.is_state:
+                    self._runtime.traffic.superseded(chunk, role)
 
     # ---- squares -----------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Passes:
     def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
         """Remember everything that can be undone."""
         prepared = self.prepared.get(update.chunk)
-        if prepared is not None and prepared.renew(update, self._states.entries):
+        if prepared is not None and prepared.renew(update):
             return prepared.updates
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._states.of(part.managed) for part in update.parts]
@@ -211,7 +211,7 @@ class Passes:
         updates = [self._update_of(update.parts[run], states[run], update) for run in runs]
         self.prepared.pop(update.chunk, None)
         if merges and not update.staged and all(part.at_home for part in update.parts):
-            self.prepared[update.chunk] = Prepared(update, self._states.entries, states, runs, updates)
+            self.prepared[update.chunk] = Prepared(update, states, runs, updates)
         return updates
 
     @staticmethod
@@ -293,8 +293,8 @@ class Passes:
             return
         for role in update.roles:
             chunk.homes[role].written = True
-        way = Way.RESIDENT if chunk.homes[Role.PARAM].tier is Tier.DEVICE else Way.HOST
-        self._runtime.statistics.updated_bytes[way] += update.members.nbytes
+        on_device = chunk.homes[Role.PARAM].tier is Tier.DEVICE
+        self._runtime.statistics.updated_bytes[Tier.DEVICE if on_device else Tier.HOST] += update.members.nbytes
         torch.autograd.graph.increment_version(update.members.parameters)
         for managed in update.members.managed:
             managed.version += 1

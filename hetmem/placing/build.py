@@ -222,8 +222,9 @@ def build_memory(
         most = capacities.host_bytes if all_host else ground.host_bytes
         host_pool = HostPool(most, None if built is None else built.mapping)
         pins.append(host_pool.mapping.share_with_children)
-        if moves_activations and ground.uses_nvme:  # else host memory has room for all homes
-            host_pool.for_loans_bytes = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
+        loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
+        loaned *= moves_activations and ground.uses_nvme  # else host memory has room for all homes
+        host_pool.for_loans_bytes = loaned + ground.aside_bytes
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
@@ -248,6 +249,7 @@ def build_memory(
         memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}
         memory.reserve(memory.chunks, Role.PARAM)
         memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
+        host_pool.for_loans_bytes = loaned
     except BaseException:
         for unpin in pins:
             unpin()

@@ -52,7 +52,7 @@ class ResidentShare:
         if not chosen:
             return
         for listener in self._sink.listeners:
-            listener.settle()
+            listener.synchronize()
         runtime.traffic.executor.drain()
         with runtime.room.moving_homes():
             for at in chosen:

@@ -228,7 +228,7 @@ def _homes(
         return on_device, Room(round_down(capacities.host_bytes, PAGE_BYTES), 0), ()
     staging_bytes = ground.staging_slots * ground.staging_slot_bytes
     host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
-    room = Room(host, capacities.nvme_bytes if ground.uses_nvme else 0)
+    room = Room(host - ground.aside_bytes, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
     short, places = False, tuple[int, ...]()
     staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
@@ -249,6 +249,7 @@ def _homes(
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
             room = _left(ground, "compute", homes["compute"], room)
+            room = replace(room, host_bytes=room.host_bytes + ground.aside_bytes)
     if short:
         kept = [role for role in OWN if not (role == "grad" and lends)]
         states = sum(places) + sum(ground.home_bytes(chunk, role) for role in kept for chunk in owners[role])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
@@ -44,6 +43,9 @@ PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 30
 """Drivers page-lock no more than this in one call (r580 fails at 512 GiB); no copy may lie in two such pieces, so no
 home crosses a multiple of it in host memory."""
+
+_ASIDE = 4
+"""Weights leave at most one part in so many of host memory to gradients."""
 
 _LEAST_SLOTS = 4
 """Beside those of the largest chunk: so many are left to copies on the device where homes stay there."""
@@ -118,6 +120,8 @@ class Ground:
     """The most that the run can use of host memory."""
     arriving: tuple[int, ...]
     """By chunk, bytes of an element of a gradient as autograd makes it."""
+    aside_bytes: int
+    """What weights leave of host memory to gradients, so that streamed ones have places where weights fill the rest."""
     moments: str = "float32"
     """What each moment takes of an element: see `planner.workload.Updating`."""
 
@@ -284,14 +288,18 @@ def survey(
         least = (STAGED_ROLES + 1) * max(chunk.span for chunk in layout.chunks)
         if states + copy_bytes * copied + least * elements * itemsize <= host_bytes:
             uses_nvme, staging = True, least
+    gradients = [layout.chunks[index].span * elements * arriving[index] for index in with_states]
+    unstaged = host_bytes - staging * elements * itemsize
+    aside = sum(set_aside(gradients, unstaged // _ASIDE)) if uses_nvme else 0
+    if unstaged - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
+        aside = 0  # weights need all the room that there is
     staying, missing = frozenset[int](), 0
     if not resident:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
         missing -= round_down(host_bytes, PAGE_BYTES)
         missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))
         if lends:
-            sizes = (layout.chunks[index].span * elements * arriving[index] for index in with_states)
-            missing += sum(set_aside(sizes, host_bytes))
+            missing += sum(set_aside(gradients, host_bytes))
         if uses_nvme:  # what is too large for the rest of one tier lies on the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.usable_bytes - beside_bytes)
@@ -316,6 +324,7 @@ def survey(
         missing,
         host_bytes if uses_nvme else min(host_bytes, most + most // PIECE_BYTES * max(role_sizes.values())),
         arriving,
+        aside,
     )
 
 
@@ -386,20 +395,6 @@ def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[P
 
 
 # ---- homes on the device: idle memory is filled with them, in a run and in a plan alike ------------------------------
-
-WORTH = 0.97
-"""What is not done by default has to be this much faster: it has to be told to a run."""
-
-UPDATE_BYTES = 28
-"""Traffic of the memory in which a float32 parameter is updated: 16 bytes read, 12 written."""
-
-
-class Way(Enum):
-    """Where a parameter is updated, and where its states live."""
-
-    HOST = "host"
-    RESIDENT = "resident"
-
 
 MARGIN_SHARE = 1 / 16
 """Of the device: stays free beside the most that was ever needed for anything but chunks."""

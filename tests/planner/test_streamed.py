@@ -7,6 +7,7 @@ home at once in both, and nothing depends on threads.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,38 @@ def test_each_step_of_a_run_moves_what_was_planned(
             assert {link: expected.bytes[link] for link in LINKS} == {n: crossed[n] - before[n] for n in LINKS}, step
     assert hetmem.report(model).to_dict()["tiers"]["device"]["peak_bytes"] <= expected.device_peak_bytes
     hetmem.release(model)
+
+
+@pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_streamed_gradients_have_places_where_weights_fill_host_memory(
+    mixed_precision: torch.dtype | None, tmp_path: Path
+) -> None:
+    budget = hetmem.Budget(device="6MiB", host="2MiB", nvme="32MiB", nvme_dir=tmp_path, device_chunks="512KiB")
+    build = partial(GPT, 12)
+    plan = planner.plan_within(
+        planner.TracedCall(build, BATCH, None, mixed_precision),
+        planner.capacities_of(budget.limits(), MACHINE),
+        MACHINE,
+        nvme_directories=(str(tmp_path),),
+        chunk_bytes=32 * KIB,
+        overlap="backward",
+        gradients="streamed",
+        compares=False,
+    )
+    assert plan.role_bytes["nvme"]["param"]
+    assert "grad" not in plan.role_bytes["nvme"]
+    model = hetmem.manage(build(), plan=plan, device="sim")
+    optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
+    for _ in range(3):
+        model(BATCH).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen = hetmem.report(model).to_dict()["tiers"]
+    hetmem.release(model)
+    assert {tier: seen[tier]["peak_bytes"] for tier in ("host", "nvme")} == {
+        tier: plan.peak_bytes[tier] for tier in ("host", "nvme")
+    }
+    assert "grad" not in seen["nvme"]["homes"]
 
 
 def test_manage_takes_a_profile_by_name_by_path_and_itself(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def test_two_budgets_differ_where_gradients_take_what_homes_leave_and_are_rehear
         room = Capacities(20 * MIB, host * MIB, nvme * MIB, 8 * MIB)
         return search.judged(workload(8), Setting(room, MIB, hardware=SLOW, updating=how))
 
-    found = [with_room(12, nvme) for nvme in (20, 24)]  # where none can be lent a home
+    found = [with_room(7, nvme) for nvme in (25, 29)]  # where none can be lent a home
     assert isinstance(found[0], NoRoom) and found[0].tier is Tier.NVME
     assert isinstance(found[1], Judged) and found[1].result.new_bytes == {"nvme": 8 * MIB}
     seen.clear()
