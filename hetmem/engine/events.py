@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.chunk_limit import DevicePeaks
-from hetmem.schedule.placement import Way
+from hetmem.schedule.trace import Tier
 
 ENTRIES = 100_000
 """Kept of each kind: some steps of a model with ten thousand operators."""
@@ -305,5 +305,5 @@ class Statistics(DevicePeaks):
     """Peaks and sums of a run. Only grows."""
 
     steps: int = 0
-    updated_bytes: Counter[Way] = field(default_factory=Counter)
+    updated_bytes: Counter[Tier] = field(default_factory=Counter)
     """Of parameters, by where they were updated."""

@@ -20,7 +20,7 @@ from hetmem.engine.sampling import Sample
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
 from hetmem.optim.options import Rule
-from hetmem.schedule.placement import Way
+from hetmem.schedule.trace import Tier
 
 _StepperT = TypeVar("_StepperT", bound="Steps")
 Opened = dict[Role, torch.Tensor]
@@ -351,5 +351,5 @@ class WholeUpdate:
             torch.autograd.graph.increment_version(members.parameters)
             for managed in members.managed:
                 managed.version = managed.counter._version
-        runtime.statistics.updated_bytes[Way.RESIDENT] += members.nbytes
+        runtime.statistics.updated_bytes[Tier.DEVICE] += members.nbytes
         runtime.events.updated("all chunks", began)

@@ -20,7 +20,6 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
-from hetmem.schedule.placement import Way
 from hetmem.schedule.trace import Tier
 
 _AT_HOME, _ROLES = attrgetter("at_home"), attrgetter("roles")
@@ -294,8 +293,8 @@ class Passes:
             return
         for role in update.roles:
             chunk.homes[role].written = True
-        way = Way.RESIDENT if chunk.homes[Role.PARAM].tier is Tier.DEVICE else Way.HOST
-        self._runtime.statistics.updated_bytes[way] += update.members.nbytes
+        on_device = chunk.homes[Role.PARAM].tier is Tier.DEVICE
+        self._runtime.statistics.updated_bytes[Tier.DEVICE if on_device else Tier.HOST] += update.members.nbytes
         torch.autograd.graph.increment_version(update.members.parameters)
         for managed in update.members.managed:
             managed.version += 1

@@ -14,10 +14,10 @@ from itertools import product
 
 from hetmem.base.units import format_enough, format_seconds, round_up
 from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import Judged, arranged, first_that_fits, has_room, judged, search
+from hetmem.planner.search import WORTH, Judged, arranged, first_that_fits, has_room, judged, search
 from hetmem.planner.workload import Setting, Updating, Workload
 from hetmem.schedule.blocks import Link
-from hetmem.schedule.placement import PAGE_BYTES, WORTH, Capacities, NoRoom
+from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 
 

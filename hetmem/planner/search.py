@@ -16,8 +16,11 @@ from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import Setting, StepResult, Workload
-from hetmem.schedule.placement import WORTH, NoRoom, Room
+from hetmem.schedule.placement import NoRoom, Room
 from hetmem.schedule.trace import Tier
+
+WORTH = 0.97
+"""What is not done by default has to be this much faster: it has to be told to a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,11 @@ from hetmem.planner.simulated_engine import (
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, Setting, StepResult, Workload
 from hetmem.schedule.blocks import Block, in_flight_bytes
-from hetmem.schedule.placement import COPY_BYTES, UPDATE_BYTES, NoRoom
+from hetmem.schedule.placement import COPY_BYTES, NoRoom
 from hetmem.schedule.trace import STEP, Tier
+
+UPDATE_BYTES = 28
+"""Traffic of the memory in which a float32 parameter is updated: 16 bytes read, 12 written."""
 
 
 class Rehearsal:

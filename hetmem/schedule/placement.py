@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.errors import BudgetError
@@ -396,20 +395,6 @@ def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[P
 
 
 # ---- homes on the device: idle memory is filled with them, in a run and in a plan alike ------------------------------
-
-WORTH = 0.97
-"""What is not done by default has to be this much faster: it has to be told to a run."""
-
-UPDATE_BYTES = 28
-"""Traffic of the memory in which a float32 parameter is updated: 16 bytes read, 12 written."""
-
-
-class Way(Enum):
-    """Where a parameter is updated, and where its states live."""
-
-    HOST = "host"
-    RESIDENT = "resident"
-
 
 MARGIN_SHARE = 1 / 16
 """Of the device: stays free beside the most that was ever needed for anything but chunks."""

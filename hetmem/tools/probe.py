@@ -27,7 +27,7 @@ from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
 from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, REQUEST_BYTES, THREADS, Extent, NvmeStore
-from hetmem.schedule.placement import UPDATE_BYTES
+from hetmem.planner.step_program import UPDATE_BYTES
 from hetmem.tools.measuring import measure, ordinary_torch
 
 _COPY_BYTES = 256 * MIB
