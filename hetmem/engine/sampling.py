@@ -85,7 +85,8 @@ class TornReads:
 
     def __init__(self, residency: Residency, chunk_of_block: dict[int, tuple[Chunk, Role]]) -> None:
         self._residency, self._chunk_of_block = residency, chunk_of_block
-        self._torn: set[int] = set()
+        self.torn: set[int] = set()
+        """The blocks whose staging copy may be from before and after a write."""
         self._may_be_written = True
 
     def allow_writes(self, *, allowed: bool) -> None:
@@ -98,15 +99,7 @@ class TornReads:
 
     def begin_read(self, block: int, chunk: Chunk, role: Role) -> None:
         """Note that a read of the home of `block` begins. Gradients that no `p.grad` shows are not written to."""
-        self._torn.discard(block)
+        self.torn.discard(block)
         shown = (each for each in chunk.parameters if each.grad_home is not None) if role is Role.GRAD else ()
         if self._may_be_written and any(each.parameter.grad is each.grad_home for each in shown):
-            self._torn.add(block)
-
-    def torn(self, block: int) -> bool:
-        """Return whether the staging copy of `block` may be from before and after a write."""
-        return block in self._torn
-
-    def forget(self, block: int) -> None:
-        """Note that the staging copy of `block` was dropped, or read again."""
-        self._torn.discard(block)
+            self.torn.add(block)

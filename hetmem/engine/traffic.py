@@ -276,9 +276,9 @@ class Traffic:
             return chunk.flat(role)
         self._log_unfetched(block, Tier.HOST)
         staged = self.executor.staged(chunk, role, self.residency.slot(block, Tier.HOST))
-        if self.executor.torn_reads.torn(block):
+        if block in self.executor.torn_reads.torn:
             staged.copy_(chunk.flat(role))  # the program does not write while hetmem is called
-            self.executor.torn_reads.forget(block)
+            self.executor.torn_reads.torn.discard(block)
         return staged
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
@@ -322,7 +322,7 @@ class Traffic:
         if block is None:
             return
         if not self.residency.copied(block):
-            self.executor.torn_reads.forget(block)
+            self.executor.torn_reads.torn.discard(block)
             return
         self.wait_until_written([chunk.homes[role]])
         for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
@@ -332,7 +332,7 @@ class Traffic:
                 self.wait_for_one()
             if self.residency.state(block, tier) is not CopyState.WAITING:  # what is not there yet is not old
                 self.execute(self.residency.invalidate(block, tier))
-            self.executor.torn_reads.forget(block)
+            self.executor.torn_reads.torn.discard(block)
 
     def forget_copies(self) -> None:
         """Drop every copy on every tier; none may be in use."""

@@ -281,7 +281,7 @@ class WriteCheck:
         home = chunk.homes.get(Role.GRAD)
         if home is None or home.tier is not Tier.NVME:
             return  # nothing is staged
-        torn = home.block is not None and self._traffic.executor.torn_reads.torn(home.block)
+        torn = home.block in self._traffic.executor.torn_reads.torn
         if written or torn or self._staged_differs(chunk, taken):
             self._traffic.superseded(chunk, Role.GRAD)
 

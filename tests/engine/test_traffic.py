@@ -248,4 +248,4 @@ def test_it_is_the_user_s_turn_after_a_backward_that_raised_at_its_end(tmp_path:
     block, torn_reads = chunk.homes[Role.GRAD].block, runtime.traffic.executor.torn_reads
     assert block is not None and chunk.homes[Role.GRAD].tier is Tier.NVME
     torn_reads.begin_read(block, chunk, Role.GRAD)
-    assert torn_reads.torn(block), "he may be writing to a gradient that is read from now on"
+    assert block in torn_reads.torn, "he may be writing to a gradient that is read from now on"
