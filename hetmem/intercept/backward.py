@@ -80,7 +80,8 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if lacking:
                 around.enter_context(_RunsAgain(lacking))
             gradients = _engine(outputs, *args, **kwargs)
-        _settle(met)
+        if met:
+            _settle(met)
         return gradients
     except BaseException:
         with HELD_BACK, contextlib.suppress(Exception):  # the error that is raised counts
