@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetmem.checkpoint.layout import EXTRA, OPTIMIZER
+from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, nonsense_refused
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
 from hetmem.intercept.watched import detached
@@ -91,12 +91,8 @@ def _is_plain(value: Any) -> bool:
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     """Return what was encoded; `tensor` gives the tensor of a name. Raises `CheckpointError` for any other value."""
-    try:
+    with nonsense_refused("a value in the checkpoint is not understood"):
         return _decode(value, tensor)
-    except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"a value in the checkpoint is not understood: {error!r}") from error
 
 
 def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:

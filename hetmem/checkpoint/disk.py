@@ -345,33 +345,26 @@ def _write(fd: int, path: str, start: int, tensor: torch.Tensor, block: FileBloc
     return zlib.crc32(memory)
 
 
-def check_tensors(file: OpenFile, stored: Iterable[Stored], checks: Mapping[str, list[int]]) -> None:
-    """Read `stored` and compare. Raises `StoreError`, and `CheckpointError` with path, offset and bytes of a block that
-    is not what was written."""
-    run(partial(_read, file, one, block, check, None) for one in stored for block, check in _with_checks(one, checks))
-
-
-def checksums(file: OpenFile, stored: Stored) -> list[int]:
-    """Return the CRC-32 of every block of a tensor. Raises `StoreError`."""
-    return run(partial(_read, file, stored, block, None, None) for block in stored.blocks())
-
-
 def read_tensors(
-    file: OpenFile, targets: Iterable[tuple[Stored, torch.Tensor]], checks: Mapping[str, list[int]] | None = None
-) -> None:
+    file: OpenFile,
+    targets: Iterable[tuple[Stored, torch.Tensor | None]],
+    checks: Mapping[str, list[int]] | None = None,
+) -> list[int]:
     """Fill tensors with what is stored, in place, so that their versions count; elements are cast where dtypes differ.
-    Raises as `check_tensors` does, and then has filled some of them; without `checks` nothing is compared."""
+    None: read, and fill nothing. Returns the CRC-32 of every block. Raises `StoreError`, and `CheckpointError` with
+    path, offset and bytes of a block that is not what `checks`, if given, say, and then has filled some of them."""
     targets = list(targets)
-    _settle(tensor for _, tensor in targets)
+    filled = [tensor for _, tensor in targets if tensor is not None]
+    _settle(filled)
     try:
-        run(
-            partial(_read, file, one, block, check, tensor.detach())
+        return run(
+            partial(_read, file, one, block, check, None if tensor is None else tensor.detach())
             for one, tensor in targets
             for block, check in _with_checks(one, checks)
         )
     finally:
-        _settle(tensor for _, tensor in targets)
-        for _, tensor in targets:  # bytes that are read in place count none
+        _settle(filled)
+        for tensor in filled:  # bytes that are read in place count none
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 

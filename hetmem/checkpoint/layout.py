@@ -154,7 +154,7 @@ def parse(text: bytes, data_nbytes: int) -> Header:
 
     Raises `CheckpointError` if it is not that of a checkpoint of this version, or damaged.
     """
-    with _nonsense_refused():
+    with nonsense_refused("its header is not that of a checkpoint"):
         table = json.loads(text)
         metadata = table.pop("__metadata__", {})
         if "hetmem.version" not in metadata:
@@ -184,7 +184,7 @@ def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
 
     Raises `CheckpointError` as `parse` does.
     """
-    with _nonsense_refused():
+    with nonsense_refused("its header is not that of a checkpoint"):
         table = json.loads(text)
         checkpoint = "hetmem.version" in table.pop("__metadata__", {})
         stored = _tensors(table, data_nbytes)
@@ -192,13 +192,14 @@ def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
 
 
 @contextmanager
-def _nonsense_refused() -> Iterator[None]:
+def nonsense_refused(what: str) -> Iterator[None]:
+    """Raise `CheckpointError` with `what` where text that was read is of other kinds than expected."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"its header is not that of a checkpoint: {error!r}") from error
+        raise CheckpointError(f"{what}: {error!r}") from error
 
 
 def _tensors(table: Mapping[str, Any], data_nbytes: int) -> dict[str, Stored]:

@@ -35,7 +35,6 @@ from hetmem.checkpoint.contents import (
 )
 from hetmem.checkpoint.disk import (
     OpenFile,
-    check_tensors,
     named,
     opened,
     read_tensors,
@@ -145,14 +144,11 @@ class _Reader:
     def __init__(self, source: OpenFile, header: Header) -> None:
         self.source, self.header = source, header
         self._new: Targets = []
-        self.later: dict[int, tuple[Stored, torch.Tensor]] = {}
-        """What is to be read into homes, by the `id` of its placeholder, which is kept so that no other tensor has
-        that."""
 
     def check(self, wanted: Callable[[str], bool]) -> None:
         """Read the tensors whose names are wanted, and compare their checksums."""
-        stored = [one for name, one in self.header.stored.items() if wanted(name)]
-        check_tensors(self.source, stored, self.header.checks)
+        stored = [(one, None) for name, one in self.header.stored.items() if wanted(name)]
+        read_tensors(self.source, stored, self.header.checks)
 
     def read(self, targets: Targets) -> None:
         """Fill tensors, in the order of the file."""
@@ -171,13 +167,13 @@ class _Reader:
         self._new.append((stored, made))
         return made
 
-    def placeholder(self, name: str) -> torch.Tensor:
+    def placeholder(self, name: str) -> Any:
         """Return what stands for a state that has a home; numbers are made at once."""
         stored = self.header.stored[name]
         if not stored.shape:
             return self.tensor(name)
-        placeholder = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        self.later[id(placeholder)] = (stored, placeholder)
+        placeholder: Any = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        placeholder.stored = stored
         return placeholder
 
     def fill(self) -> None:
@@ -309,10 +305,10 @@ def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _R
             offloaded.load_beside_states(beside)
         shown = offloaded.state  # once: asking waits for all its updates
         return [
-            (file.later[id(value)][0], shown[parameters[number]][key])
+            (value.stored, shown[parameters[number]][key])
             for number, values in state.items()
             for key, value in values.items()
-            if id(value) in file.later
+            if getattr(value, "is_meta", False)
         ]
 
     return begin

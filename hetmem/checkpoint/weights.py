@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, other_model, refuse_half_stepped
-from hetmem.checkpoint.disk import OpenFile, Source, checksums, read_names, read_tensors
+from hetmem.checkpoint.disk import OpenFile, Source, read_names, read_tensors
 from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.save_load import partly_loaded
 from hetmem.errors import CheckpointError
@@ -145,7 +145,7 @@ def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[
 
 
 def _values(made: _Made) -> tuple[object, ...]:
-    return tuple((source.stored.dtype, *checksums(source.file, source.stored)) for source in made.sources)
+    return tuple((source.stored.dtype, *read_tensors(source.file, [(source.stored, None)])) for source in made.sources)
 
 
 def _differences(made: _Made, tensor: torch.Tensor, rounding: bool) -> Iterator[str]:

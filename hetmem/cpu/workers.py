@@ -124,15 +124,11 @@ class Batch:
         self._unended.acquire()
         self.done = False
         """Whether every task has ended, with an error or without."""
-        self._first_error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The first one so far."""
         self.ended = 0.0  # in seconds of `time.perf_counter`
         if not tasks:
             self._end()
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error so far."""
-        return self._first_error
 
     def join(self) -> None:
         """Run tasks that are not started yet, wait until every one has ended, and raise the first error.
@@ -142,8 +138,8 @@ class Batch:
         self.drain()
         with self._unended:
             pass
-        if self._first_error is not None:
-            raise self._first_error
+        if self.error is not None:
+            raise self.error
 
     @property
     def all_begun(self) -> bool:
@@ -169,7 +165,7 @@ class Batch:
             error = caught
         del task  # before it counts: after the end its memory must be free
         with self._lock:
-            self._first_error = self._first_error or error
+            self.error = self.error or error
             self._unfinished -= 1
             last = self._unfinished == 0
         if last:
@@ -185,7 +181,7 @@ class Batch:
             try:
                 after()
             except BaseException as error:  # a worker must live on
-                self._first_error = self._first_error or error
+                self.error = self.error or error
 
 
 def _drain(batch: Batch, more: int, submit: Callable[[Task], None]) -> None:

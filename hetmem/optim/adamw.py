@@ -27,6 +27,7 @@ from hetmem.optim.options import LossScale, ParameterUpdate, Rule, is_number
 Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
+_STATES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 _KIND = attrgetter("device.type", "dtype")
 _step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
 
@@ -82,9 +83,8 @@ class AdamW(OffloadedOptimizer):
             raise ValueError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}")
         if not isinstance(seed, int):
             raise ValueError(f"seed must be an int, got {seed!r}")
-        rule: Rule = AdamWRule(moments)
-        if moments not in (None, torch.float32) or stochastic_rounding:
-            rule = CompactAdamWRule(moments, seed, stochastic_rounding=stochastic_rounding)
+        small = moments not in (None, torch.float32) or stochastic_rounding
+        rule = AdamWRule(moments, seed if small else None, stochastic_rounding=stochastic_rounding)
         super().__init__(
             params,
             defaults,
@@ -110,17 +110,32 @@ def _check(group: dict[str, Any]) -> None:
 
 
 class AdamWRule(Rule):
-    """The arithmetic of `torch.optim.AdamW(fused=True)`."""
+    """The arithmetic of `torch.optim.AdamW(fused=True)`; or, with a `seed`, of AdamW on states smaller than float32,
+    which are rounded by chance (see `hetmem.cpu.adamw`): in host memory only."""
 
-    has_kernel = True
-
-    def __init__(self, moments: Moments = None) -> None:
-        self._moments = moments
+    def __init__(self, moments: Moments, seed: int | None, *, stochastic_rounding: bool) -> None:
+        if seed is not None:
+            check_numba()
+        self._moments, self._stochastic_rounding = moments, stochastic_rounding
+        self.seed = seed
+        self.has_kernel = self.runs_on_device = seed is None
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments, in the parameter's dtype. Raises `ManageError` if that is not the one that was asked for, and
-        ValueError for options that make no sense."""
+        """Two moments. Raises `ManageError` for parameters that cannot be updated so, and ValueError for options that
+        make no sense."""
         _check(group)
+        if self.seed is not None:
+            if dtype not in (torch.float32, torch.bfloat16):
+                raise ManageError(f"small states are for parameters in float32 or bfloat16, not in {dtype}")
+            if dtype is torch.bfloat16 and not self._stochastic_rounding:
+                raise ManageError(
+                    "parameters in bfloat16 with small moments are rounded by chance: say stochastic_rounding=True, or "
+                    "keep them in float32 and set mixed_precision=torch.bfloat16"
+                )
+            if self._moments == "8bit":
+                return Role("exp_avg", torch.int8, GROUP_ELEMENTS), Role("exp_avg_sq", torch.uint8, GROUP_ELEMENTS)
+            if self._moments is torch.bfloat16 and dtype is not torch.bfloat16:
+                return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
         if self._moments not in (None, dtype):
             raise ManageError(
                 f"moments={self._moments} are for parameters of that dtype, not for {dtype}: leave it out"
@@ -129,10 +144,11 @@ class AdamWRule(Rule):
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """One pass over everything."""
-        states, step = update.states, _count(update)
+        step = _count(update)
         if update.kernel is None:
-            moments = states["exp_avg"], states["exp_avg_sq"]
-            update.kernel = prepare_adamw(update.param, update.grad, moments, update.copy)
+            key = None if self.seed is None else (self.seed << 32) + update.number
+            moments = [update.states[name] for name in _STATES if name in update.states]
+            update.kernel = prepare_adamw(update.param, update.grad, moments, update.copy, key=key)
         return update.kernel(step)
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
@@ -141,6 +157,11 @@ class AdamWRule(Rule):
 
     def on_device(self, updates: list[ParameterUpdate]) -> None:
         """One parameter, or several that lie side by side, after the other."""
+        if self.seed is not None:
+            raise ManageError(
+                "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a "
+                "whole: leave them out, or set Budget(device_chunks=…) lower, so that its states stay in host memory"
+            )
         for update in updates:
             step, (param, grad, exp_avg, exp_avg_sq, *copy) = _count(update), _flats(update)
             if equals_host(param.device, param.dtype, copy[0].dtype if copy else None):
@@ -174,49 +195,6 @@ class AdamWRule(Rule):
         except BaseException:
             torch_private.foreach_sub(steps, 1)
             raise
-
-
-class CompactAdamWRule(Rule):
-    """AdamW on states smaller than float32: see `hetmem.cpu.adamw`. Host memory only."""
-
-    runs_on_device = False
-
-    def __init__(self, moments: Moments, seed: int, *, stochastic_rounding: bool) -> None:
-        check_numba()
-        self._moments, self._stochastic_rounding = moments, stochastic_rounding
-        self.seed = seed
-
-    def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments. Raises `ManageError` for parameters that cannot be updated so, and ValueError for options that
-        make no sense."""
-        _check(group)
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ManageError(f"small states are for parameters in float32 or bfloat16, not in {dtype}")
-        if dtype is torch.bfloat16 and not self._stochastic_rounding:
-            raise ManageError(
-                "parameters in bfloat16 with small moments are rounded by chance: say stochastic_rounding=True, or "
-                "keep them in float32 and set mixed_precision=torch.bfloat16"
-            )
-        if self._moments == "8bit":
-            return Role("exp_avg", torch.int8, GROUP_ELEMENTS), Role("exp_avg_sq", torch.uint8, GROUP_ELEMENTS)
-        if self._moments is torch.bfloat16 and dtype is not torch.bfloat16:
-            return Role("exp_avg", torch.bfloat16), Role("exp_avg_sq", torch.bfloat16)
-        return AdamWRule(self._moments).roles(group, dtype)
-
-    def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """One pass over everything."""
-        assert self.seed is not None
-        step, key = _count(update), (self.seed << 32) + update.number
-        names = (each for role in _ROLES for each in (role.name, f"{role.name}_scale"))
-        moments = [update.states[name] for name in names if name in update.states]
-        return prepare_adamw(update.param, update.grad, moments, update.copy, key=key)(step)
-
-    def on_device(self, updates: list[ParameterUpdate]) -> None:
-        """Not there: states this small are for models that are larger than the device."""
-        raise ManageError(
-            "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a whole: "
-            "leave them out, or set Budget(device_chunks=…) lower, so that its states stay in host memory"
-        )
 
 
 def _flats(update: ParameterUpdate) -> tuple[torch.Tensor, ...]:

@@ -220,12 +220,7 @@ def plan_within(
     if activations == "auto" and kept.saved and compares and not (inference or alone):
         told("comparing what may become of each layer's activations")
         of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
-
-        @functools.cache
-        def with_first(recomputed: int) -> Workload | None:
-            return traced(checkpointed(call, recomputed), results) if recomputed else kept
-
-        mix = cheapest_mix(with_first, count, asked)
+        mix = cheapest_mix(lambda n: traced(checkpointed(call, n), results) if n else kept, count, asked)
     told("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):

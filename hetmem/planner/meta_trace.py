@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,9 +32,8 @@ _KINDS = 5
 _WIDE = 4
 """A weight that is so many times higher than wide is a table of a vocabulary, or of logits."""
 
-_What = tuple[str, tuple[int, ...], torch.dtype | None]
-"""The operator that made a tensor, its shape and its dtype."""
-_GONE: _What = ("", (), None)
+_What = tuple[int, str, tuple[int, ...], torch.dtype]
+"""Bytes of a tensor, the operator that made it, its shape and its dtype."""
 
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 """What counts as a use in a managed run although no operator runs."""
@@ -75,8 +74,10 @@ class MetaTracer:
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, object] = {}
         """Weak references to what is counted, and to views; each takes a third of the time of a `weakref.finalize`."""
-        self._log: list[tuple[int, int, _What]] = []
-        """Of each tensor that came (its bytes and what it is) or went (as many below zero), in order."""
+        self._named: dict[int, _What] = {}
+        """The large tensors that are alive, by their storage."""
+        self._peak: tuple[int, list[_What]] = 0, []
+        """The most that was alive at one time, and the large tensors of it."""
         self.live_bytes = 0
         self.paused = False
         self._events: list[Event] = []
@@ -283,36 +284,31 @@ class MetaTracer:
             self._sizes[key] = nbytes = storage.nbytes()
             self.live_bytes += nbytes
             if nbytes >= _NAMED_BYTES:
-                self._log.append((key, nbytes, (operator, tensor.shape, tensor.dtype)))
+                self._named[key] = nbytes, operator, tensor.shape, tensor.dtype
             self._alive[key] = weakref.ref(storage, functools.partial(self._forget, key))
         if self.live_bytes > self._phase.peak_bytes:
             self._phase.peak_bytes = self.live_bytes
+        if self.live_bytes > self._peak[0]:
+            self._peak = self.live_bytes, list(self._named.values())
         self._round.need(self.live_bytes)
 
     def _forget(self, key: int, reference: object) -> None:
         nbytes = self._sizes.pop(key, 0)
         del self._alive[key]
         self.live_bytes -= nbytes
-        if nbytes >= _NAMED_BYTES:
-            self._log.append((key, -nbytes, _GONE))
+        self._named.pop(key, None)
 
     def _at_peak(self) -> tuple[tuple[tuple[str, int], ...], int]:
         """The largest kinds of tensors that are alive when most is, and the bytes of those as wide as the vocabulary:
         as the first dimension of the largest weight."""
-        totals = list(accumulate(nbytes for _, nbytes, _ in self._log))
-        alive: dict[int, tuple[int, _What]] = {}
-        for key, nbytes, what in self._log[: totals.index(max(totals)) + 1] if totals else ():
-            alive[key] = nbytes, what
-            if nbytes < 0:
-                del alive[key]
         kinds: Counter[str] = Counter()
-        for nbytes, (operator, shape, dtype) in alive.values():
+        for nbytes, operator, shape, dtype in self._peak[1]:
             kinds[f"{operator} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"] += nbytes
         largest = max(
             (home.shape for home in self._homes if home.dim() == 2), key=lambda shape: shape.numel(), default=()
         )
         vocabulary = largest[0] if largest and largest[0] > _WIDE * largest[1] else -1
-        logits = sum(nbytes for nbytes, (_, shape, _) in alive.values() if shape and shape[-1] == vocabulary)
+        logits = sum(nbytes for nbytes, _, shape, _ in self._peak[1] if shape and shape[-1] == vocabulary)
         return tuple(kinds.most_common(_KINDS)), logits
 
     def called(self) -> None:

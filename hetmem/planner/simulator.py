@@ -225,10 +225,12 @@ class SimulatedTraffic:
             if renew:
                 self.execute(self.residency.prefetch(operand, DEVICE))
 
-    def copy_beside(self, link: LinkQueue, nbytes: int, done: Callable[[], None]) -> None:
-        """Send `nbytes` that are no block's over `link`; `done` is called when they are there."""
+    def copy_beside(self, link: LinkQueue, nbytes: int, done: Fetch | Write | Callable[[], None]) -> float:
+        """Send `nbytes` over `link`, behind what the thread does; `done` follows when they are there, which is said."""
         self.now += self._transfer_seconds
-        self.later(link.send(self.now, nbytes), done)
+        end = link.send(self.now, nbytes)
+        self.later(end, done)
+        return end
 
     def move_in(self, block: int, home: Block, nbytes: int) -> None:
         """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
@@ -265,11 +267,9 @@ class SimulatedTraffic:
 
     def send_beside(self, nbytes: int, device_bytes: int, arrived: Callable[[], None]) -> None:
         """Send `nbytes` home, a gradient or an activation; until they are there they take `device_bytes`."""
-        self.now += self._transfer_seconds
-        end = self.device_to_host.send(self.now, nbytes)
+        end = self.copy_beside(self.device_to_host, nbytes, arrived)
         self._gradient_ends.append((end, device_bytes))
         self._gradient_bytes += device_bytes
-        self.later(end, arrived)
 
     def _gradient_arrived(self, chunk: int, send: Send, arrived: Callable[[], None]) -> None:
         self.gradients.arrived(chunk, send)
@@ -354,5 +354,4 @@ class SimulatedTraffic:
             self.now += seconds
             self.execute(self.residency.done(command))
             return
-        self.now += self._transfer_seconds
-        self.later(link.send(self.now, nbytes), command)
+        self.copy_beside(link, nbytes, command)

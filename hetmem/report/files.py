@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hetmem.base.whole_files import write_whole
 from hetmem.report.step import TERM_NAMES
 from hetmem.report.text import comparison, made_with, table
-
-T = TypeVar("T")
 
 SCHEMA = "hetmem.report"
 SCHEMA_VERSION = 3
@@ -83,7 +81,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def show(path: str | os.PathLike[str]) -> str:
     """Return the report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
-    return _of_saved(path, table)
+    return table(_saved(path))
 
 
 def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
@@ -91,7 +89,8 @@ def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
     Raises ValueError if `path` is no report or `out` has another ending than ".json", ".html" or ".trace.json".
     """
-    write_atomically(Path(out), _of_saved(path, _format_of(Path(out))))
+    format_ = _format_of(Path(out))
+    write_atomically(Path(out), format_(_saved(path)))
 
 
 def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> str:
@@ -99,13 +98,12 @@ def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> s
     names = [Path(path).name for path in (path_a, path_b)]
     if names[0] == names[1]:
         names = [os.fspath(path) for path in (path_a, path_b)]
-    a, b = (_of_saved(path, lambda data: (data, comparison("", data, "", data))[0]) for path in (path_a, path_b))
-    return comparison(names[0], a, names[1], b)
+    return comparison(names[0], _saved(path_a), names[1], _saved(path_b))
 
 
-def _of_saved(path: str | os.PathLike[str], made_of: Callable[[dict[str, Any]], T]) -> T:
-    """Return what is `made_of` the report saved at `path`. Raises ValueError for any other file, also for a report of
-    which a part is cut off or changed, and OSError if it cannot be read."""
+def _saved(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the report saved at `path`. Raises ValueError for any other file, also for a report of which a part is cut
+    off or changed so that something cannot be made of it, and OSError if it cannot be read."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
@@ -119,10 +117,10 @@ def _of_saved(path: str | os.PathLike[str], made_of: Callable[[dict[str, Any]], 
             f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
         )
     try:
-        table(data)
-        return made_of(data)
+        _ = table(data), comparison("", data, "", data), trace_text(data)  # which look at all that is shown
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"{name} is not a whole report ({type(error).__name__}: {error}): {_HOW}") from error
+    return data
 
 
 def _no_number(constant: str) -> float:

@@ -79,7 +79,7 @@ class Watch:
             "step_seconds": elapsed / steps if steps else None,
             "tokens_per_second": (tokens - self._tokens) / elapsed,
             "stall_share": (stalls - self._stalls) / elapsed,
-            "tiers": _tiers(runtime),
+            "tiers": tier_peaks(runtime),
             "links": {link: (nbytes - self._links.get(link, 0)) / elapsed for link, nbytes in links.items()},
             "history": [float(f"{seconds:.3g}") for seconds in self._history],
         }
@@ -91,8 +91,8 @@ class Watch:
         return status
 
 
-def _tiers(runtime: Runtime) -> dict[str, list[int]]:
-    """Return peak and allowed bytes."""
+def tier_peaks(runtime: Runtime) -> dict[str, list[int]]:
+    """Return peak and allowed bytes of each tier."""
     memory = runtime.memory
     nvme = memory.store.peak_bytes if memory.store else 0
     return {

@@ -25,6 +25,7 @@ from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
+from hetmem.report.live import tier_peaks
 from hetmem.report.step import activations_section, step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
@@ -256,31 +257,26 @@ def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
 
 
 def _tiers(runtime: Runtime) -> dict[str, dict[str, Any]]:
-    memory, statistics = runtime.memory, runtime.statistics
-    store = memory.store
-    device = {
-        "capacity_bytes": memory.device_bytes,
-        "peak_bytes": max(statistics.device_peak_bytes, runtime.room.chunk_bytes()),
-        "used_bytes": runtime.room.chunk_bytes(),
-        "chunk_peak_bytes": max(statistics.chunk_peak_bytes, runtime.room.chunk_bytes()),
+    memory, statistics, store = runtime.memory, runtime.statistics, runtime.memory.store
+    chunk_bytes, pool = runtime.room.chunk_bytes(), memory.host_pool
+    used = {
+        "device": chunk_bytes,
+        "host": pool.reserved_bytes + pool.lent_bytes,
+        "nvme": store.reserved_bytes + store.lent_bytes if store else 0,
+    }
+    tiers: dict[str, dict[str, Any]] = {
+        name: {
+            "capacity_bytes": capacity,
+            "peak_bytes": peak,
+            "used_bytes": used[name],
+            "homes": _homes_by_role(runtime.chunks, Tier[name.upper()]),
+        }
+        for name, (peak, capacity) in tier_peaks(runtime).items()
+    }
+    tiers["device"] |= {
+        "chunk_peak_bytes": max(statistics.chunk_peak_bytes, chunk_bytes),
         "non_model_peak_bytes": statistics.non_model_peak_bytes,
         "fragment_bytes": memory.device.fragment_bytes(),
     }
-    host = {
-        "capacity_bytes": memory.host_pool.capacity_bytes,
-        "peak_bytes": memory.host_pool.peak_bytes,
-        "used_bytes": memory.host_pool.reserved_bytes + memory.host_pool.lent_bytes,
-        "staging_bytes": memory.staging_slots * memory.host_pool.slot_bytes,
-    }
-    tiers: dict[str, dict[str, Any]] = {
-        "device": device,
-        "host": host,
-        "nvme": {
-            "capacity_bytes": memory.nvme_bytes,
-            "peak_bytes": store.peak_bytes if store else 0,
-            "used_bytes": store.reserved_bytes + store.lent_bytes if store else 0,
-        },
-    }
-    for tier in Tier:
-        tiers[tier.name.lower()]["homes"] = _homes_by_role(runtime.chunks, tier)
+    tiers["host"]["staging_bytes"] = memory.staging_slots * pool.slot_bytes
     return tiers

@@ -64,6 +64,8 @@ def test_a_report_of_a_trained_model_has_a_step_that_adds_up(placement: str, tmp
     assert all(seconds <= step["seconds"] for seconds in step["terms"].values())
     assert step["terms"]["compute"] > 0
     assert step["terms"]["host_optimizer"] > 0
+    device = data["tiers"]["device"]
+    assert device["peak_bytes"] > device["chunk_peak_bytes"] > 0  # activations are beside them
     assert data["timeline"]["covers"] == "step"
     ran = [name for name, _, _ in data["timeline"]["segments"]]
     assert ran == (["forward", "backward", "step"] if placement in STREAMED else ["forward", "step"])
