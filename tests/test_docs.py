@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.schedule.placement import COPY_BYTES, UPDATE_BYTES
+from hetmem.planner.step_program import UPDATE_BYTES
+from hetmem.schedule.placement import COPY_BYTES
 from tests.engine.harness import CHUNK_ELEMENTS
 from tests.pairs import case
 

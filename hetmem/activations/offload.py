@@ -263,11 +263,8 @@ class Activations:
             storage.arriving = None
             if error is not None:
                 self._drop(storage)
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error, storage
+        if error is not None:
+            raise error
 
     def _wait_for(self, storage: SavedStorage) -> None:
         """Have compute asked for from now on come after the copy of `storage` to the device."""

@@ -295,7 +295,8 @@ class Spill:
             storage.mover.note(storage)
             if storage.is_idle():
                 self._leaves(storage)
-        _raise(error)
+        if error is not None:
+            raise error
 
     # ---- back ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +350,8 @@ class Spill:
             storage.home = loan
             self._in_host[number] = reference
             storage.mover.note(storage)
-        _raise(error)
+        if error is not None:
+            raise error
 
     # ---- what is told --------------------------------------------------------------------------------------------
 
@@ -382,11 +384,3 @@ class Spill:
             f"Activations of {missing} could not leave the device. {self._holds()}: {way}, use activation "
             f"checkpointing, or a smaller micro-batch. "
         )
-
-
-def _raise(error: BaseException | None) -> None:
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # which would hold itself, by this function's variables

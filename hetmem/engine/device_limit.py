@@ -16,7 +16,7 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
-from hetmem.engine.shortage import MovingActivations, Refusals, Shortage
+from hetmem.engine.shortage import MovingActivations, Shortage
 from hetmem.engine.traffic import Traffic
 from hetmem.memory.device import lies_in_a_slot
 from hetmem.memory.live_bytes import DeviceMonitor
@@ -42,7 +42,6 @@ class DeviceRoom(ChunkLimit):
             strict=sanitize and memory.device.watched,
         )
         self.shortage = Shortage(memory, traffic.residency, tracer)
-        self.refusals = Refusals(memory, self.shortage)
         self.give_way: Callable[[int], None] = _nothing_to_give
         """Homes of so many bytes at least, or all of a model that is whole on the device (0), leave it if they can."""
         self.leaving: dict[int, int] = {}
@@ -99,7 +98,7 @@ class DeviceRoom(ChunkLimit):
 
     @property
     def _room_seen(self) -> int:
-        return max(self._most_non_model, self.refusals.room_bytes)
+        return max(self._most_non_model, self.shortage.refused_room_bytes)
 
     @property
     def _room_wanted(self) -> int:
@@ -121,8 +120,8 @@ class DeviceRoom(ChunkLimit):
         """A segment has begun, and nothing of it has run."""
         if self._tracer.is_unseen and self._tracer.known is None and not self._memory.device.watched:
             self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
-        if self.refusals.room_bytes:
-            self._leave_device(self.refusals.room_bytes)
+        if self.shortage.refused_room_bytes:
+            self._leave_device(self.shortage.refused_room_bytes)
         known = self._tracer.known
         if self._memory.device.watched and known is not None and known.opening.non_model_bytes:
             opening = known.opening.times(self._tracer.growth)

@@ -97,6 +97,11 @@ class Shortage:
         self._memory, self._residency, self._tracer = memory, residency, tracer
         self.activations: weakref.ref[MovingActivations] | None = None
         """The activations that may leave, if any may: they hold the runtime, which must not hold them."""
+        self.refused_room_bytes = 0
+        """What would have been enough beside chunks, by what the allocator has refused; 0 while it has nothing."""
+        self.said = ""
+        """Who held what when it happened last."""
+        memory.device.tell_refusals(self.refused)
 
     def error(
         self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0
@@ -114,6 +119,24 @@ class Shortage:
             f"{self._stays()}. {self._activations_that_stay()}"
             f"{self._ways_out(live_bytes + refused_bytes)}"
         )
+
+    def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
+        """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
+
+        From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
+        then; a part of a backward cannot be tried again, so there this logs what holds memory, before torch raises.
+        """
+        memory = self._memory
+        chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
+        enough = min(memory.usable_bytes - chunks + asked_bytes, memory.usable_bytes)
+        self.refused_room_bytes = max(self.refused_room_bytes, enough)
+        live_bytes = max(0, allocated_bytes - chunks)
+        what = f"an allocation of {format_size(asked_bytes)}"
+        error = self.error(what, live_bytes, refused_bytes=asked_bytes)
+        given = min(asked_bytes, memory.device_pool.held_bytes())
+        self.said = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
+        if torch_private.current_graph_task() != -1:  # Python sees no error of a backward's node before it
+            logging.getLogger("hetmem").error(self.said)
 
     def _where(self) -> str:
         key = self._tracer.key
@@ -196,32 +219,3 @@ def _names(sizes: dict[str, int]) -> str:
     names = sorted(sizes, key=lambda name: sizes[name], reverse=True)
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f" ({'; '.join(names[:_NAMED])}{more})"
-
-
-class Refusals:
-    """Of one runtime, from when it is made."""
-
-    def __init__(self, memory: Memory, shortage: Shortage) -> None:
-        self._memory, self._shortage = memory, shortage
-        self.room_bytes = 0
-        """What would have been enough beside chunks; 0 while nothing was refused."""
-        self.said = ""
-        """Who held what when it happened last."""
-        memory.device.tell_refusals(self.refused)
-
-    def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
-        """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
-
-        From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
-        then; a part of a backward cannot be tried again, so there this logs what holds memory, before torch raises.
-        """
-        memory = self._memory
-        chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
-        self.room_bytes = max(self.room_bytes, min(memory.usable_bytes - chunks + asked_bytes, memory.usable_bytes))
-        live_bytes = max(0, allocated_bytes - chunks)
-        what = f"an allocation of {format_size(asked_bytes)}"
-        error = self._shortage.error(what, live_bytes, refused_bytes=asked_bytes)
-        given = min(asked_bytes, memory.device_pool.held_bytes())
-        self.said = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
-        if torch_private.current_graph_task() != -1:  # Python sees no error of a backward's node before it
-            logging.getLogger("hetmem").error(self.said)

@@ -315,7 +315,7 @@ def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwarg
 
 def _explained(runtimes: Sequence[Runtime], error: Exception) -> Exception:
     """`error`, which also says who holds what."""
-    said = [runtime.room.refusals.said for runtime in runtimes if runtime.room.refusals.said]
+    said = [runtime.room.shortage.said for runtime in runtimes if runtime.room.shortage.said]
     if said:
         error.args = ("\n".join([str(error), *said]),)
     return error

@@ -26,6 +26,7 @@ KEPT = "kept for homes on the device"
 MARGIN_SHARE = 0.05
 """Of the planned peak of a tier: so much more a run is given."""
 TIERS = ("device", "host", "nvme")
+_DIRECTORY = "/path/on/the/drive"
 _WIDTH = 80
 _CODE_WIDTH = 76
 _SHOWN = 4
@@ -135,18 +136,16 @@ class Plan:
     @property
     def budget(self) -> Budget:
         """The budget to run with. Raises `BudgetError` if the plan uses NVMe and names no directory."""
-        budget = self.budget_bytes
-        if budget["nvme"] and not self.nvme_directories:
-            raise BudgetError("the plan uses NVMe: say where with plan.with_nvme('/path/on/the/drive')")
-        nvme = budget["nvme"] or None
-        return Budget(
-            budget["device"],
-            budget["host"],
-            nvme,
-            list(self.nvme_directories) if nvme else None,
-            device_chunks=self.device_chunks,
-            home_copies=self.home_copies,
-        )
+        if self.budget_bytes["nvme"] and not self.nvme_directories:
+            raise BudgetError(f"the plan uses NVMe: say where with plan.with_nvme('{_DIRECTORY}')")
+        return Budget(**self._limits())
+
+    def _limits(self) -> dict[str, Any]:
+        """The arguments of the budget that are not the default ones."""
+        chosen: dict[str, Any] = {**self.budget_bytes, "nvme": self.budget_bytes["nvme"] or None}
+        chosen |= {"nvme_dir": [*self.nvme_directories] or [_DIRECTORY]} if chosen["nvme"] else {}
+        chosen |= {"device_chunks": self.device_chunks, "home_copies": self.home_copies}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def best(self) -> Plan:
@@ -156,12 +155,14 @@ class Plan:
     @property
     def keywords(self) -> tuple[str, ...]:
         """What `manage` and `managed` are to be given so that a run does as planned, as Python."""
+        limits = (f"{name}={_python(value)}" for name, value in self._limits().items())
         said = {
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
-            "chunk_bytes": None if self.chunk_bytes is None else _size(self.chunk_bytes),
+            "chunk_bytes": None if self.chunk_bytes is None else _python(self.chunk_bytes),
             "activations": None if self.activations == "keep" else json.dumps(self.activations),
         }
-        return self._budget_as_written(), *(f"{name}={value}" for name, value in said.items() if value is not None)
+        options = (f"{name}={value}" for name, value in said.items() if value is not None)
+        return f"hetmem.Budget({', '.join(limits)})", *options
 
     @property
     def constructor(self) -> str:
@@ -197,18 +198,6 @@ class Plan:
         elif not self.inference:
             lines += ["optimizer = hetmem.AdamW(", *(f"    {option}," for option in self._options()), ")"]
         return "\n".join(lines)
-
-    def _budget_as_written(self) -> str:
-        budget = self.budget_bytes
-        said = {"device": _size(budget["device"]), "host": _size(budget["host"])}
-        if budget["nvme"]:
-            directories = [*self.nvme_directories] or ["/path/on/the/drive"]
-            said |= {"nvme": _size(budget["nvme"]), "nvme_dir": json.dumps(directories)}
-        if self.device_chunks is not None:
-            said["device_chunks"] = _size(self.device_chunks)
-        if self.home_copies is not None:
-            said["home_copies"] = str(self.home_copies)
-        return f"hetmem.Budget({', '.join(f'{name}={value}' for name, value in said.items())})"
 
     @property
     def prediction(self) -> dict[str, Any]:
@@ -290,16 +279,14 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _size(nbytes: int) -> str:
-    """As one writes it in Python."""
+def _python(value: int | bool | str | list[str]) -> str:
+    """As one writes it in Python, bytes with a unit."""
+    if isinstance(value, bool):
+        return str(value)
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes and nbytes % size == 0:
-            return f'"{nbytes // size}{unit}"'
-    return str(nbytes)
-
-
-def _python(value: str | bool) -> str:
-    return str(value) if isinstance(value, bool) else json.dumps(value)
+        if isinstance(value, int) and value and value % size == 0:
+            return f'"{value // size}{unit}"'
+    return json.dumps(value)
 
 
 # ---- as text -----------------------------------------------------------------------------------------------------

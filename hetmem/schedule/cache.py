@@ -78,6 +78,8 @@ class Cache:
         there is room for, and is no use that the schedule expects, sets it to 0: so does the end of one that had begun
         before the tick `asked_at`."""
         self.asked_at = 0
+        self.used_up = False
+        """Whether nothing is left to give up for what is needed no sooner than that for which something was last."""
         self.is_known = True
         """Whether the schedule has the use just reached."""
         self._order = Order(self.copies, self._rank)
@@ -339,7 +341,8 @@ class Cache:
         a large one that was the last to be chosen, smaller ones may stay. With `least` only what is clean, was used
         since it was fetched, and is used no sooner."""
         copies, by_next_use, chosen = self.copies, self._by_next_use, list[int]()
-        for rank in reversed(self._order.ranks()):
+        ranks = reversed(self._order.ranks())
+        for rank in ranks:
             if least is not None and by_next_use and rank[0] < least:
                 break
             block = rank[-1]
@@ -355,6 +358,7 @@ class Cache:
             chosen.append(block)
             slots -= self._blocks[block].span
             if slots <= 0:
+                self.used_up = not slots and by_next_use and least is not None and next(ranks, (0,))[0] < least
                 break
         for block in reversed(chosen) if slots < 0 else ():
             if slots + self._span(block) <= 0:

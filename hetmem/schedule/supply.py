@@ -157,6 +157,7 @@ class Supply:
             at_once = min(at_once, _AHEAD_IN_A_SCAN)
         if cache is device and device.fed_ahead:
             self._feed(commands)
+        cache.used_up = False
         for block in cache.missing(self.lookahead):
             if cache is staging and self._comes_later(block):
                 break
@@ -164,6 +165,8 @@ class Supply:
                 break
             if not self._prefetch(block, cache, commands):
                 break
+            if cache is device and device.used_up and device.slots.used >= device.limit:
+                break  # the next one has no room: it is asked for at the next use
         else:
             cache.ask_at = cache.complete - self.lookahead + 1
         cache.asked_at = self._ledger.tick + (not cache.is_known)  # the end of a use that is not known, too
