@@ -397,7 +397,7 @@ class Stepper:
             update = None
         untouched = update is not None and update.of(parts)
         if update is not None and untouched and not update.begun:
-            untouched = self._passes.unscaled(update.parts)
+            untouched = all(self._passes.as_sampled(update.parts))
         if update is None or not (update.begun or untouched):
             self._progress.pop(chunk, None)
             return ChunkUpdate(members, parts)

@@ -125,10 +125,6 @@ class Passes:
         found = iter(as_sampled(asked))
         return [part.sample is None or next(found) for part in parts]
 
-    def unscaled(self, parts: Iterable[Part]) -> bool:
-        """Return whether all gradients of `parts` are what was seen."""
-        return all(self.as_sampled(parts))
-
     # ---- what the user wrote -----------------------------------------------------------------------------------
 
     def notice(self, chunks: Sequence[Chunk]) -> None:
