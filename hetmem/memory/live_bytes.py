@@ -130,7 +130,7 @@ class DeviceMonitor(TorchDispatchMode):
             return _AS_IT_IS
         transformed = _transform() is not None
         inference = _inference()  # views made in it could not be written to outside
-        modes = bool(_dispatch_modes() or _function_modes())
+        modes = _modes_are_around()
         if transformed or inference or modes:
             return self._outside(transformed=transformed, inference=inference, modes=modes)
         return self._pause
@@ -227,6 +227,11 @@ class DeviceMonitor(TorchDispatchMode):
 def is_unseen() -> bool:
     """Return whether no mode or transform is around: `DeviceMonitor.unwatched` would change nothing."""
     return not (_dispatch_modes() or _function_modes() or _inference() or _transform() is not None)
+
+
+def _modes_are_around() -> bool:
+    """Whether any mode would see what is done now."""
+    return bool(_dispatch_modes() or _function_modes())
 
 
 def nodes_behind(outputs: Any) -> Iterator[Any]:
