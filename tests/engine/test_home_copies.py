@@ -45,7 +45,7 @@ NVME, HOST = "nvme", "host"
 # a model of four chunks come to lie then.
 SLOTS = {
     "host": (256.0, [(HOST, HOST)] * 4),
-    "some without": (6.5, [(HOST, HOST), (HOST, None), *[(NVME, None)] * 2]),
+    "some without": (7.0, [(HOST, HOST), (HOST, None), *[(NVME, None)] * 2]),
 }
 everywhere = shared("place", SLOTS)
 
