@@ -33,7 +33,8 @@ budget = hetmem.Budget(device="{DEVICE_MIB}MiB", host="{HOST_MIB}MiB", nvme="1Gi
 
 def warm_up():
     # Code that any training loads (torch imports its compiler with the first optimizer) is no part of the budget.
-    model = hetmem.manage(nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="4MiB"), device="sim")
+    limits = hetmem.Budget(device="1MiB", host="4MiB", device_chunks="64KiB")  # updated by the kernels of the host
+    model = hetmem.manage(nn.Linear(64, 64), limits, device="sim")
     optimizer = hetmem.AdamW(model.parameters())
     model(torch.zeros(64, 64)).sum().backward()
     optimizer.step()
