@@ -11,17 +11,16 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
+from itertools import chain
 from threading import get_ident
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from hetmem.base.units import format_size
 from hetmem.engine.gradient_views import updated_by_another
@@ -33,7 +32,6 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
-_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _at_work: WeakKeyDictionary[torch.nn.Module, set[object]] = WeakKeyDictionary()
 """The optimizers that work behind training of each: they refer to what manages it, so that must not hold them."""
 _taken: dict[int, list[tuple[Turn, Section]]] = {}
@@ -50,7 +48,8 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
         return
     _give_turns()  # of a step that raised
     runs = running(calling_frame(optimizer, sys._getframe()))
-    for interception in sorted({*_managed_by(optimizer)}, key=lambda found: found.runtime.turn.number):
+    managed = managed_among(_parameters_of(optimizer))
+    for interception in sorted(managed, key=lambda found: found.runtime.turn.number):
         runtime = interception.runtime
         section = runtime.turn.take(f"a step of {type(optimizer).__name__}", runs)
         interception.is_computing()  # not what an interrupt has ended, which may have left weights bound
@@ -60,10 +59,8 @@ def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs
             runtime.marks.begin_step(runs)
 
 
-def _managed_by(optimizer: torch.optim.Optimizer) -> Iterator[Interception]:
-    """What manages each parameter of `optimizer` that is managed."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return (found[0] for found in map(of_parameter, parameters) if found is not None)
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 def _give_turns() -> None:
@@ -83,13 +80,12 @@ def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs:
 
 
 def _take_note(optimizer: torch.optim.Optimizer) -> None:
-    stepped: dict[Interception, list[ManagedParameter]] = {}
-    for group in optimizer.param_groups:
-        for found in map(of_parameter, group["params"]):
-            if found is not None:
-                stepped.setdefault(found[0], []).append(found[1])
-                if any(found[1] in listener.begun() for listener in found[0].gradients.listeners):
-                    raise RuntimeError(updated_by_another(found[1].name))
+    stepped = managed_among(_parameters_of(optimizer))
+    for interception, parameters in stepped.items():
+        begun = [listener.begun() for listener in interception.gradients.listeners]
+        for managed in parameters if begun else ():
+            if any(managed in updated for updated in begun):
+                raise RuntimeError(updated_by_another(managed.name))
     for interception, parameters in stepped.items():
         interception.runtime.memory.bound_to_device = True
         with suppress(StoreError):  # of an older request: who repeats the step would update twice
@@ -137,16 +133,12 @@ def add(module: torch.nn.Module, interception: Interception) -> None:
     """`module` is managed by `interception` from now on."""
     _modules[module] = interception
     interception.runtime.traffic.executor.keep_in(_at_work.setdefault(module, set()))
-    for managed in interception.runtime.parameters:
-        _parameters[managed.parameter] = weakref.ref(interception)  # it holds the parameter
 
 
 def remove(module: torch.nn.Module) -> Interception:
     """`module` is managed no more; returns what managed it. Raises `ManageError` if nothing did."""
     interception = of_module(module)
     del _modules[module]
-    for managed in interception.runtime.parameters:
-        _parameters.pop(managed.parameter, None)
     return interception
 
 
@@ -170,9 +162,17 @@ def interceptions() -> list[Interception]:
 
 def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParameter] | None:
     """What manages `parameter` and as what; None if nothing does."""
-    reference = _parameters.get(parameter)
-    found: Interception | None = None if reference is None else reference()
-    return None if found is None else (found, found.runtime.bindings.by_id[id(parameter)])
+    return next(((by, found[0]) for by, found in managed_among((parameter,)).items()), None)
+
+
+def managed_among(parameters: Iterable[torch.Tensor]) -> dict[Interception, list[ManagedParameter]]:
+    """What manages any of `parameters`, and those that it does, in order. Asked of each step of any optimizer: by C
+    alone, and for nothing where no model is managed."""
+    if not _modules:
+        return {}
+    keys = [*map(id, parameters)]  # of parameters that are alive, so that each is of one that is managed or of none
+    found = {each: [*filter(None, map(each.runtime.bindings.by_id.get, keys))] for each in interceptions()}
+    return {each: managed for each, managed in found.items() if managed}
 
 
 def added_as(parameter: torch.Tensor) -> str | None:
@@ -185,7 +185,7 @@ def added_as(parameter: torch.Tensor) -> str | None:
 def turn_with(parameters: Iterable[torch.Tensor], what: str) -> Iterator[None]:
     """No other thread computes with what manages any of `parameters`, or is between a backward that has begun to update
     them and its step."""
-    found = {each[0] for each in map(of_parameter, parameters) if each is not None}
+    found = managed_among(parameters)
     with ExitStack() as turns:
         for interception in sorted(found, key=lambda interception: interception.runtime.turn.number):
             turns.enter_context(interception.runtime.turn.held(what, interception.is_whole))
@@ -195,7 +195,7 @@ def turn_with(parameters: Iterable[torch.Tensor], what: str) -> Iterator[None]:
 def refuse_managed(module: torch.nn.Module) -> None:
     """Raise `ManageError` if `module`, or a part of it, is managed already."""
     for name, parameter in module.named_parameters():
-        if parameter in _parameters:
+        if of_parameter(parameter) is not None:
             raise ManageError(
                 f"{type(module).__name__} is managed already (its parameter {name} is): manage a model once, as a "
                 f"whole, or call hetmem.release on it first"
