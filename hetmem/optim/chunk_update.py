@@ -71,7 +71,8 @@ class Members:
         self.largest_bytes = max(map(_NBYTES, self.parameters), default=0)
         self._distinct = list(dict.fromkeys(self._groups))
         self.strides = [managed.stride for managed in self.managed]
-        self.dtypes = {managed.chunk.dtype for managed in self.managed}
+        self.chunks = (*dict.fromkeys(managed.chunk for managed in self.managed),)
+        self.dtypes = {chunk.dtype for chunk in self.chunks}
         self._some: tuple[list[bool], Members] | None = None
         self.roles: tuple[Role, ...] = ()
         """The states of all, once asked for."""
@@ -345,7 +346,7 @@ class WholeUpdate:
     def carry_out(self, rule: Rule, scale: float) -> None:
         """Update all, or raise with nothing changed."""
         runtime, began, members = self._runtime, self._runtime.events.here(), self.members
-        chunks = dict.fromkeys(managed.chunk for managed in members.managed) if runtime.memory.uses_copies else {}
+        chunks = members.chunks if runtime.memory.uses_copies else ()
         with runtime.unwatched(), runtime.traffic.updated_at_home(chunks):
             rule.whole(self._group, members.parameters, self._grads, self._states, self._steps, scale)
             torch.autograd.graph.increment_version(members.parameters)
