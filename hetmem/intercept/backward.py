@@ -57,7 +57,13 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """In the place of torch's function of that name. A backward that a compiler records is of no managed model: what
     hetmem did meanwhile, such as a copy, would be recorded with it."""
     if torch_private.dispatch_mode(torch_private.PROXY) is not None:
-        return _engine(outputs, *args, **kwargs)
+        met = list[StepSegments]()  # a forward of one may be around it, and has saved what is unpacked
+        BACKWARDS.began.append(met)
+        try:
+            return _engine(outputs, *args, **kwargs)
+        finally:
+            BACKWARDS.began.pop()
+            _settle(met)
     return differentiate(_backward, outputs, *args, **kwargs)
 
 

@@ -152,6 +152,7 @@ class Passes:
     def notice_states(self, chunk: Chunk) -> None:
         """The same of states alone."""
         if self._states.written(chunk):
+            self._runtime.traffic.wait_for_update(chunk)  # another optimizer's, which has states of it in staging
             self.prepared.pop(chunk, None)
             for role in chunk.homes:
                 if role.is_state:

@@ -381,8 +381,9 @@ def test_a_gradient_that_is_kept_from_a_backward_stays_what_it_was(
             right.step()
             right.zero_grad()
         right.synchronize()
-    assert any(found) == kept and found
-    assert bool(gradients) == kept
+    readable = kept and mixed is None  # in 16 bits there is nothing of it that could be kept
+    assert any(found) == readable and found
+    assert bool(gradients) == readable
     for gradient, then in gradients:
         assert_same(then, gradient, "a gradient that was kept")
 
