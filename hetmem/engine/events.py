@@ -3,9 +3,9 @@
 Times are seconds of the device's clock (`time.perf_counter`, where time is not simulated). An entry costs about a
 microsecond; the oldest are forgotten first.
 
-Note "plain entries": a log keeps tuples of numbers and strings. Python's
-garbage collector forgets such tuples at its first look, while it goes through all named ones, and through those that
-hold a member of an enumeration, again and again. They get names as they are read.
+Note "plain entries": a log keeps tuples of numbers and strings. Python's garbage collector forgets such tuples at its
+first look, while it goes through all named ones, and through those that hold a member of an enumeration, again and
+again. They get names as they are read.
 
 Note "compute behind the host": a GPU computes later than it is asked to. When it has come where is told by timed marks
 in the stream of compute: where a segment begins and ends, before compute waits for a copy, and where the host begins to
