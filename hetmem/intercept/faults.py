@@ -181,10 +181,10 @@ class Faults:
             self._gradients.use_again(used)
         if in_backward():
             self._saved.enter_node()
-        works = around.meets_unbound(hands_out=func == get_data)
+        working = around.note_unbound_use(hands_out=func == get_data)
         self._runtime.uses.use(_name(func), used)
         stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
-        left, alone = casts.leave_cache(), works and self._saved.enter_function()
+        left, alone = casts.leave_cache(), working and self._saved.enter_function()
         try:
             casts.renew(used)
             return run_again([self._runtime], func, args, kwargs)

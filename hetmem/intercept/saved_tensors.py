@@ -275,7 +275,7 @@ class Pack(Hook):
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
         with torch_private.NoFunctions():  # within a custom function a mode would see each question as a use
-            if saved is not None and self.counts():
+            if saved is not None and self.is_active():
                 packed = saved.pack(tensor)
                 if isinstance(packed, Saved):
                     return saved, packed, tensor._version
@@ -289,7 +289,7 @@ class Pack(Hook):
     @called_by_autograd
     def _view(self, saved: SavedTensors, tensor: torch.Tensor) -> SavedView | None:
         """What is kept of an activation that may leave the device; None if it is to stay."""
-        if saved.activations is None or not saved.activations.takes(tensor) or not self.counts():
+        if saved.activations is None or not saved.activations.takes(tensor) or not self.is_active():
             return None
         return saved.activations.pack(tensor)
 
