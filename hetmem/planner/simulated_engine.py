@@ -232,12 +232,12 @@ class SimulatedUpdates(HostUpdates[Update]):
         residency = self._traffic.residency
         return residency.state(block, Tier.HOST) is CopyState.VALID and not residency.writing(block)
 
-    def _ask(self, update: Update) -> None:
+    def _request(self, update: Update) -> None:
         for part in update.staged:
             self._notes.staged(part.block, reads=part.load)
             self._traffic.ask(part.block, load=part.load)
 
-    def _unask(self, update: Update) -> None:
+    def _cancel(self, update: Update) -> None:
         for part in update.staged:
             self._traffic.unask(part.block)
 
@@ -322,7 +322,7 @@ class SimulatedGradients:
             return
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
-            sends.complete.comes(chunk, parameter, self._awaited)
+            sends.complete.add(chunk, parameter, self._awaited)
         load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
         self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)
@@ -334,7 +334,7 @@ class SimulatedGradients:
         if self._traffic.gradients.to_be_written(chunk):
             self._traffic.execute(self._traffic.residency.settle(block))
 
-    # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
+    # ---- memory: see `schedule.gradients.GradientMemory` ---------------------------------------------------------
 
     def lend(self, chunk: int) -> bool:
         """Lend gradients of `chunk` a home that was set aside; False if all that are large enough are lent."""
