@@ -1,7 +1,7 @@
 """Decides whether a model can be trained within a budget, and how; says what is missing and what would help.
 
-`search` judges one workload; here the same training done differently is compared with it: all that is faster together
-with the same bits, and smaller states, which change the mathematics. Pure.
+`search` judges one workload. This module compares it with other ways to do the same training: changes that keep the
+bits, combined where they are faster together, and smaller states, which change the mathematics. Pure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hetmem.schedule.trace import Tier
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
-    `visible`: gradients are, whatever was asked for. `about`: less than that workload will take, without a trace; what
-    does not fit even so is not traced.
+    """A change to the user's program for the same training: `advice` for the user, and the `workload` with it (traced
+    when called; None: it cannot be done).
 
-    Of each `kind` the first one that fits is enough. None: it cannot be done.
+    `visible`: gradients are visible, whatever was asked for. `about`: a lower bound of the workload, without a trace;
+    if that does not fit, the variant is not traced. Only the first variant of each `kind` that fits is reported.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A variant that fits: what to do, and the seconds of a step."""
+    """A variant that fits: the advice, and the seconds of a step."""
 
     advice: str
     step_seconds: float
@@ -48,8 +48,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was `asked` of `workload`: the best candidate, or (None) what is missing on which tier, and what to change,
-    cheapest first."""
+    """The answer for `workload` run as `asked`: the best candidate, or, if that is None, the bytes missing on each tier
+    and what to change, cheapest first."""
 
     workload: Workload
     asked: Setting
@@ -59,11 +59,11 @@ class Decision:
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     state_bytes: int = 0
-    """Of all homes, where the model does not fit."""
+    """Bytes of all homes of a model that does not fit."""
 
 
 def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ()) -> Decision:
-    """The fastest way to run `workload` within what is `asked`; or what is missing, and which `variants` would fit."""
+    """Return the fastest way to run `workload` as `asked`, or the missing bytes and which `variants` would fit."""
     best = search(workload, asked)
     if isinstance(best, Judged):
         return Decision(workload, asked, best, largest_parameters(workload, asked, best))
@@ -78,11 +78,11 @@ def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ())
 
 
 def _fitting(variants: Sequence[Variant], asked: Setting) -> list[Alternative]:
-    """The first variant of each kind that fits, the fastest first."""
+    """Return the first variant of each kind that fits, the fastest first."""
     found: dict[str, Alternative] = {}
     for variant in variants:
         if any(kind in variant.kind for kind in found):
-            continue  # what fits with one change needs no second one
+            continue  # a variant of this kind, or of a part of it, fits already
         setting = replace(asked, micro_batches=variant.micro_batches)
         setting = setting.updated(streamed_gradients=False) if variant.visible else setting
         about = variant.about()
@@ -99,15 +99,15 @@ _STREAMED = 'make hetmem.AdamW(overlap="backward", gradients="streamed"), which 
 
 
 def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | None:
-    """With gradients that live only until their update. They need overlap, and one backward."""
+    """Judge `asked` with streamed gradients, which need overlap and one backward; None where it has them or cannot."""
     if asked.updating.streamed_gradients or asked.micro_batches > 1:
         return None
     return first_that_fits(workload, asked.updated(overlapped=True, trails=False, streamed_gradients=True))
 
 
 def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
-    """About as many parameters as a model of this shape may have: homes, and what a forward leaves for the backward,
-    grow with its layers until they fill the tiers. `best` is how this one fits; if it does not, a larger one does not.
+    """Return about how many parameters a model of this shape may have: homes, and what a forward saves for backward,
+    grow with its layers until they fill the tiers. `best`: how this model fits; None if it does not, nor a larger one.
     """
     if not workload.numel:
         return 0
@@ -132,7 +132,7 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
 
 
 def _missing(workload: Workload, asked: Setting) -> dict[str, int]:
-    """Bytes that make it fit when added to each tier named: what one refusal after the other asks for."""
+    """Return the bytes to add to each tier so that `workload` fits: the sums of what successive refusals lack."""
     added: dict[str, int] = {}
     for _ in range(24):
         refusal = first_that_fits(workload, _with(asked, added), steps=2)
@@ -144,7 +144,7 @@ def _missing(workload: Workload, asked: Setting) -> dict[str, int]:
 
 
 def _with(asked: Setting, added: Mapping[str, int]) -> Setting:
-    """`asked` with so many bytes more of each tier."""
+    """Return `asked` with the bytes of `added` more on each tier."""
     capacities = asked.capacities
     more = {f"{tier}_bytes": getattr(capacities, f"{tier}_bytes") + nbytes for tier, nbytes in added.items()}
     if "device" in added:
@@ -157,20 +157,20 @@ def _with(asked: Setting, added: Mapping[str, int]) -> Setting:
 
 
 def _has(asked: Setting, missing: Mapping[str, int]) -> bool:
-    """Whether the machine has so much more than `asked` takes."""
+    """Return whether the machine has the `missing` bytes beyond what `asked` takes."""
     there = {"device": asked.hardware.device.memory_bytes, "host": asked.hardware.host.memory_bytes}
     taken = {name: getattr(asked.capacities, f"{name}_bytes") for name in there}
     return all(taken[name] + missing[name] <= there[name] for name in there if name in missing)
 
 
 def _ways_out(workload: Workload, asked: Setting, missing: Mapping[str, int], variants: Sequence[Variant]) -> list[str]:
-    """Changes each of which makes it fit, cheapest first: room for homes, and for what the device lacks then; raising
-    the budget comes last, where the machine has so much."""
+    """Return changes that each make `workload` fit, cheapest first: room for homes, and then for what the device lacks.
+    Raising the budget comes last, and only where the machine has the memory."""
     homes, device = {tier: n for tier, n in missing.items() if tier != "device"}, missing.get("device", 0)
     rooms: list[tuple[str, Setting]] = []
     if homes and not asked.capacities.nvme_bytes:
         drive = _with(asked, {"nvme": 2 * state_bytes(workload)})
-        with suppress(NoRoom):  # of host memory to stage it
+        with suppress(NoRoom):  # host memory may be too small for staging
             nbytes = sum(arranged(workload, drive).bytes_by_role(Tier.NVME).values())
             rooms.append((f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", drive))
     if _has(asked, homes):
@@ -194,7 +194,7 @@ def _by(missing: Mapping[str, int]) -> str:
 
 
 def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | None:
-    """`setting`, or what fits where that does not, if a step takes less than `limit` seconds."""
+    """Judge `setting` as `first_that_fits` does; None unless a step takes less than `limit` seconds."""
     if setting.compute_seconds(workload) >= limit:
         return None
     found = first_that_fits(workload, setting)
@@ -202,9 +202,9 @@ def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | Non
 
 
 def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | None]]) -> Decision | None:
-    """`decision` with all done that is faster, or fits, together and has the same bits: one of `others`, where other
-    layers are checkpointed, within what is said with it, and updates that go on behind the backward. None if it is
-    that already."""
+    """Return `decision` with the fastest combination of changes that keep the bits: one of `others` (the workload with
+    other layers checkpointed, and its capacities if they differ), overlapped updates, and streamed gradients. None if
+    no combination is faster."""
     best, workload, how = decision.candidate, decision.workload, decision.asked.updating
     asked = replace(decision.asked, chunk_bytes=None) if best is None else best.setting
     ways = [how]
@@ -219,7 +219,7 @@ def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | N
         if made is workload and updating == how:
             continue
         if made is workload and limit < busiest and not updating.streamed_gradients:
-            continue  # what was found with streamed ones is shorter than to move these gradients
+            continue  # a step with streamed gradients, found before, is shorter than the transfers of this one
         setting = replace(asked, capacities=within or asked.capacities, updating=updating)
         candidate = _quicker(made, setting, limit)
         if candidate is not None:
@@ -231,8 +231,8 @@ def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | N
 def approximations(
     workload: Workload, capacities: Capacities, than: Decision, adapted: Callable[[], Workload | None]
 ) -> tuple[Alternative, ...]:
-    """Smaller states, and `adapted`, where a few of them are trained: where they fit and `than` does not, or is slower,
-    the fastest first. Updates go on behind the backward, which has the same bits."""
+    """Return the changes to the mathematics that fit where `than` does not, or are faster, the fastest first: smaller
+    states, weights in bfloat16, and `adapted` (adapters). All of them with overlapped updates, which keep the bits."""
     best, updating = than.candidate, than.asked.updating
     if updating.on_host_only or not workload.trainable:
         return ()
@@ -261,10 +261,10 @@ def approximations(
 
 
 RANK = 16
-"""Of the adapters that are judged where a model has no room, or waits for a drive."""
+"""The rank of the adapters that are judged where a model does not fit, or waits for a drive."""
 
 
 def in_16_bits(workload: Workload) -> Workload:
-    """`workload`, which computes in 16 bits, with weights that are so at home too."""
+    """Return `workload`, which computes in 16 bits, with 16-bit weights at home too."""
     parameters = tuple(replace(spec, itemsize=min(2, spec.itemsize)) for spec in workload.parameters)
     return replace(workload, parameters=parameters, mixed_precision=False)

@@ -1,7 +1,7 @@
-"""Searches what a run can be told to do, with the simulator as the judge, and says what is missing if nothing fits.
+"""Searches the settings of a run with the simulator as the judge, and says what is missing if none fits.
 
-Only what `manage` and `hetmem.AdamW` do today is planned: homes in host memory, then on NVMe, in the order of roles;
-the update where the states live; everything on the device if it fits there, or what a step leaves room for. Pure.
+Plans only what `manage` and `hetmem.AdamW` do: homes in host memory, then on NVMe, in the order of roles; updates
+where the states live; the whole model on the device if it fits, else homes in its idle memory. Pure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hetmem.schedule.placement import NoRoom, Room
 from hetmem.schedule.trace import Tier
 
 WORTH = 0.97
-"""What is not done by default has to be this much faster: it has to be told to a run."""
+"""A setting that is not the default is chosen only if its step takes less than this share of the default's seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One way to run `workload`, judged."""
+    """One way to run `workload` that fits, with its simulated step."""
 
     workload: Workload
     setting: Setting
@@ -34,9 +34,9 @@ class Judged:
 
 
 def search(workload: Workload, asked: Setting) -> Judged | NoRoom:
-    """The best candidate, or why even `asked` as it is was refused.
+    """Return the fastest way to run `workload` as `asked`, or the refusal if none fits.
 
-    One thing after the other is varied, each time from the best so far, so that what goes well together is found.
+    Varies one choice after the other, each time from the best so far, so that good combinations are found.
     """
     best = first_that_fits(workload, asked)
     for vary in (_on_the_device, _copies):
@@ -47,7 +47,7 @@ def search(workload: Workload, asked: Setting) -> Judged | NoRoom:
 
 
 def faster(best: Judged | NoRoom, other: Judged | NoRoom) -> Judged | NoRoom:
-    """`best`, unless `other` is worth doing in its place."""
+    """Return `other` if both fit and it is faster by `WORTH`, else `best`."""
     if isinstance(best, NoRoom) or isinstance(other, NoRoom):
         return best
     return other if _is_worth(other, best) else best
@@ -58,8 +58,8 @@ def _is_worth(other: Judged, best: Judged) -> bool:
 
 
 def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Judged | NoRoom:
-    """`asked`, or what fits where that does not: all on the device, or not all. If none does, the refusal that misses
-    least on the tier of the first one."""
+    """Judge `asked`, then with the model whole on the device, then with it streamed; return the first that fits. If
+    none does, return the refusal that misses the fewest bytes on the tier of the first one."""
     refusal = None
     for way in (lambda: asked, lambda: whole_device(asked), lambda: not_whole(workload, asked)):
         found = judged(workload, way(), steps=steps)
@@ -72,7 +72,7 @@ def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Ju
 
 
 def has_room(workload: Workload, setting: Setting) -> bool:
-    """Whether homes have places and each operator has room on the device, which is the quick part of `judged`."""
+    """Return whether all homes and each single operator have room: a quick test before `judged`."""
     with suppress(NoRoom):
         check_device(workload, arranged(workload, setting), setting.capacities)
         return True
@@ -80,7 +80,7 @@ def has_room(workload: Workload, setting: Setting) -> bool:
 
 
 def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | NoRoom:
-    """One candidate, rehearsed for `steps` steps (the first two know no trace, and need most), or its refusal."""
+    """Rehearse `setting` for `steps` steps (the first two have no trace, and need most); return result or refusal."""
     try:
         arrangement = arranged(workload, setting)
         check_device(workload, arrangement, setting.capacities)
@@ -88,14 +88,14 @@ def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | 
         return refusal.with_traceback(None)
     seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
     result = _rehearsed(workload, arrangement.as_rehearsed(Room(0, 0)), seen, steps)
-    if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients ask for homes
+    if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients need own homes
         result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
     return result if isinstance(result, NoRoom) else Judged(workload, setting, arrangement, result)
 
 
 @functools.lru_cache(maxsize=64)
 def _rehearsed(workload: Workload, arrangement: Arrangement, setting: Setting, steps: int) -> StepResult | NoRoom:
-    """One plan asks for many steps twice, in budgets that come to the same."""
+    """Call `rehearse`, with a cache: one plan rehearses many equal steps, of budgets that differ in other things."""
     try:
         return rehearse(workload, arrangement, setting, steps)
     except NoRoom as refusal:
@@ -106,15 +106,15 @@ def _rehearsed(workload: Workload, arrangement: Arrangement, setting: Setting, s
 
 
 def whole_device(asked: Setting) -> Setting:
-    """`asked`, with all of the device for chunks if nothing else is said."""
+    """Return `asked` with all of the device for chunks, unless it limits them already."""
     if asked.capacities.device_chunk_bytes is not None:
         return asked
     return asked.within(device_chunk_bytes=asked.capacities.device_bytes)
 
 
 def not_whole(workload: Workload, asked: Setting) -> Setting:
-    """`asked`, but that a model which would be whole on the device is streamed to it: activations have no room beside
-    it, or the host alone makes its updates."""
+    """Return `asked` with too little room for chunks to hold the whole model, so that it is streamed: for activations
+    that do not fit beside it, and for updates that only the host can do."""
     capacities = asked.capacities
     with suppress(NoRoom):
         ground = arrange(workload, capacities, asked.chunk_bytes, asked.updating).ground
@@ -125,7 +125,7 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
 
 
 def _on_the_device(best: Judged, asked: Setting) -> Setting | None:
-    """The whole model stays there, though that takes more than the usual share of it."""
+    """Return `asked` with the whole model on the device, beyond its usual share; None if it is there or cannot be."""
     capacities, ground = best.setting.capacities, best.arrangement.ground
     if ground.resident or capacities.device_chunk_bytes is not None or ground.whole_bytes > capacities.device_bytes:
         return None
@@ -134,7 +134,8 @@ def _on_the_device(best: Judged, asked: Setting) -> Setting | None:
 
 
 def _copies(best: Judged, asked: Setting) -> Setting | None:
-    """16-bit copies at home, or none of them; beside states on NVMe they would drive others there."""
+    """Return `best` with 16-bit copies at home instead of without, or the reverse. None where that is fixed, and with
+    homes on NVMe, as copies would push more states there."""
     ground = best.arrangement.ground
     said = ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None
     if said or not best.workload.mixed_precision:
@@ -143,7 +144,7 @@ def _copies(best: Judged, asked: Setting) -> Setting | None:
 
 
 def arranged(workload: Workload, setting: Setting) -> Arrangement:
-    """What a run as told by `setting` reserves."""
+    """Return what a run with `setting` reserves. Raises `NoRoom`."""
     how = setting.updating
     made = arrange(workload, setting.capacities, setting.chunk_bytes, how)
     if how.on_host_only and (made.ground.resident or made.ground.staying):
@@ -156,9 +157,9 @@ def arranged(workload: Workload, setting: Setting) -> Arrangement:
 
 
 def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> tuple[int, Judged] | None:
-    """How many of the layers, the first ones, are checkpointed where a step is the shortest, and that step; None where
-    recomputing none is as good. `kept(count)` is the workload with the first `count` of `layers` checkpointed, and
-    nothing moved; of what remains as much moves as must."""
+    """Return how many of the first `layers` to checkpoint for the shortest step, and that step; None where recomputing
+    none is as good. `kept(count)` gives the workload with the first `count` checkpointed and nothing offloaded; of the
+    remaining activations as many are offloaded as must be."""
     best = None
     for count in sorted({layers * part // 4 for part in range(5)}):
         workload = kept(count)
