@@ -52,7 +52,7 @@ class Runtime:
         self.sanitize = sanitize
         self.tracer = StepTracer()
         self.statistics = Statistics()
-        self.events = EventLog(clock=engine.clock, behind=engine.ordered)
+        self.events = EventLog(clock=engine.clock, asynchronous=engine.ordered)
         self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
         self.bindings = Bindings(self.parameters)
         self._engine = engine

@@ -28,7 +28,7 @@ class Window:
     """Log entries that touch [start, end] (seconds of the log's clock), oldest first.
 
     `covers` is "step" or "forward"; `whole`: it is a whole step, or a whole forward of a model that is not trained.
-    Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "compute behind the host" in
+    Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "asynchronous compute" in
     `engine.events`. `copies` and `saved` reach beyond `end`, so that what is present now tells what was present then.
     `forgotten` names the kinds of entries whose beginning the log has lost.
     """
@@ -87,7 +87,7 @@ def history(events: EventLog) -> dict[str, Any]:
     since = max(full, default=0.0)  # what was before is forgotten
     ends, asked = (
         [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
-        for spans in (events.segments, events.launched if events.behind else events.segments)
+        for spans in (events.segments, events.launched if events.asynchronous else events.segments)
     )
     waited = union((stall.start, stall.end) for stall in stalls)
     at, sums = [each.at for each in fed], [0, *accumulate(each.tokens for each in fed)]
