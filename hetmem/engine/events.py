@@ -17,7 +17,7 @@ as it is. Where compute is over when it is asked for, a mark is a time, and all 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -197,11 +197,6 @@ class EventLog:
         if self.behind:
             self._begin_marked = self._marked(_Mark("begin", self._segment[1], self._clock.timed_mark(), what))
             self.read_marks()
-
-    def newest(self) -> Hashable:
-        """What is another thing whenever something else has happened."""
-        logs = (self.moments, self.transfers, self.updates)
-        return tuple(log[-1] if log else None for log in logs)
 
     def end_segment(self) -> None:
         """No segment runs."""
