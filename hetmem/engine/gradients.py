@@ -262,7 +262,7 @@ class GradientSink:
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
         if on_nvme and not any(listener.begins_early for listener in self.listeners):
-            self._sends.complete.comes(chunk, id(managed), _awaited)
+            self._sends.complete.add(chunk, id(managed), _awaited)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
@@ -278,7 +278,7 @@ class GradientSink:
             if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
                 managed.open_grad_home()
 
-    # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
+    # ---- memory: see `schedule.gradients.GradientMemory` ---------------------------------------------------------
 
     def lend(self, chunk: Chunk) -> bool:
         """Give gradients of `chunk` memory that was set aside; False if all that is large enough is lent."""

@@ -112,7 +112,7 @@ class Updates(HostUpdates[ChunkUpdate]):
     def _has_places(self, update: ChunkUpdate) -> bool:
         return not update.staged or all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
 
-    def _ask(self, update: ChunkUpdate) -> None:
+    def _request(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
         homes = update.chunk.homes
         update.staged = [role for role in update.needs if homes[role].tier is Tier.NVME]
@@ -125,7 +125,7 @@ class Updates(HostUpdates[ChunkUpdate]):
                 self._traffic.unask_role(update.chunk, role)
             raise
 
-    def _unask(self, update: ChunkUpdate) -> None:
+    def _cancel(self, update: ChunkUpdate) -> None:
         for role in update.staged:
             self._traffic.unask_role(update.chunk, role)
 
