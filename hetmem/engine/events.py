@@ -17,7 +17,7 @@ Where compute is synchronous, a mark is a time, and a stretch is what the thread
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -196,11 +196,6 @@ class EventLog:
         if self.asynchronous:
             self._begin_marked = self._marked(_Mark("begin", self._segment[1], self._clock.timed_mark(), what))
             self.read_marks()
-
-    def newest(self) -> Hashable:
-        """Return a value that differs whenever another moment, transfer or update was logged."""
-        logs = (self.moments, self.transfers, self.updates)
-        return tuple(log[-1] if log else None for log in logs)
 
     def end_segment(self) -> None:
         """End the running segment, if there is one."""

@@ -53,7 +53,7 @@ def to_host_memory(managed: ManagedParameter) -> None:
     parameter = managed.parameter
     gradient = take_gradient(parameter)
     parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
-    if gradient is not None and not isinstance(gradient, UsedUp):
+    if gradient is not None and not isinstance(gradient, ConsumedGradient):
         gradient = stored(gradient).to("cpu", gradient.dtype, copy=True, memory_format=torch.preserve_format)
         parameter.grad = gradient
 
@@ -215,7 +215,7 @@ _REFERENCES_OF_LISTED = _references_of_listed()
 # ---- gradients that an update has consumed -----------------------------------------------------------------------
 
 
-class UsedUp(torch.Tensor):
+class ConsumedGradient(torch.Tensor):
     """Stands in `p.grad` for a gradient that an update has consumed: it has the shape and no memory, and raises where
     anything but `zero_grad` (`hetmem_zeroed`) computes with it. With None a clip before `step()` would use a norm of 0,
     and after it (`hetmem_stepped`) the next backward would not add to the gradient."""
@@ -225,7 +225,7 @@ class UsedUp(torch.Tensor):
     hetmem_stepped: bool
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
+    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> ConsumedGradient:
         """Make one in the shape of `like`, expanded from `element`, for the parameter called `name`."""
         made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
@@ -264,7 +264,7 @@ def clear_zeroed(parameter: torch.Tensor) -> None:
     """Clear a zeroed stand-in for a consumed gradient, as a new gradient of `parameter` arrives. Raises RuntimeError if
     the program has not zeroed it."""
     gradient = parameter.grad
-    if not isinstance(gradient, UsedUp):
+    if not isinstance(gradient, ConsumedGradient):
         return
     if not gradient.hetmem_zeroed:
         raise RuntimeError(
@@ -275,11 +275,11 @@ def clear_zeroed(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
+def refuse_consumed(parameters: Iterable[torch.Tensor]) -> None:
     """Raise RuntimeError if a step would begin with gradients of `parameters` that the step before has consumed."""
     gradients = [parameter.grad for parameter in parameters]
-    for gradient in gradients if UsedUp in set(map(type, gradients)) else ():
-        if isinstance(gradient, UsedUp) and gradient.hetmem_stepped:
+    for gradient in gradients if ConsumedGradient in set(map(type, gradients)) else ():
+        if isinstance(gradient, ConsumedGradient) and gradient.hetmem_stepped:
             raise RuntimeError(
                 f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "
                 f"(overlap='forward' or gradients='streamed'), and torch would step with it, or with zeros, once more: "
@@ -289,7 +289,7 @@ def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
 
 def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
     """Return whether a parameter's `gradient` is `used`, the one that an update reads, or its stand-in, not zeroed."""
-    return gradient is used or (isinstance(gradient, UsedUp) and not gradient.hetmem_zeroed)
+    return gradient is used or (isinstance(gradient, ConsumedGradient) and not gradient.hetmem_zeroed)
 
 
 def updated_by_another(name: str) -> str:

@@ -254,8 +254,7 @@ class SlotMap:
         self._owner: list[int | None] = [None] * count
 
     def find(self, span: int) -> int | None:
-        """Return the first free slot, or for a larger `span` the last free row that starts at a multiple of it; None if
-        none is free."""
+        """Return the first free slot, or the last free row at a multiple of `span`; None if there is none."""
         if span == 1:
             return self._owner.index(None) if self.used < self.count else None
         owners, free = self._owner, [None] * span  # slices compare in C: a simulated step calls this a million times
