@@ -359,7 +359,7 @@ class GradientCopies:
         if home.tier is Tier.NVME:
             self._end_lease(home)
         if error is not None:
-            for listener in self.told_of_losses:
+            for listener in self.loss_listeners:
                 listener.lost(chunk)
             raise error
         if home.tier is Tier.NVME:
