@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.gradient_views import UsedUp, is_as_it_was, show_gradient, take_gradient
+from hetmem.engine.gradient_views import ConsumedGradient, is_as_it_was, show_gradient, take_gradient
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.chunk_update import ChunkUpdate, Part
@@ -202,7 +202,7 @@ class Marks:
 
     def __init__(self) -> None:
         self._marked: list[torch.Tensor] = []
-        self._made: dict[ManagedParameter, UsedUp] = {}
+        self._made: dict[ManagedParameter, ConsumedGradient] = {}
 
     def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
         """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
@@ -217,17 +217,17 @@ class Marks:
                 if not stepped:
                     self._marked.append(parameter)
 
-    def _mark(self, managed: ManagedParameter) -> UsedUp:
+    def _mark(self, managed: ManagedParameter) -> ConsumedGradient:
         """Return the tensor that stands for the used-up gradient of `managed`."""
         parameter, made = managed.parameter, self._made.get(managed)
         if made is None or made.device != parameter.device:
             element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-            made = self._made[managed] = UsedUp(parameter, element, managed.name)
+            made = self._made[managed] = ConsumedGradient(parameter, element, managed.name)
         return made
 
     def drop(self) -> None:
         """Set every marked gradient to None."""
         for parameter in self._marked:
-            if isinstance(parameter.grad, UsedUp):
+            if isinstance(parameter.grad, ConsumedGradient):
                 take_gradient(parameter)
         self._marked.clear()

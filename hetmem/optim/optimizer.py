@@ -19,7 +19,7 @@ from hetmem.base.config import GradientsName, OverlapName
 from hetmem.base.weak import weakly
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.gradient_views import refuse_used_up
+from hetmem.engine.gradient_views import refuse_consumed
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refuse_a_fork
 from hetmem.intercept.dynamo import uncompiled
@@ -149,7 +149,7 @@ class OffloadedOptimizer(Optimizer):
         for stepper in self._steppers.values():  # first, as the failed update may have used up gradients
             stepper.refuse_ruined()
         with torch_private.NoFunctionsOfSubclasses():  # reads `p.grad`, not its values
-            refuse_used_up(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
+            refuse_consumed(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
         with self._turns("a step"):
             try:
                 self._step_all()
