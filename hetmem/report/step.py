@@ -1,13 +1,13 @@
-"""Which resource binds a step: the terms of its time, how well they overlap, and what to change; and the activations
-that moved in it. Pure.
+"""Finds the resource that binds a step: the terms of its time, how well they overlap, and what to change; and sums up
+the activations that moved in it. Pure.
 
 Note "terms": a step takes at least the longest of {compute, launching, host to device, device to host, host optimizer,
 NVMe read, NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward on the device
-without the stalls in it. Launching, of a device whose compute runs behind the host, is the time that the training
-thread takes to ask for them, without its waits. Compute that has caught up with the thread lasts as long as launching
-makes it last: where that is so for half of it, launching binds. The host optimizer is the time in which tiles of
+without the stalls in it. Launching, on a device that computes asynchronously, is the time that the training thread
+takes to launch both, without its waits. Where the device has caught up with the thread, compute lasts as long as
+launching does: if that is more than half of compute, launching binds. The host optimizer is the time in which tiles of
 updates ran or waited for a worker; a link's term is the union of the intervals in which a transfer was in flight on it,
-clipped to the step (for NVMe one begins when it is asked for).
+clipped to the step (for NVMe a transfer begins when it is requested).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TERM_NAMES = {
 }
 GOOD_OVERLAP = 0.9
 LAUNCH_BOUND = 0.5
-"""Compute that has caught up for more than this share of its time waits for the thread that launches it."""
+"""Launching binds if the device has caught up with the training thread for more than this share of compute."""
 SECONDS_PER_DAY = 86400
 TIERS = {"device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME}
 
 
 def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int = 0) -> dict[str, Any]:
-    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, that
-    `tokens` went into; `tiers` is the section of that name."""
+    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, of `tokens`
+    tokens; `tiers` is the section of that name."""
     seconds = window.end - window.start
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
@@ -47,7 +47,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
         binding = "launching"
     moved = {link.value: 0 for link in Link}
     for transfer in window.transfers:
-        if window.start <= transfer.start < window.end:  # writes that a step asks for may end after it
+        if window.start <= transfer.start < window.end:  # writes that a step requests may end after it
             moved[transfer.link.value] += transfer.nbytes
     section = {
         "of": window.covers,
@@ -71,7 +71,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
 
 
 def busy_intervals(window: Window) -> dict[str, list[Interval]]:
-    """Return when each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
+    """Return when the resource of each term was busy, as disjoint intervals within the window. See Note "terms"."""
     computed = window.spent(span for span in window.segments if span.what in TRAINING)
     launched = window.spent(span for span in window.launched if span.what in TRAINING)
     crossed = {link.value: window.spent(t for t in window.transfers if t.link is link) for link in Link}
@@ -87,12 +87,12 @@ def busy_intervals(window: Window) -> dict[str, list[Interval]]:
 
 
 def _waits(window: Window) -> list[Interval]:
-    """Return when the training thread waited: of compute that is over when it is asked for, these are its stalls."""
+    """Return when the training thread waited: on a synchronous device, its stalls."""
     return window.spent(window.host_waits if window.launched else window.stalls)
 
 
 def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
-    """Return what binds this step, how far it is from the bound, and what to change."""
+    """Return a text on what binds this step, how far it is from the bound, and what to change."""
     binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
     term = step["terms"][binding]
     of, on_inference = step["of"], step["of"] == "forward"
@@ -118,18 +118,18 @@ def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
 
 
 _UPDATING = {"host_optimizer", "nvme_read", "nvme_write"}
-"""What goes on in a step of the optimizer, and behind the backward if that is asked for."""
+"""The terms of updates, which run in `step()`, or behind the backward with `overlap="backward"`."""
 
 _OVERLAP = 'hetmem.AdamW(overlap="backward") updates while the backward goes on, unless it clips or scales the loss.'
 
 
 def _inside(name: str) -> str:
-    """Return a name of a term as it is within a sentence."""
+    """Return the name of a term as written within a sentence."""
     return name if name.startswith("NVMe") else name[0].lower() + name[1:]
 
 
 def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
-    """Return advice where nothing is trained: each forward needs each weight once, however many tokens it is of."""
+    """Return advice for inference: each forward fetches each weight once, whatever its number of tokens."""
     homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
     frozen = " model.requires_grad_(False) before manage leaves out the room for training." if homes else ""
     if binding == "host_to_device":
@@ -179,7 +179,7 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
 
 
 def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
-    """Return the `activations` section of a report; None if none were saved. `held`: what sets of tiers hold now."""
+    """Return the `activations` section of a report; None if none were saved. `held`: bytes now, by sets of tiers."""
     seen = [move for move in window.saved if move.at < window.end]
     if not seen:
         return None
@@ -197,7 +197,7 @@ def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
 
 
 def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> list[tuple[float, int]]:
-    """Return the bytes on any of `tiers`, and on none of `without`, at the begin of `window` and after each move."""
+    """Return the bytes on any of `tiers` and on none of `without`, at the start of `window` and after each move."""
 
     def lies(on: int) -> bool:
         return bool(on & tiers) and not on & without
@@ -215,7 +215,7 @@ def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> 
 
 
 def _link(move: SavedMove) -> Link | None:
-    """Return over which link the bytes came to a tier that they were not on; None if they came to none."""
+    """Return the link over which `move` brought bytes to a tier that they were not on; None if to none."""
     came = move.after & ~move.before
     if not move.before or not came:
         return None
@@ -227,7 +227,7 @@ def _link(move: SavedMove) -> Link | None:
 
 
 def _moved_sentence(moved: dict[str, int], away: int, forward_seconds: float) -> str:
-    """Return what moved, and what keeping it and computing it again would come to."""
+    """Return a text on the bytes that moved, and on the cost of keeping or recomputing them instead."""
     out, back = moved["device_to_host"], moved["host_to_device"]
     if not out:
         return "All activations stayed on the device."

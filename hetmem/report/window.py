@@ -1,7 +1,7 @@
-"""The part of the event log that a report shows: the last whole training step, or the last forward if there is none;
-and the history of all steps, or forwards; with the arithmetic of time intervals.
+"""Selects the part of the event log that a report shows: the last whole training step, or the last forward if there is
+none; and the history of all steps, or forwards. Also has the arithmetic of time intervals.
 
-It selects entries by time and copies them; it knows nothing of chunks, tiers or what the entries mean.
+It selects entries by time and copies them; it knows nothing of chunks, tiers or the meaning of entries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Interval = tuple[float, float]
 TRAINING = ("forward", "backward")
 """The segments in which the model computes."""
 REMEMBERED = 500
-"""Steps of a history."""
+"""The most steps in a history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Window:
 
     `covers` is "step" or "forward"; `whole`: it is a whole step, or a whole forward of a model that is not trained.
     Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "compute behind the host" in
-    `engine.events`. `copies` and `saved` reach beyond `end`, so that what is present now tells what was present then.
-    `forgotten` names the kinds of entries whose beginning the log has lost.
+    `engine.events`. `copies` and `saved` reach beyond `end`, so that the state at `start` can be computed from the
+    present one. `forgotten` names the kinds of entries whose beginning the log has lost.
     """
 
     covers: str
@@ -51,12 +51,12 @@ class Window:
     saved: list[SavedMove] = field(default_factory=list)
 
     def spent(self, entries: Iterable[Span | Stall | Transfer]) -> list[Interval]:
-        """Return when `entries` were under way within the window, as disjoint intervals."""
+        """Return the time of `entries` within the window, as disjoint intervals."""
         return union(clip(((each.start, each.end) for each in entries), self.start, self.end))
 
 
 def last_window(events: EventLog) -> Window | None:
-    """Return the last whole step of `events`; without one, from the last forward on; None if nothing ran."""
+    """Return the last whole step of `events`; without one, all from the last forward on; None if nothing ran."""
     segments, inference = list(events.segments), only_infers(events)
     ends = [span.end for span in segments if span.what == "step"]
     if len(ends) >= 2:
@@ -73,18 +73,18 @@ def last_window(events: EventLog) -> Window | None:
 
 
 def only_infers(events: EventLog) -> bool:
-    """Whether no forward of the log could be followed by a backward."""
+    """Return whether all forwards of the log are inference: no backward can follow."""
     fed = list(events.fed)
     return bool(fed) and not any(each.trains for each in fed)
 
 
 def history(events: EventLog) -> dict[str, Any]:
-    """Return the last steps, or forwards of a model that is not trained, as columns: seconds from the end of the one
-    before, what compute waited in them, and the tokens that were fed."""
+    """Return the last steps, or forwards in inference, as columns: seconds from the end of the one before, stalls of
+    compute in them, and the tokens of their inputs."""
     of = "forward" if only_infers(events) else "step"
     stalls, fed = list(events.stalls), list(events.fed)
     full = [log[0][0] for log in (stalls, fed) if log and len(log) == events.stalls.maxlen]
-    since = max(full, default=0.0)  # what was before is forgotten
+    since = max(full, default=0.0)  # the log has lost earlier entries
     ends, asked = (
         [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
         for spans in (events.segments, events.launched if events.behind else events.segments)
@@ -115,7 +115,7 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
 
 
 def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
-    """Return of `entries`, which last or have a time, those that touch [start, end]."""
+    """Return those of `entries`, which are spans or points of time, that touch [start, end]."""
     if entries and hasattr(entries[0], "end"):
         return [each for each in entries if each.end > start and each.start < end]
     return [each for each in entries if start <= each.at < end]
@@ -125,7 +125,7 @@ def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points of time as disjoint intervals in order; empty ones are left out."""
+    """Return the union of `intervals` as disjoint intervals in order; empty ones are left out."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -136,7 +136,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """Return what of `intervals` lies within [start, end]."""
+    """Return the parts of `intervals` within [start, end]."""
     return [(max(low, start), min(high, end)) for low, high in intervals if high > start and low < end]
 
 
@@ -146,7 +146,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 
 def overlap(disjoint: list[Interval], start: float, end: float) -> float:
-    """Return how much of [start, end] the intervals of a `union` cover. O(log n + overlapping)."""
+    """Return the length of [start, end] that the intervals of a `union` cover. O(log n + overlapping)."""
     index = max(0, bisect_left(disjoint, (start, start)) - 1)
     covered = 0.0
     while index < len(disjoint) and disjoint[index][0] < end:
@@ -157,7 +157,7 @@ def overlap(disjoint: list[Interval], start: float, end: float) -> float:
 
 
 def without(disjoint: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """Return what of the intervals of one `union` is not covered by those of another. O(n + m)."""
+    """Return the parts of one `union` that another does not cover. O(n + m)."""
     left: list[Interval] = []
     first = 0
     for start, end in disjoint:
