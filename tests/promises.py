@@ -186,8 +186,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Threads that wait for each other": Mutation(
         "engine/runtime.py",
-        "if following.thread == section.thread:",
-        "if False:",
+        "it waits for {other}:",
+        "it waits:",
         THREADS + "test_threads_that_wait_for_each_other_get_an_error_that_names_both",
         costly=True,
     ),

@@ -130,12 +130,12 @@ def world_size() -> int:
 
 
 def turn_timeout_seconds() -> float:
-    """Return how many seconds a thread waits for its turn with a model while the thread that has it is idle:
-    HETMEM_TURN_TIMEOUT, by default 30, at most `threading.TIMEOUT_MAX`.
+    """Return how many seconds a thread waits for its turn with a model: HETMEM_TURN_TIMEOUT, by default half an hour,
+    as another thread may save a checkpoint; at most `threading.TIMEOUT_MAX`.
 
     Raises `BudgetError` if the variable is no number of seconds above 0.
     """
-    text = os.environ.get("HETMEM_TURN_TIMEOUT") or "30"
+    text = os.environ.get("HETMEM_TURN_TIMEOUT") or "1800"
     try:
         seconds = float(text)
     except ValueError:

@@ -315,9 +315,9 @@ def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwarg
 
 def _explained(runtimes: Sequence[Runtime], error: Exception) -> Exception:
     """Return `error`, with what holds the device's memory added to its message."""
-    said = [runtime.room.shortage.said for runtime in runtimes if runtime.room.shortage.said]
-    if said:
-        error.args = ("\n".join([str(error), *said]),)
+    messages = [runtime.room.shortage.last_message for runtime in runtimes if runtime.room.shortage.last_message]
+    if messages:
+        error.args = ("\n".join([str(error), *messages]),)
     return error
 
 

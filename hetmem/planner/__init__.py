@@ -30,7 +30,7 @@ from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
-from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
+from hetmem.planner.decide import RANK, Variant, approximations, cheapest_mix, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
@@ -45,7 +45,6 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
-from hetmem.planner.search import cheapest_mix
 from hetmem.planner.workload import Setting, Updating, Workload, smaller
 from hetmem.schedule.placement import Capacities
 

@@ -14,11 +14,10 @@ from itertools import product
 from typing import Any
 
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.planner.decide import Decision
+from hetmem.planner.decide import Decision, Judged, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, MARGIN_SHARE, TIERS, Plan
 from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Judged, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.workload import Setting, Updating, Workload, resized
 from hetmem.schedule.placement import MARGIN_SHARE as IDLE_SHARE
 from hetmem.schedule.placement import Capacities, NoRoom

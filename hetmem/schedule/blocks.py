@@ -108,6 +108,7 @@ class LRU:
     """Evict the copy that was used longest ago."""
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """Rank by how long ago the last use was."""
         return (-facts.last_use,)
 
 
@@ -115,6 +116,7 @@ class FIFO:
     """Evict the copy that was fetched first."""
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """Rank by how long ago the fetch was."""
         return (-facts.fetched,)
 
 
@@ -254,8 +256,7 @@ class SlotMap:
         self._owner: list[int | None] = [None] * count
 
     def find(self, span: int) -> int | None:
-        """Return the first free slot, or for a larger `span` the last free row that starts at a multiple of it; None if
-        none is free."""
+        """Return the first free slot, or the last free row at a multiple of `span`; None if there is none."""
         if span == 1:
             return self._owner.index(None) if self.used < self.count else None
         owners, free = self._owner, [None] * span  # slices compare in C: a simulated step calls this a million times

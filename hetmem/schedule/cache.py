@@ -168,8 +168,7 @@ class Cache:
         return max(accumulate(changes)) + max(*spans, ahead)
 
     def reach(self, blocks: tuple[int, ...]) -> None:
-        """Begin a use of `blocks`. The ranks of blocks whose expected use was skipped, or never got a copy, are
-        renewed."""
+        """Begin a use of `blocks`. Skipped blocks, and those without copies in the use before, are ranked again."""
         schedule = self.schedule
         passed, first = schedule.absent, schedule.position
         if passed:
@@ -201,9 +200,8 @@ class Cache:
             self.touch(block)
 
     def needed(self, block: int) -> int:
-        """Return when a copy of `block` on this tier is used next; NEVER if unknown. On the device that counts uses of
-        the schedule; in host staging it is on the clock of both tiers, as staging also feeds a device without a
-        copy."""
+        """Return when a copy of `block` on this tier is used next; NEVER if unknown. The device counts uses of the
+        schedule; staging, which feeds a device without a copy, uses the clock of both tiers."""
         schedule, nearer = self.schedule, self._nearer
         if nearer is None:
             return schedule.next_use(block)
@@ -315,8 +313,7 @@ class Cache:
         return victims
 
     def excess(self) -> list[int]:
-        """Return what has to be evicted because more than `limit` slots are taken, beyond what writes in flight will
-        free."""
+        """Return what has to be evicted, beyond what writes in flight will free, as `limit` is exceeded."""
         excess = self.slots.used - self.limit
         if excess > 0:
             excess -= self.writing_slots(excess)

@@ -27,8 +27,7 @@ ChunkT = TypeVar("ChunkT", bound=Hashable)
 OfChunkT = TypeVar("OfChunkT", contravariant=True)
 
 _CHUNKS = 6
-"""How many chunks have lent homes for streamed gradients: some are filled, two are read by updates, some wait for
-that."""
+"""How many chunks have lent buffers for streamed gradients: some arrive, two are read by updates, some wait."""
 
 
 class Waiting(Protocol):
@@ -109,8 +108,7 @@ class GradientSends(Generic[ChunkT]):
         return Send(next(self._numbers), nbytes)
 
     def at_once(self, nbytes: int) -> bool:
-        """Return whether the thread that made a gradient of `nbytes` copies it itself: a small one, with no other in
-        flight."""
+        """Return whether the thread that made a gradient of `nbytes` copies it itself: a small one behind no other."""
         return nbytes < SMALL_BYTES and not self.on_their_way
 
     def arrived(self, chunk: ChunkT, send: Send) -> None:
@@ -125,8 +123,7 @@ class GradientSends(Generic[ChunkT]):
         return chunk in self.on_their_way
 
     def to_be_written(self, chunk: ChunkT) -> bool:
-        """Return whether staging has all gradients that this backward gives `chunk`, so that they are written to
-        NVMe."""
+        """Return whether all gradients that this backward gives `chunk` are in staging, to be written to NVMe."""
         return chunk in self.complete and chunk not in self.on_their_way
 
     @property
@@ -135,8 +132,7 @@ class GradientSends(Generic[ChunkT]):
         return bool(self.on_their_way)
 
     def wait_for_room(self) -> None:
-        """Process the gradients that have arrived, so that updates begin, and wait while too many bytes are in
-        flight."""
+        """Process gradients that have arrived, so that updates begin; wait while too many bytes are in flight."""
         self._waiting.poll()
         while self._bytes > self._most_bytes and self.on_their_way.total() > 1:
             self._waiting.wait_for_one()

@@ -122,8 +122,7 @@ class Ground:
     arriving: tuple[int, ...]
     """By chunk, bytes of an element of a gradient in the dtype in which autograd makes it."""
     aside_bytes: int
-    """What weights leave of host memory to gradients, so that streamed ones have buffers where weights fill the
-    rest."""
+    """What weights leave of host memory to gradients, so that streamed ones have buffers."""
     moments: str = "float32"
     """The format of each moment: see `planner.workload.Updating`."""
 
@@ -411,8 +410,7 @@ class Candidate:
 
 def room_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, home_bytes: int) -> int:
     """Return the bytes left for copies on a device of `usable_bytes`, beside `home_bytes` of homes and
-    `non_model_bytes` of everything else; below zero if these take more. Homes and copies take at most
-    `chunk_cap_bytes`."""
+    `non_model_bytes` of everything else; below zero if none. Homes and copies take at most `chunk_cap_bytes`."""
     return min(chunk_cap_bytes, usable_bytes - non_model_bytes) - home_bytes
 
 

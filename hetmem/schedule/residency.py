@@ -311,8 +311,7 @@ class Residency:
         return commands
 
     def resume(self, block: int) -> list[Command]:
-        """Let `block` come to the device again, as its home may be read again, and serve the requests that waited for
-        it."""
+        """Let `block` come to the device again, and serve the requests that waited for its home."""
         self._supply.resume(block)
         commands: list[Command] = []
         self._supply.serve(commands)

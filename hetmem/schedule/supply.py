@@ -188,8 +188,7 @@ class Supply:
         return device.fed_ahead > 0 and staging.needed(block) - 2 * self.lookahead > staging.clock()
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
-        """Begin to bring `block` to `tier` without a use, if it has no copy there and nothing of more use is
-        evicted."""
+        """Begin to bring `block` to `tier` without a use, if it has no copy and nothing of more use is evicted."""
         cache = self._caches[tier]
         if not self.waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)

@@ -50,8 +50,7 @@ class Moment:
     own_bytes: tuple[int, ...] = (0,)
 
     def grown(self, live_bytes: int, leaving_bytes: int) -> Moment:
-        """Return a moment that also covers `live_bytes` at one time, of which `leaving_bytes` were gradients in
-        flight."""
+        """Return a moment that also had `live_bytes` at one time, `leaving_bytes` of them gradients in flight."""
         own = (*self.own_bytes[:-1], max(self.own_bytes[-1], live_bytes - leaving_bytes))
         return Moment(self.operator, self.blocks, max(self.non_model_bytes, live_bytes), own)
 
@@ -377,8 +376,7 @@ class TraceBook:
         return {Tier.DEVICE: on_device, Tier.HOST: Schedule(host)}
 
     def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[UseSequence, UseSequence]:
-        """Return the uses of `chain`, which starts with `key`, on the device and in host staging; cached while the
-        chain is the same."""
+        """Return the uses of `chain`, which starts with `key`, on the device and in host staging; cached."""
         known = self._uses.get(key)
         if known is None or len(known[0]) != len(chain) or not all(map(is_, known[0], chain)):
             starts = accumulate((len(trace.host_blocks) for trace in chain), initial=0)

@@ -168,8 +168,7 @@ class StepTracer:
         return expected
 
     def all_ahead(self, blocks: tuple[int, ...]) -> Moment | None:
-        """Return the segment that has just begun as one moment, which uses `blocks`; None if its trace is not known or
-        followed."""
+        """Return the segment that has just begun as one moment, which uses `blocks`; None if its trace is unknown."""
         if self.known is None or not self._follows or not self._count or (self.position and not self._at_once):
             return None
         return Moment("all at once", blocks, *self.known.worst).times(self.growth)
@@ -195,8 +194,7 @@ class StepTracer:
         self._now = self._now.grown(live_bytes, leaving_bytes)
 
     def sent(self, own_bytes: int) -> None:
-        """Record that a gradient was sent home within the last moment, which leaves `own_bytes` beside chunks and
-        gradients in flight."""
+        """Record that a gradient was sent home, which leaves `own_bytes` beside chunks and gradients in flight."""
         self.gradients_sent += 1
         if self.measured:
             now = self._now

@@ -1,17 +1,18 @@
 """Measures the cost of hetmem itself on the training thread: per call, use, gradient, transfer and update.
 
+    python -m benchmarks.thread_costs    # as `thread` of a hardware profile has it
+
 Managed models of tiny layers are trained beside plain ones, and the difference of their times is hetmem's: on the
 simulated device operators and bytes take no time, and on a GPU each phase begins idle and is only launched. The models
-differ in the size of their chunks and in the functions between the layers. `ordinary_torch` sets torch's defaults for
-a measurement.
+differ in the size of their chunks and in the functions between the layers.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -25,19 +26,7 @@ from hetmem.intercept import registry
 from hetmem.optim.adamw import AdamW
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.trace import Tier
-
-
-@contextmanager
-def ordinary_torch() -> Iterator[None]:
-    """Make new tensors float32 in host memory and a backward possible. The default dtype changes for all threads."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"), torch.inference_mode(False):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
+from hetmem.tools.probe import ordinary_torch
 
 _LAYERS, _WIDTH, _ROWS = 64, 63, 4  # weight and bias of a layer just fit in a page of `schedule.layout`
 _PAGE_BYTES = 4 * PAGE_ELEMENTS
@@ -176,3 +165,7 @@ class _Trained:
         """Return the medians of all steps but the first four, and release the model."""
         release(self._model)
         return Seen(*(float(median(values)) for values in zip(*self._seen[4:], strict=True)))
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(device="cuda" if torch.cuda.is_available() else "sim")), indent=2))
