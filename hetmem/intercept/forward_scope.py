@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -82,6 +83,16 @@ def calling_frame(module: object, hook: FrameType) -> FrameType | None:
     return frame
 
 
+def forward_within(frame: FrameType | None, around: Callable[..., Any]) -> bool:
+    """Have `around(forward, …)` called in the place of the `forward(…)` that `frame`, one of `CALLS`, is about to call:
+    it sees each error, and torch's hooks an `Exception` only. False if it is another frame."""
+    if frame is None or frame.f_back is None or frame.f_code is not CALLS:
+        return False
+    cell = frame.f_back.f_locals["inner"].__closure__[CALLS.co_freevars.index("forward_call")]
+    cell.cell_contents = partial(around, cell.cell_contents)
+    return True
+
+
 def outermost_of_modules(frame: FrameType) -> FrameType:
     """The call of a module's method, like `state_dict`, that `frame`, which is torch's, is a part of."""
     while frame.f_back is not None and frame.f_back.f_globals.get("__name__") == torch.nn.Module.__module__:
@@ -133,8 +144,9 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """Who compiles what is around it; see `dynamo`."""
-        self.works = False
-        """Whether modules have working weights meanwhile, see `placing.working`."""
+        self.leases = self.works = False
+        """Whether all weights may be bound for its length; whether modules have working weights meanwhile, see
+        `placing.working`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its part of the turn of its thread, see `engine.runtime`."""

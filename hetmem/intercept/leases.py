@@ -37,7 +37,6 @@ from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK, HERE
 
 _NONE = id(None)  # what a module has in the place of a bias
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
@@ -54,7 +53,6 @@ class Leases:
         """Those that are not bound yet."""
         self._departed: set[Hashable] = set()
         """The keys of forwards that used other weights than they are known to."""
-        self._interrupted = weakly(self.end_forward)
         self._by_id = runtime.bindings.by_id
         self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
         """By the `id`s of a module's parameters, `_learn` of these."""
@@ -97,8 +95,6 @@ class Leases:
                 self.keep(call, there)
             self._forward, self._to_come = call, set(used).difference(there)
             self._tracing.where = weakref.ref(module)
-            if HERE.is_main:  # which alone gets interrupts
-                HELD_BACK.before_raised.add(self._interrupted)
             self._look_at_hooks()
 
     def _look_at_hooks(self) -> None:
@@ -108,14 +104,7 @@ class Leases:
     def end_all(self) -> None:
         """Have modules within bind their own weights from here on; what is bound is so until the forward is over."""
         self._forward, self._to_come = None, set()
-        HELD_BACK.before_raised.discard(self._interrupted)
         self._tracing.listen()
-
-    def end_forward(self) -> None:
-        """Unbind all that is bound for the length of a forward, which no hook may see end: a weight that the program
-        reads next is the one at home."""
-        if self._forward is not None:
-            self.end(self._forward)
 
     def departs(self) -> None:
         """Note that a function uses a weight that the forward which runs was not known to use."""
