@@ -179,7 +179,7 @@ def test_weights_read_right_after_an_interrupt_are_those_at_home(
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("placement, chunks", [("resident", None), ("host", "128KiB"), ("host", "4MiB")])
+@pytest.mark.parametrize(("placement", "chunks"), [("resident", None), ("host", "16KiB"), ("host", "128KiB")])
 @pytest.mark.parametrize("where", FORWARD)
 def test_weights_are_at_home_as_soon_as_an_interrupt_is_raised(
     where: str, placement: str, chunks: str | None, tmp_path: Path
@@ -193,10 +193,12 @@ def test_weights_are_at_home_as_soon_as_an_interrupt_is_raised(
     before = [weight.detach().clone() for weight in model.parameters()]
     with PLACES[where](model, torch.optim.SGD(model.parameters(), lr=0.1)), pytest.raises(KeyboardInterrupt) as raised:
         model(*BATCH)
-    for module in model.modules():
-        assert all(getattr(module, name).dtype is torch.float32 for name, _ in module.named_parameters(recurse=False))
+    up = model.tower.blocks[1].up
+    weight = next(up.parameters()) if "all" in where else up.weight  # a hook of the whole may leave another one there
+    assert weight.dtype is torch.float32, "whose module ran"
     with torch.no_grad():
         for weight, was in zip(model.parameters(), before, strict=True):
+            assert weight.dtype is torch.float32
             assert_same(was * 0.7, weight.mul_(0.7), "written")
     assert raised.tb is not None, "its frames are there"
 
