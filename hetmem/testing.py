@@ -19,7 +19,7 @@ import torch
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.cpu import square_sum_tasks, total
-from hetmem.engine.gradient_views import UsedUp
+from hetmem.engine.gradient_views import ConsumedGradient
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
 from hetmem.schedule import saved
@@ -367,9 +367,9 @@ def updates_begun(module: torch.nn.Module) -> list[str]:
     return [managed.name for listener in registry.of_module(module).gradients.listeners for managed in listener.begun()]
 
 
-def is_used_up(gradient: torch.Tensor | None) -> bool:
+def is_consumed(gradient: torch.Tensor | None) -> bool:
     """Whether `gradient` stands for one that its update has used up, or is alone to read (`gradients="streamed"`)."""
-    return isinstance(gradient, (UsedUp, HiddenGradient))
+    return isinstance(gradient, (ConsumedGradient, HiddenGradient))
 
 
 def norm(tensors: list[torch.Tensor]) -> float:

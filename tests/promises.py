@@ -150,7 +150,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`functional_call` with other tensors": Mutation(
         "intercept/diagnostics.py",
-        'if any(name.partition(" ")[0] in names for name in strangers):',
+        'if any(name.partition(" ")[0] in names for name in unmanaged):',
         "if False:",
         OTHERS + "test_functional_code_over_detached_weights_has_the_bits_of_torch_or_is_told_what_to_write[bf16-host]",
     ),
@@ -186,8 +186,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Threads that wait for each other": Mutation(
         "engine/runtime.py",
-        "if following.thread == section.thread:",
-        "if False:",
+        "it waits for {other}:",
+        "it waits:",
         THREADS + "test_threads_that_wait_for_each_other_get_an_error_that_names_both",
         costly=True,
     ),

@@ -265,8 +265,8 @@ MUTATIONS = {
     ),
     "clip by squares of gradients that have changed since": Mutation(
         "optim/step.py",
-        "untouched = update is not None and update.of(parts)\n",
-        "untouched = update is not None\n",
+        "unchanged = update is not None and update.of(parts)\n",
+        "unchanged = update is not None\n",
         "tests/optim/test_clipping.py::test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins[backward-host-written]",
     ),
     "update a state while the disk is still writing it": Mutation(

@@ -129,12 +129,12 @@ def world_size() -> int:
 
 
 def turn_timeout_seconds() -> float:
-    """How long a thread waits for its turn with a model while the thread that has it does nothing:
-    HETMEM_TURN_TIMEOUT, by default 30; not above what threads can wait for, some 292 years.
+    """How long a thread waits for its turn with a model: HETMEM_TURN_TIMEOUT, by default half an hour, as another one
+    may save a checkpoint; not above what threads can wait for, some 292 years.
 
     Raises `BudgetError` if that is no number of seconds above 0.
     """
-    text = os.environ.get("HETMEM_TURN_TIMEOUT") or "30"
+    text = os.environ.get("HETMEM_TURN_TIMEOUT") or "1800"
     try:
         seconds = float(text)
     except ValueError:

@@ -52,7 +52,7 @@ class Runtime:
         self.sanitize = sanitize
         self.tracer = StepTracer()
         self.statistics = Statistics()
-        self.events = EventLog(clock=engine.clock, behind=engine.ordered)
+        self.events = EventLog(clock=engine.clock, asynchronous=engine.ordered)
         self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
         self.bindings = Bindings(self.parameters)
         self._engine = engine
@@ -62,7 +62,7 @@ class Runtime:
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.bindings.unwatched = self.monitor.unwatched
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
-        self.turn = Turn(self.events.newest)
+        self.turn = Turn()
         self.in_backward = False
         """Whether a backward of the model runs."""
         self.marks = ParameterMarks(memory, self.bindings, self.writes, self.uses.read_at_home)
@@ -155,18 +155,15 @@ def in_backward() -> bool:
 
 _POLL_SECONDS = 0.05
 _NUMBERS = itertools.count()
-_WAITING: dict[int, Turn] = {}
-"""By thread, the turn that it waits for."""
 
 
 class Section:
     """`what` a thread does with a model, until it gives the turn back, or `runs` says that it does so no more."""
 
-    __slots__ = ("native", "runs", "thread", "what")
+    __slots__ = ("runs", "thread", "what")
 
     def __init__(self, what: str, thread: int, runs: Callable[[], bool | None] | None) -> None:
         self.what, self.thread, self.runs = what, thread, runs
-        self.native = threading.get_native_id()
 
     def is_over(self) -> bool:
         """Whether it has ended without a word."""
@@ -178,14 +175,13 @@ class Section:
 
 
 class Turn:
-    """That of one model. `progress` says something else whenever the model's transfers and updates have moved on."""
+    """That of one model."""
 
-    def __init__(self, progress: Callable[[], Hashable]) -> None:
+    def __init__(self) -> None:
         self.number = next(_NUMBERS)
         """Several turns are taken in this order."""
         self.trainers: set[int] = set()
         """The threads that have computed forwards with a graph: a backward of theirs may be of this model."""
-        self._progress = progress
         self._changed = threading.Condition()
         self._sections: list[Section] = []
         self._queue: list[Section] = []
@@ -197,8 +193,7 @@ class Turn:
     ) -> Section:
         """Begin a section of this thread once no other one has the turn, and `ready` says that it may begin.
 
-        Raises `ManageError` if that would be never: two threads wait for each other, or the one that has the turn has
-        done nothing for as long as `turn_timeout_seconds` says.
+        Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other.
         """
         section = Section(what, get_ident(), runs)
         while True:
@@ -258,55 +253,18 @@ class Turn:
 
     def _wait(self, section: Section, over: Callable[[], bool]) -> None:
         patience = turn_timeout_seconds()
-        seen, since = None, time.monotonic()
-        _WAITING[section.thread] = self
-        try:
-            while not over():
-                HELD_BACK.raise_here()
-                other = self._who_has_it(section)
-                now = (other, _worked(other), self._given, self._progress())
-                if now != seen:
-                    seen, since = now, time.monotonic()
-                elif time.monotonic() - since >= patience:
-                    raise ManageError(_stuck(section, other, patience, ready=bool(self._sections)))
-                self._changed.wait(min(_POLL_SECONDS, patience / 4))
-        finally:
-            del _WAITING[section.thread]
-
-    def _who_has_it(self, section: Section) -> Section | None:
-        """The one that `section` waits for, or that one waits for itself, and so on. Raises `ManageError` if that is of
-        the same thread."""
-        last = next(iter(self._sections), self._last)
-        for _ in tuple(_WAITING):
-            turn = None if last is None else _WAITING.get(last.thread)
-            following = None if turn is None else next(iter(tuple(turn._sections)), None)
-            if following is None:
-                break
-            if following.thread == section.thread:
-                raise ManageError(
-                    f"{section} waits for {last}, which waits for {following}: have both take their models in the same "
-                    f"order"
-                )
-            last = following
-        return last
-
-
-def _worked(section: Section | None) -> Hashable:
-    """What is another thing whenever the thread of `section` has run meanwhile."""
-    if section is None or section.thread not in sys._current_frames():
-        return None
-    try:
-        with open(f"/proc/self/task/{section.native}/schedstat", "rb") as file:
-            return file.read()
-    except OSError:
-        return None
+        until = time.monotonic() + patience
+        while not over():
+            HELD_BACK.raise_here()
+            if time.monotonic() >= until:
+                other = next(iter(self._sections), self._last)
+                raise ManageError(_stuck(section, other, patience, ready=bool(self._sections)))
+            self._changed.wait(min(_POLL_SECONDS, patience / 4))
 
 
 def _stuck(section: Section, other: Section | None, patience: float, *, ready: bool) -> str:
     if ready:
-        waits = (
-            f"it waits for {other}, which has done nothing meanwhile: does that wait for this thread (a lock, a join)?"
-        )
+        waits = f"it waits for {other}: does that wait for this thread (its model, a lock, a join)?"
     else:
         waits = (
             f"{other} has begun to update weights (overlap=) and no step() has followed: hold the lock around backward "

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.engine.gradient_views import UsedUp, is_home_gradient, move_gradient
+from hetmem.engine.gradient_views import ConsumedGradient, is_home_gradient, move_gradient
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
@@ -129,7 +129,7 @@ class ResidentShare:
     def _is_held(self, managed: ManagedParameter) -> bool:
         """Return whether the program holds a view of a home, or has put another tensor into `p.grad`."""
         gradient, home = managed.parameter.grad, managed.grad_home
-        gradient = None if isinstance(gradient, UsedUp) else gradient
+        gradient = None if isinstance(gradient, ConsumedGradient) else gradient
         if gradient is not None and not is_home_gradient(managed) and not self._comes_along(gradient, managed.chunk):
             return True
         if not managed.numel:
@@ -237,7 +237,7 @@ def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
 def _own_gradients(chunk: Chunk) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
     for managed in chunk.parameters:
         gradient = managed.parameter.grad
-        if gradient is not None and not isinstance(gradient, UsedUp):
+        if gradient is not None and not isinstance(gradient, ConsumedGradient):
             yield managed, gradient
 
 

@@ -26,10 +26,9 @@ from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
 from hetmem.report.live import tier_peaks
-from hetmem.report.step import activations_section, step_section
+from hetmem.report.step import Window, activations_section, history, last_window, only_infers, step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
-from hetmem.report.window import Window, history, last_window, only_infers
 from hetmem.schedule.trace import Tier
 
 _NAMES_SHOWN = 6

@@ -1,5 +1,6 @@
-"""Which resource binds a step: the terms of its time, how well they overlap, and what to change; and the activations
-that moved in it. Pure.
+"""The part of the event log that a report shows: the last whole training step, or the last forward if there is none.
+Which resource binds it: the terms of its time, how well they overlap, and what to change; the activations that moved in
+it; and the history of all steps, or forwards. Pure: it knows nothing of chunks.
 
 Note "terms": a step takes at least the longest of {compute, launching, host to device, device to host, host optimizer,
 NVMe read, NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward on the device
@@ -12,12 +13,190 @@ clipped to the step (for NVMe one begins when it is asked for).
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME, Held, SavedMove
-from hetmem.report.window import TRAINING, Interval, Window, length, without
+from hetmem.engine.events import (
+    ON_DEVICE,
+    ON_HOST,
+    ON_NVME,
+    CopyChange,
+    EventLog,
+    Fault,
+    Held,
+    MomentSeen,
+    SavedMove,
+    Span,
+    Stall,
+    Transfer,
+)
 from hetmem.schedule.blocks import Link
+
+Interval = tuple[float, float]
+
+TRAINING = ("forward", "backward")
+"""The segments in which the model computes."""
+REMEMBERED = 500
+"""Steps of a history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Log entries that touch [start, end] (seconds of the log's clock), oldest first.
+
+    `covers` is "step" or "forward"; `whole`: it is a whole step, or a whole forward of a model that is not trained.
+    Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "asynchronous compute" in
+    `engine.events`. `copies` and `saved` reach beyond `end`, so that what is present now tells what was present then.
+    `forgotten` names the kinds of entries whose beginning the log has lost.
+    """
+
+    covers: str
+    start: float
+    end: float
+    forgotten: tuple[str, ...] = ()
+    whole: bool = True
+    segments: list[Span] = field(default_factory=list)
+    moments: list[MomentSeen] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    copies: list[CopyChange] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    updates: list[Span] = field(default_factory=list)
+    launched: list[Span] = field(default_factory=list)
+    host_waits: list[Span] = field(default_factory=list)
+    caught_up: list[Span] = field(default_factory=list)
+    saved: list[SavedMove] = field(default_factory=list)
+
+    def spent(self, entries: Iterable[Span | Stall | Transfer]) -> list[Interval]:
+        """Return when `entries` were under way within the window, as disjoint intervals."""
+        return union(clip(((each.start, each.end) for each in entries), self.start, self.end))
+
+
+def last_window(events: EventLog) -> Window | None:
+    """Return the last whole step of `events`; without one, from the last forward on; None if nothing ran."""
+    segments, inference = list(events.segments), only_infers(events)
+    ends = [span.end for span in segments if span.what == "step"]
+    if len(ends) >= 2:
+        return _window(events, "step", ends[-2], ends[-1], segments, whole=True)
+    forwards = [span.start for span in segments if span.what == "forward"]
+    running = events.running()
+    if running is not None:
+        segments.append(Span(*running, events.now()))
+        if running[0] == "forward":
+            forwards.append(running[1])
+    if not forwards:
+        return None
+    return _window(events, "forward", forwards[-1], segments[-1].end, segments, whole=inference and running is None)
+
+
+def only_infers(events: EventLog) -> bool:
+    """Whether no forward of the log could be followed by a backward."""
+    fed = list(events.fed)
+    return bool(fed) and not any(each.trains for each in fed)
+
+
+def history(events: EventLog) -> dict[str, Any]:
+    """Return the last steps, or forwards of a model that is not trained, as columns: seconds from the end of the one
+    before, what compute waited in them, and the tokens that were fed."""
+    of = "forward" if only_infers(events) else "step"
+    stalls, fed = list(events.stalls), list(events.fed)
+    full = [log[0][0] for log in (stalls, fed) if log and len(log) == events.stalls.maxlen]
+    since = max(full, default=0.0)  # what was before is forgotten
+    ends, asked = (
+        [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
+        for spans in (events.segments, events.launched if events.asynchronous else events.segments)
+    )
+    waited = union((stall.start, stall.end) for stall in stalls)
+    at, sums = [each.at for each in fed], [0, *accumulate(each.tokens for each in fed)]
+    return {
+        "of": of,
+        "seconds": [end - start for start, end in pairwise(ends)],
+        "stall_seconds": [overlap(waited, start, end) for start, end in pairwise(ends)],
+        "tokens": [sums[bisect_left(at, end)] - sums[bisect_left(at, start)] for start, end in pairwise(asked)],
+    }
+
+
+_LOGS = [log.name for log in fields(Window) if log.default_factory is list and log.name != "segments"]
+_REACHING_ON = ("copies", "saved")
+
+
+def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span], *, whole: bool) -> Window:
+    logs: dict[str, list[Any]] = {"segments": _touching(segments, start, end)}
+    forgotten = []
+    for kind in _LOGS:
+        entries = getattr(events, kind)
+        if len(entries) == entries.maxlen and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
+            forgotten.append(kind)
+        logs[kind] = _touching(list(entries), start, inf if kind in _REACHING_ON else end)
+    return Window(covers, start, end, forgotten=tuple(forgotten), whole=whole, **logs)
+
+
+def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
+    """Return of `entries`, which last or have a time, those that touch [start, end]."""
+    if entries and hasattr(entries[0], "end"):
+        return [each for each in entries if each.end > start and each.start < end]
+    return [each for each in entries if start <= each.at < end]
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the same points of time as disjoint intervals in order; empty ones are left out."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """Return what of `intervals` lies within [start, end]."""
+    return [(max(low, start), min(high, end)) for low, high in intervals if high > start and low < end]
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    """Return the total length of disjoint intervals."""
+    return sum(end - start for start, end in disjoint)
+
+
+def overlap(disjoint: list[Interval], start: float, end: float) -> float:
+    """Return how much of [start, end] the intervals of a `union` cover. O(log n + overlapping)."""
+    index = max(0, bisect_left(disjoint, (start, start)) - 1)
+    covered = 0.0
+    while index < len(disjoint) and disjoint[index][0] < end:
+        low, high = disjoint[index]
+        covered += max(0.0, min(high, end) - max(low, start))
+        index += 1
+    return covered
+
+
+def without(disjoint: list[Interval], taken: list[Interval]) -> list[Interval]:
+    """Return what of the intervals of one `union` is not covered by those of another. O(n + m)."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in disjoint:
+        while first < len(taken) and taken[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > start:
+                left.append((start, taken[at][0]))
+            start = max(start, taken[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+# ---- what binds ------------------------------------------------------------------------------------------------------
 
 TERM_NAMES = {
     "compute": "Compute",

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetmem.engine.events import Held
-from hetmem.report.step import TIERS, held_over_time
-from hetmem.report.window import Window, overlap, union
+from hetmem.report.step import TIERS, Window, held_over_time, overlap, union
 from hetmem.schedule.blocks import Link
 
 LINKS = tuple(Link)

@@ -10,8 +10,10 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -20,20 +22,32 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from hetmem.base.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
+from hetmem.base.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate, ThreadCosts
 from hetmem.base.units import MIB
 from hetmem.cpu import AdamWStep, adamw_tasks
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
 from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, REQUEST_BYTES, THREADS, Extent, NvmeStore
+from hetmem.planner import DEFAULT_HARDWARE, load_profile
 from hetmem.planner.step_program import UPDATE_BYTES
-from hetmem.tools.measuring import measure, ordinary_torch
 
 _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20
 _DISK_BYTES = 256 * MIB
 _LOOKED_SECONDS, _BUSY_SHARE = 0.3, 0.25
+
+
+@contextmanager
+def ordinary_torch() -> Iterator[None]:
+    """New tensors are float32 in host memory, and a backward is possible. All threads have the dtype meanwhile."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 @ordinary_torch()
@@ -50,16 +64,16 @@ def probe(
     busy = _busy()
     if busy:
         say(f"warning: {busy}: rates will be too low; measure again when it is idle")
-    say("1/4 memory and the host's update")
+    say("1/3 memory and the host's update")
     host = _host(scale)
     directory = Path(nvme_dir or tempfile.gettempdir())
-    say(f"2/4 the drive of {directory}")
+    say(f"2/3 the drive of {directory}")
     disk = _disk(directory, _DISK_BYTES // scale)
-    say("3/4 the device and its links")
+    say("3/3 the device and its links")
     device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
     measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
-    say("4/4 what a call costs the training thread")
-    costs = measure(3 if quick else 15, "cuda" if torch.cuda.is_available() else "sim")
+    measured = f"{measured}; {busy}" if busy else measured
+    costs, source = _thread_costs(device)
     return HardwareProfile(
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"simulated on {host.cores} cores",
         device,
@@ -69,10 +83,19 @@ def probe(
         Rate(disk.read, disk.latency),
         Rate(disk.write, disk.latency),
         both,
-        {"all": f"{measured}; {busy}" if busy else measured},
+        {"all but thread": measured, "thread": source},
         costs,
         disk.both,
     )
+
+
+def _thread_costs(device: DeviceProfile) -> tuple[ThreadCosts, str]:
+    """What hetmem takes of the training thread, as a shipped profile has it, and where that comes from: on a GPU by how
+    long the thread takes to launch an operator here and there."""
+    shipped = load_profile(DEFAULT_HARDWARE)
+    factor = device.operator_seconds / shipped.device.operator_seconds if torch.cuda.is_available() else 1.0
+    costs = ThreadCosts(**{name: factor * seconds for name, seconds in asdict(shipped.thread).items()})
+    return costs, f"{factor:.2f} times those of {shipped.name}, {shipped.sources['thread']}"
 
 
 def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> dict[str, float]:

@@ -1,17 +1,18 @@
 """Measures what hetmem itself costs the thread that trains: per call, use, gradient, transfer and update.
 
+    python -m benchmarks.thread_costs    # as `thread` of a hardware profile has it
+
 Models of tiny layers are trained beside plain ones. On the simulated device operators and bytes take no time; on a GPU
 the thread launches them and goes on, and each phase begins when the GPU is idle. So what is left is hetmem's. They
-differ in the size of their chunks, and in what is called between the layers. Here is also the ordinary torch that
-measurements need around them.
+differ in the size of their chunks, and in what is called between the layers.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -25,19 +26,7 @@ from hetmem.intercept import registry
 from hetmem.optim.adamw import AdamW
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.trace import Tier
-
-
-@contextmanager
-def ordinary_torch() -> Iterator[None]:
-    """New tensors are float32 in host memory, and a backward is possible. All threads have the dtype meanwhile."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"), torch.inference_mode(False):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
+from hetmem.tools.probe import ordinary_torch
 
 _LAYERS, _WIDTH, _ROWS = 64, 63, 4  # weight and bias of a layer just fit in a page of `schedule.layout`
 _PAGE_BYTES = 4 * PAGE_ELEMENTS
@@ -176,3 +165,7 @@ class _Trained:
         """Medians of all steps but the first four, which learn; nothing is left behind."""
         release(self._model)
         return Seen(*(float(median(values)) for values in zip(*self._seen[4:], strict=True)))
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(device="cuda" if torch.cuda.is_available() else "sim")), indent=2))
