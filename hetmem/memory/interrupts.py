@@ -54,8 +54,6 @@ class HeldBack(ContextDecorator):
         self._covered: set[CodeType] = set()
         self._handler_before: Any = None
         self.came = False
-        self.before_raised: set[Callable[[], object]] = set()
-        """Called before an interrupt of the main thread is raised outside hetmem's work."""
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
@@ -126,7 +124,6 @@ class HeldBack(ContextDecorator):
         while not held and frame is not None:
             held, frame = frame.f_code in self._covered, frame.f_back
         if not held:
-            self._tell()
             self._deliver()
             return
         if self.came:  # the second one
@@ -145,12 +142,7 @@ class HeldBack(ContextDecorator):
             _SIGNALS.signal(_INTERRUPT, self._handler_before)
         if came or self.came:
             self.came = False
-            self._tell()
             self._deliver()
-
-    def _tell(self) -> None:
-        for call in (*self.before_raised,):
-            call()
 
     def _deliver(self) -> None:
         """Call the program's handler: usually it raises KeyboardInterrupt, which ends a forward without calling
