@@ -29,7 +29,7 @@ class LeavingChoice:
         """Whether it is to be told also of those that stay when only graphs hold them."""
         self._round = SavedRound()
         self._chosen: dict[Hashable, set[int]] = {}
-        """By forward, the places of those that leave."""
+        """By forward, the keys of storages that leave."""
         self._key: Hashable = None
         self._count = 0
         """Storages that the forward has saved."""
@@ -51,14 +51,14 @@ class LeavingChoice:
 
     def _choose(self) -> None:
         recorded, room = self._round, self._runtime.room
-        places: set[tuple[Hashable, int]] = set()
-        is_new = self._chosen.keys().isdisjoint(key for key, _ in recorded.places.values())
+        keys: set[tuple[Hashable, int]] = set()
+        is_new = self._chosen.keys().isdisjoint(forward for forward, _ in recorded.keys.values())
         if is_new:
-            places = recorded.to_leave(room.saved_bytes(), self._lag)
-        places = places or recorded.places_of(self._forced)
-        for key, at in places:
-            self._chosen.setdefault(key, set()).add(at)
-        if places:
+            keys = recorded.to_leave(room.saved_bytes(), self._lag)
+        keys = keys or recorded.keys_of(self._forced)
+        for forward, at in keys:
+            self._chosen.setdefault(forward, set()).add(at)
+        if keys:
             self._runtime.tracer.measure_again()
 
     def saved(self, number: int, nbytes: int) -> bool:
@@ -70,12 +70,12 @@ class LeavingChoice:
             self._key, self._count = tracer.key, 0
             self._measured = self._measured and tracer.measured
             self.looks_at_all = tracer.measured
-        place = (self._key, self._count)
+        key = (self._key, self._count)
         self._count += 1
         if self._measured:
-            self._round.save(number, place, nbytes, self._needed())
+            self._round.save(number, key, nbytes, self._needed())
         chosen = self._chosen.get(self._key)
-        return chosen is not None and place[1] in chosen
+        return chosen is not None and key[1] in chosen
 
     def freed(self, number: int) -> None:
         """Note that only graphs hold a storage."""

@@ -188,7 +188,7 @@ class GradientSink:
         """Begin a backward."""
         self._sends.complete.begin()
         runtime = self.runtime
-        self.notifies = any(listener.is_to_be_told for listener in self.listeners)
+        self.notifies = any(listener.needs_gradients for listener in self.listeners)
         self.is_simple = not (self.notifies or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()

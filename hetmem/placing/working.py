@@ -125,8 +125,8 @@ class WorkingWeights:
     def _are_plain(self) -> bool:
         """Return whether only hetmem has hooks at parameters, and no listener needs each gradient."""
         hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        return hooks <= {1} and self._sink.are_dense and not told
+        notified = any(listener.needs_gradients for listener in self._sink.listeners)
+        return hooks <= {1} and self._sink.are_dense and not notified
 
     def _hold(self, operator: str, backward: Hashable | None) -> bool:
         """Begin a segment in which nothing moves, if all homes, and a copy of each, are on the device, with room for
@@ -271,8 +271,8 @@ class WorkingWeights:
         """Set the missing gradients of `used` to -0.0 and return their parameters; None if autograd is not to
         accumulate gradients in their homes."""
         runtime = self._runtime
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        if told or self._sink.lent or not runtime.memory.resident:
+        notified = any(listener.needs_gradients for listener in self._sink.listeners)
+        if notified or self._sink.lent or not runtime.memory.resident:
             return None
         runtime.traffic.ensure_homes(list(dict.fromkeys([managed.chunk for managed in used])), [Role.GRAD])
         fresh = [managed for managed in used if managed.parameter.grad is None]
