@@ -37,9 +37,8 @@ class DevicePool:
     A place takes memory when a chunk first comes to lie there, and keeps it until that is given back. `slots` is how
     many may hold memory: before a place is prepared, others are given back.
 
-    `empty` gives bytes of the device, and `last_use` is told of memory that is dropped next. Memory that was given back
-    is safe for its next user, and memory that was just taken may still be read by compute that was asked for earlier;
-    see `ComputeStreams`.
+    `empty` gives bytes of the device. Memory that was given back is safe for its next user, and memory that was just
+    taken may still be read by compute that was asked for earlier.
     """
 
     def __init__(
@@ -48,12 +47,11 @@ class DevicePool:
         slots: int,
         device: torch.device,
         empty: Callable[[int], Memory],
-        last_use: Callable[[Any], None] = lambda memory: None,
     ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._device = device
-        self._empty, self._last_use = empty, last_use
+        self._empty = empty
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # addresses of that memory
@@ -108,7 +106,7 @@ class DevicePool:
                 self.held_slots -= self._spans.pop(place)
                 del self._starts[place]
                 self.views.pop(place, None)
-                self._last_use(self._memory.pop(place))
+                del self._memory[place]
 
     def holds(self, address: int) -> bool:
         """Whether `address` lies in a slot."""
@@ -152,7 +150,8 @@ class Device:
         return lambda: None
 
     def captures(self) -> bool:
-        """Say whether what is asked for now is recorded, in a CUDA graph, to run again later without the program."""
+        """Say whether what is asked for now is recorded, in a CUDA graph, to run again later without the program.
+        Raises `ManageError` where the program computes on another stream than the default one of a GPU."""
         return False
 
     def peak_bytes(self) -> int:

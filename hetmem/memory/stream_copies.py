@@ -123,13 +123,6 @@ class StreamCopier(Copier):
             self._streams.order_compute(end)
         return tag not in self._not_asked
 
-    def order_compute_behind(self, mark: Any) -> bool:
-        event = self._event(mark)
-        if self._streams.passed(event):
-            return False
-        self._streams.order_compute(event)
-        return True
-
     def poll(self) -> None:
         passed = self._streams.passed  # asked at every use of a weight, so not by way of `_is_over`
         for jobs in self._queues.values():

@@ -112,11 +112,6 @@ class Copier:
         job could not be asked for, which is reported."""
         raise AssertionError("compute on this device is not ordered behind copies")
 
-    def order_compute_behind(self, mark: Any) -> bool:
-        """Have compute asked for from now on, on whatever stream, run only after `mark`; False if that is over
-        anyway."""
-        return False
-
     def poll(self) -> None:
         """Report finished jobs, where no thread of the copier does."""
 
@@ -196,7 +191,6 @@ class TransferEngine:
         self._copier = copier(weakly(self._copied_over), self._finished.put)
         self.mark, self.end_of, self.unlimited = self._copier.mark, self._copier.end_of, self._copier.unlimited
         self.order_compute_after = self._copier.order_compute_after
-        self.order_compute_behind = self._copier.order_compute_behind
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         for link in self._copied:
