@@ -222,8 +222,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Ctrl-C comes between pieces": Mutation(
         "memory/interrupts.py",
-        "        if not held:\n            self._tell()\n",
-        "        if True:\n            self._tell()\n",
+        "        if not held:\n            self._deliver()\n",
+        "        if True:\n            self._deliver()\n",
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),
     "The NVMe file has mode 0600": Mutation(

@@ -53,8 +53,6 @@ class HeldBack(ContextDecorator):
         self._covered: set[CodeType] = set()
         self._handler_before: Any = None
         self.came = False
-        self.before_raised: set[Callable[[], object]] = set()
-        """What is called before an interrupt of the main thread is raised, where hetmem's work is done."""
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
@@ -125,7 +123,6 @@ class HeldBack(ContextDecorator):
         while not held and frame is not None:
             held, frame = frame.f_code in self._covered, frame.f_back
         if not held:
-            self._tell()
             self._deliver()
             return
         if self.came:  # the second one
@@ -144,12 +141,7 @@ class HeldBack(ContextDecorator):
             _SIGNALS.signal(_INTERRUPT, self._handler_before)
         if came or self.came:
             self.came = False
-            self._tell()
             self._deliver()
-
-    def _tell(self) -> None:
-        for call in (*self.before_raised,):
-            call()
 
     def _deliver(self) -> None:
         """Do what an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward
