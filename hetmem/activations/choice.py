@@ -51,14 +51,14 @@ class LeavingChoice:
 
     def _choose(self) -> None:
         recorded, room = self._round, self._runtime.room
-        places: set[tuple[Hashable, int]] = set()
+        leaving: set[tuple[Hashable, int]] = set()
         is_new = self._chosen.keys().isdisjoint(key for key, _ in recorded.places.values())
         if is_new:
-            places = recorded.to_leave(room.saved_bytes(), self._lag)
-        places = places or recorded.places_of(self._forced)
-        for key, at in places:
+            leaving = recorded.to_leave(room.saved_bytes(), self._lag)
+        leaving = leaving or recorded.places_of(self._forced)
+        for key, at in leaving:
             self._chosen.setdefault(key, set()).add(at)
-        if places:
+        if leaving:
             self._runtime.tracer.measure_again()
 
     def saved(self, number: int, nbytes: int) -> bool:
