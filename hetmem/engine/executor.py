@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import WeakOnes
+from hetmem.base.weak import WeakList
 from hetmem.engine.events import EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
@@ -78,7 +78,7 @@ class Executor:
         self.updating: set[Chunk] = set()
         """Chunks whose parameters are being written at home by other threads."""
         self._working_copies: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
-        self.workers: WeakOnes[Worker] = WeakOnes()
+        self.workers: WeakList[Worker] = WeakList()
         """Pumped whenever something has ended."""
         self._memory = memory
         self._residency = residency

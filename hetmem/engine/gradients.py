@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import WeakOnes, weakly
+from hetmem.base.weak import WeakList, weakly
 from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
@@ -57,7 +57,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
-        self.listeners: WeakOnes[GradientListener] = WeakOnes()
+        self.listeners: WeakList[GradientListener] = WeakList()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""
         self.notifies = True
