@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import WeakOnes, weakly
+from hetmem.base.weak import WeakList, weakly
 from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
+    is_held,
     is_home,
     is_home_gradient,
-    is_kept,
     leave_gradient_to_holders,
     move_gradient,
     show_gradient,
@@ -57,7 +57,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
-        self.listeners: WeakOnes[GradientListener] = WeakOnes()
+        self.listeners: WeakList[GradientListener] = WeakList()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""
         self.notifies = True
@@ -251,7 +251,7 @@ class GradientSink:
         dtype = chunk.gradient_dtype  # 16 bits: a sum, or the result of a hook of the program, may not be exact
         if dtype is not None and (adds or arrived.dtype is not dtype or has_hooks_of_the_user(managed.parameter)):
             self._widen(chunk)
-        if not adds and managed.grad_home is not None and is_kept(managed):
+        if not adds and managed.grad_home is not None and is_held(managed):
             leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()

@@ -251,7 +251,7 @@ class Faults:
                 result = func(*args, **kwargs)
                 written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
                 shown = [m for m in used if self._are_among([m], written) or hands_out(m, func, result)]
-                (writes.kept if computes else writes.touched).update(shown)
+                (writes.shared if computes else writes.touched).update(shown)
                 return result
             finally:
                 with HELD_BACK:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -82,6 +83,16 @@ def calling_frame(module: object, hook: FrameType) -> FrameType | None:
     return frame
 
 
+def forward_within(frame: FrameType | None, around: Callable[..., Any]) -> bool:
+    """Have `frame`, one of `CALLS`, call `around(forward, …)` in the place of `forward(…)`, as torch calls no hooks
+    after a `BaseException` that is no `Exception`. Return False if it is no such frame."""
+    if frame is None or frame.f_back is None or frame.f_code is not CALLS:
+        return False
+    cell = frame.f_back.f_locals["inner"].__closure__[CALLS.co_freevars.index("forward_call")]
+    cell.cell_contents = partial(around, cell.cell_contents)
+    return True
+
+
 def outermost_of_modules(frame: FrameType) -> FrameType:
     """Return the frame of the method of a module, like `state_dict`, that `frame`, one of torch's, is a part of."""
     while frame.f_back is not None and frame.f_back.f_globals.get("__name__") == torch.nn.Module.__module__:
@@ -133,8 +144,9 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """The Dynamo callback in effect where this stretch began; see `dynamo`."""
-        self.working_weights = False
-        """Whether modules have working weights during this stretch, see `placing.working`."""
+        self.may_lease_all = self.working_weights = False
+        """Whether all weights may be bound for this stretch; whether modules have working weights during it, see
+        `placing.working`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its section of its thread's turn, see `engine.runtime`."""
@@ -210,7 +222,7 @@ class Compute:
         self.is_over = True
         self.functions = self.operators = None  # these may reference a checkpoint's hooks, and so its model
         self.calls.clear()
-        forget_what_is_over()
+        drop_ended_modes()
 
 
 class _Functions(TorchFunctionMode):
@@ -291,7 +303,7 @@ def _is_over(mode: object) -> bool:
     return compute is None or compute.is_over
 
 
-def forget_what_is_over() -> None:
+def drop_ended_modes() -> None:
     """Take modes and hooks whose compute has ended off this thread's stacks: function modes anywhere, dispatch modes
     and hooks on top only. A mode whose handler runs is off the stack meanwhile, and comes back behind it."""
     functions, operators = torch_private.function_mode_stack(), torch_private.dispatch_mode_stack()

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import weakref
+from functools import partial
 from itertools import chain, compress
 from operator import attrgetter, not_
 from types import FrameType
@@ -29,9 +30,9 @@ from hetmem.intercept.diagnostics import (
     refuse_a_fork,
     refuse_a_surrounding,
 )
-from hetmem.intercept.dynamo import Tracing, compiles_itself, hook_forwards, opaque, set_compiler
+from hetmem.intercept.dynamo import Tracing, compiles_itself, hook_forwards, opaque, set_compiler, skipped, uncompiled
 from hetmem.intercept.faults import Faults
-from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over
+from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, drop_ended_modes, forward_within
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
@@ -140,7 +141,7 @@ class Interception:
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return None
                 compute, call = self.current(None if frame is None else frame.f_back), Call(module, frame)
                 if compute is not None:
@@ -150,23 +151,53 @@ class Interception:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
-                    if compute.working_weights or (not self.runtime.memory.uses_copies and self._is_alone(compute)):
+                    copies, begins = self.runtime.memory.uses_copies, compiles is None and not compute.calls[1:]
+                    begins = begins and copies and forward_within(frame, partial(self._run, compute, call, module))
+                    if compute.working_weights or (not copies and self._is_alone(compute)):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
                         asked = self._regions.any_asked or self.activations is not None
                         if module is self._model() and not asked:
                             self._parts.take_off()
-                    else:
+                    elif not begins:
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
             compiles = compiler
-            self.leases.end_forward()
             raise
         finally:
             if HELD_BACK.came:
                 HELD_BACK.leave()
             if compiles is not None:
                 set_compiler(compiles)
+
+    @skipped
+    def _run(
+        self, compute: Compute, call: Call, module: torch.nn.Module, forward: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call the `forward` of `module`, whose `call` began `compute`, with weights bound. The program's hooks of
+        `module` run without, as torch calls no hook after a `BaseException` in one that is no `Exception`."""
+        try:
+            with HELD_BACK:
+                if compute.may_lease_all:
+                    self.leases.begin_all(call, module)
+                if not compute.working_weights:
+                    self.leases.begin(call, module, recomputed=compute.task >= 0)
+            output = forward(*args, **kwargs)
+            with HELD_BACK:
+                self.leases.end(call)
+            return output
+        except Exception:
+            raise
+        except BaseException:
+            self._break_off(compute)
+            raise
+
+    @uncompiled
+    @HELD_BACK
+    def _break_off(self, compute: Compute) -> None:
+        """End `compute`, which torch's hooks will not see the end of."""
+        compute.has_ended(None)
+        self._leave(compute, None)
 
     def _is_alone(self, compute: Compute) -> bool:
         """Return whether only autograd sees how `compute`, which has just begun, uses weights."""
@@ -190,7 +221,7 @@ class Interception:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
             if self.working.begin(type(module).__name__, backward, anew=self.segments.several):
                 return True
-            self.leases.begin_all(compute.calls[0], module)
+            compute.may_lease_all = True
             return False
         self.working.release()
         return False
@@ -296,7 +327,7 @@ class Interception:
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
                 compute = self.current(sys._getframe())
@@ -405,7 +436,7 @@ class Interception:
     def _forget_interrupted(self) -> None:
         """End forwards that an interrupt has ended, also on another thread; see note "interrupts"."""
         self.current(sys._getframe())
-        forget_what_is_over()
+        drop_ended_modes()
         if not self.stretches.here and self.last_forward is not None and not self.last_forward.runs():
             self._regions.abandon([self.last_forward])
             self._rest_of(self.last_forward)
@@ -448,4 +479,4 @@ class Interception:
         if self.last_forward is not None:
             self._rest_of(self.last_forward)
         self.stretches = _OfThread()
-        forget_what_is_over()
+        drop_ended_modes()

@@ -37,7 +37,6 @@ from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK, HERE
 
 _NONE = id(None)  # what a module without a bias has in `_parameters`
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
@@ -54,7 +53,6 @@ class Leases:
         """Weights that `_forward` uses and that are not bound yet."""
         self._departed: set[Hashable] = set()
         """Trace keys of forwards that used weights missing from their trace."""
-        self._interrupted = weakly(self.end_forward)
         self._by_id = runtime.bindings.by_id
         self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
         """Results of `_learn`, by the `id`s of a module's parameters."""
@@ -97,8 +95,6 @@ class Leases:
                 self.keep(call, present)
             self._forward, self._unbound = call, set(used).difference(present)
             self._tracing.where = weakref.ref(module)
-            if HERE.is_main:  # the only thread that gets interrupts
-                HELD_BACK.before_raised.add(self._interrupted)
             self._quieten_hooks()
 
     def _quieten_hooks(self) -> None:
@@ -108,14 +104,7 @@ class Leases:
     def end_all(self) -> None:
         """Have nested modules bind their own weights from here on; bound weights stay bound until the forward ends."""
         self._forward, self._unbound = None, set()
-        HELD_BACK.before_raised.discard(self._interrupted)
         self._tracing.listen()
-
-    def end_forward(self) -> None:
-        """Unbind the weights bound for a whole forward, of which no hook may see the end, so that the program reads
-        weights at home next."""
-        if self._forward is not None:
-            self.end(self._forward)
 
     def note_unexpected_use(self) -> None:
         """Note that a function uses a weight that is not in the trace of the running forward."""
@@ -240,7 +229,7 @@ class Regions:
         self.compiler = compiler
         self.may_begin = self.runs or compiler is not None
 
-    def runs_around(self, frame: FrameType | None) -> bool:
+    def encloses(self, frame: FrameType | None) -> bool:
         """Return whether `frame` makes a call within the region."""
         region = self._running
         if region is None or region.call.is_made_in(frame):

@@ -128,7 +128,7 @@ class AdamWRule(Rule):
                 raise ManageError(f"small states are for parameters in float32 or bfloat16, not in {dtype}")
             if dtype is torch.bfloat16 and not self._stochastic_rounding:
                 raise ManageError(
-                    "parameters in bfloat16 with small moments are rounded by chance: say stochastic_rounding=True, or "
+                    "parameters in bfloat16 with small moments need random rounding: set stochastic_rounding=True, or "
                     "keep them in float32 and set mixed_precision=torch.bfloat16"
                 )
             if self._moments == "8bit":

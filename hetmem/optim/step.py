@@ -188,7 +188,7 @@ class Stepper:
         if chunk in self._progress:
             return False
         groups, arrivals, optimizer = self._groups, self._arrivals, self._optimizer
-        kept = self.runtime.writes.kept
+        shared = self.runtime.writes.shared
         for managed in chunk.parameters:  # runs at each arrival: the last gradient often comes first here
             parameter = managed.parameter
             if id(parameter) in groups and not arrivals.complete(managed) and parameter.requires_grad:
@@ -197,7 +197,7 @@ class Stepper:
             parameter = managed.parameter
             if id(parameter) not in groups or not parameter.requires_grad:
                 continue
-            if has_hooks_of_the_user(parameter) or managed in kept or not optimizer.states.steps(managed):
+            if has_hooks_of_the_user(parameter) or managed in shared or not optimizer.states.steps(managed):
                 return False
         return True
 

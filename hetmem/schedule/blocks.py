@@ -108,6 +108,7 @@ class LRU:
     """Evict the copy that was used longest ago."""
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """Rank by how long ago the last use was."""
         return (-facts.last_use,)
 
 
@@ -115,6 +116,7 @@ class FIFO:
     """Evict the copy that was fetched first."""
 
     def rank(self, facts: CopyFacts) -> tuple[int, ...]:
+        """Rank by how long ago the fetch was."""
         return (-facts.fetched,)
 
 
