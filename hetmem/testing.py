@@ -61,7 +61,7 @@ POINTS = {
     "backward over": "hetmem.optim.step:Stepper.backward_over",
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
-    "is a gradient kept": "hetmem.engine.gradient_views:is_kept",
+    "is a gradient kept": "hetmem.engine.gradient_views:is_held",
     "tasks that sum": "hetmem.optim.update_pass:Passes._sum_tasks",
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",

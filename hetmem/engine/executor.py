@@ -77,7 +77,7 @@ class Executor:
         self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters are being written at home by other threads."""
-        self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
+        self._working_copies: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
         self.workers: WeakList[Worker] = WeakList()
         """Pumped whenever something has ended."""
         self._memory = memory
@@ -261,33 +261,33 @@ class Executor:
             return None
         return self.on_device(chunk, self._residency.slot_taken(block, DEVICE))
 
-    def stand(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
+    def set_working_copies(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
         """Note that the copies of `chunks`, whose homes are on the device too, are leased in `slots` until the next
         call: `copy_homes_again` remakes them in one operator."""
         copies = [self.on_device(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True)]
-        self._standing = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
+        self._working_copies = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
 
     @property
-    def stands(self) -> bool:
-        """Whether copies `stand`: then all homes are on the device, and each has a copy that is in use."""
-        return bool(self._standing[1])
+    def has_working_copies(self) -> bool:
+        """Whether there are working copies: then all homes are on the device, and each has a copy in use."""
+        return bool(self._working_copies[1])
 
-    def order_behind_standing(self) -> None:
-        """Order compute behind the making of the copies that `stand`."""
-        for slot in self._standing[1] if self._engine.ordered else ():
+    def order_behind_working_copies(self) -> None:
+        """Order compute behind the making of the working copies."""
+        for slot in self._working_copies[1] if self._engine.ordered else ():
             self.order_behind_making(slot)
 
-    def all_stand(self, chunks: list[Chunk]) -> bool:
-        """Return whether exactly the copies of `chunks` `stand`, and none of the chunks is being updated."""
-        standing, slots = self._standing[:2]
-        if not slots or chunks != standing or self.updating:
+    def are_working_copies(self, chunks: list[Chunk]) -> bool:
+        """Return whether exactly `chunks` have working copies, and none of them is being updated."""
+        working, slots = self._working_copies[:2]
+        if not slots or chunks != working or self.updating:
             return False
         return self._residency.all_on_device([chunk.homes[Role.PARAM].block for chunk in chunks])
 
     def copy_homes_again(self, chunks: list[Chunk]) -> None:
         """Remake the copies of `chunks`, whose homes are on the device too. Waits for nothing."""
-        _, slots, copies, homes = self._standing
-        if not self.all_stand(chunks):
+        _, slots, copies, homes = self._working_copies
+        if not self.are_working_copies(chunks):
             slots, copies, homes = [], [], []
             for chunk in chunks:
                 if chunk in self.updating:

@@ -19,9 +19,9 @@ from hetmem.base.weak import WeakList, weakly
 from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
+    is_held,
     is_home,
     is_home_gradient,
-    is_kept,
     leave_gradient_to_holders,
     move_gradient,
     show_gradient,
@@ -251,7 +251,7 @@ class GradientSink:
         dtype = chunk.gradient_dtype  # 16 bits: a sum, or the result of a hook of the program, may not be exact
         if dtype is not None and (adds or arrived.dtype is not dtype or has_hooks_of_the_user(managed.parameter)):
             self._widen(chunk)
-        if not adds and managed.grad_home is not None and is_kept(managed):
+        if not adds and managed.grad_home is not None and is_held(managed):
             leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()

@@ -117,8 +117,8 @@ class Bindings:
 
     def _layout(self, chunk: Chunk) -> int:
         """Return the number of the layout of `chunk`; chunks with equal layouts have one number."""
-        places = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
-        number = self._numbers.setdefault((chunk.compute_dtype, *places), len(self._numbers))
+        fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
+        number = self._numbers.setdefault((chunk.compute_dtype, *fields), len(self._numbers))
         self._layouts[chunk] = number
         return number
 

@@ -139,14 +139,14 @@ class Traffic:
     def _wait_for(self, block: int, tier: Tier) -> None:
         """Wait for the copy of a lease, which ends if this raises."""
         try:
-            present = wait_until(self.executor, partial(self._is_there, block, tier))
+            present = wait_until(self.executor, partial(self._has_arrived, block, tier))
         except BaseException:
             self.abandon(block, tier)
             raise
         if not present:  # other leases of the copy stay
             raise self._withdraw(block, tier)
 
-    def _is_there(self, block: int, tier: Tier) -> bool:
+    def _has_arrived(self, block: int, tier: Tier) -> bool:
         if self.residency.state(block, tier) is CopyState.VALID:
             return True
         return tier is Tier.DEVICE and self.executor.order_compute_after(block)
@@ -243,7 +243,7 @@ class Traffic:
         return self.executor.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
-        """Begin `open_role` without waiting: see `role_is_there`. Nothing is begun if this raises."""
+        """Begin `open_role` without waiting: see `role_has_arrived`. Nothing is begun if this raises."""
         block = self._reach(chunk, role, load=load)
         if block is not None:
             self.ask(block, Tier.HOST, load=load)
@@ -256,7 +256,7 @@ class Traffic:
             self.residency.reach((block,), Tier.HOST)
         return block
 
-    def role_is_there(self, chunk: Chunk, role: Role) -> bool:
+    def role_has_arrived(self, chunk: Chunk, role: Role) -> bool:
         """Return whether the role that `ask_role` requested has arrived."""
         home, residency = chunk.homes[role], self.residency
         if home.tier is not Tier.NVME:
@@ -264,7 +264,7 @@ class Traffic:
         assert home.block is not None
         return residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.writing(home.block)
 
-    def role_has_place(self, chunk: Chunk, role: Role) -> bool:
+    def role_has_slot(self, chunk: Chunk, role: Role) -> bool:
         """Return whether the role that `ask_role` requested has a slot."""
         block = staged_block(chunk.homes[role])
         return block is None or self.residency.state(block, Tier.HOST) in PLACED
@@ -374,7 +374,7 @@ class Traffic:
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Let this thread write the parameters of `chunks` at home, on the device, in the body; then remake copies."""
-        if self.executor.all_stand([*chunks]):  # the whole model, and nothing else reads or writes it
+        if self.executor.are_working_copies([*chunks]):  # the whole model, and nothing else reads or writes it
             yield
             self.executor.copy_homes_again([*chunks])
             return

@@ -34,7 +34,7 @@ from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
-from hetmem.intercept.forward_scope import forget_what_is_over
+from hetmem.intercept.forward_scope import drop_ended_modes
 from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.phases import BACKWARDS, StepSegments, forget_nodes_that_did_not_run
 from hetmem.memory.interrupts import HELD_BACK
@@ -161,7 +161,7 @@ def _begin_for_all(began: list[Interception]) -> None:
 def _end_for_all(began: list[Interception]) -> None:
     while began:
         _end_for(began.pop())
-    forget_what_is_over()
+    drop_ended_modes()
     HELD_BACK.end_segment()
 
 

@@ -222,7 +222,7 @@ class Compute:
         self.is_over = True
         self.functions = self.operators = None  # these may reference a checkpoint's hooks, and so its model
         self.calls.clear()
-        forget_what_is_over()
+        drop_ended_modes()
 
 
 class _Functions(TorchFunctionMode):
@@ -303,7 +303,7 @@ def _is_over(mode: object) -> bool:
     return compute is None or compute.is_over
 
 
-def forget_what_is_over() -> None:
+def drop_ended_modes() -> None:
     """Take modes and hooks whose compute has ended off this thread's stacks: function modes anywhere, dispatch modes
     and hooks on top only. A mode whose handler runs is off the stack meanwhile, and comes back behind it."""
     functions, operators = torch_private.function_mode_stack(), torch_private.dispatch_mode_stack()

@@ -32,7 +32,7 @@ from hetmem.intercept.diagnostics import (
 )
 from hetmem.intercept.dynamo import Tracing, compiles_itself, hook_forwards, opaque, set_compiler, skipped, uncompiled
 from hetmem.intercept.faults import Faults
-from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over, forward_within
+from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, drop_ended_modes, forward_within
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
@@ -141,7 +141,7 @@ class Interception:
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return None
                 compute, call = self.current(None if frame is None else frame.f_back), Call(module, frame)
                 if compute is not None:
@@ -327,7 +327,7 @@ class Interception:
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
                 compute = self.current(sys._getframe())
@@ -436,7 +436,7 @@ class Interception:
     def _forget_interrupted(self) -> None:
         """End forwards that an interrupt has ended, also on another thread; see note "interrupts"."""
         self.current(sys._getframe())
-        forget_what_is_over()
+        drop_ended_modes()
         if not self.stretches.here and self.last_forward is not None and not self.last_forward.runs():
             self._regions.abandon([self.last_forward])
             self._rest_of(self.last_forward)
@@ -479,4 +479,4 @@ class Interception:
         if self.last_forward is not None:
             self._rest_of(self.last_forward)
         self.stretches = _OfThread()
-        forget_what_is_over()
+        drop_ended_modes()

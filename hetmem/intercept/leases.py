@@ -229,7 +229,7 @@ class Regions:
         self.compiler = compiler
         self.may_begin = self.runs or compiler is not None
 
-    def runs_around(self, frame: FrameType | None) -> bool:
+    def encloses(self, frame: FrameType | None) -> bool:
         """Return whether `frame` makes a call within the region."""
         region = self._running
         if region is None or region.call.is_made_in(frame):

@@ -146,7 +146,7 @@ class WorkingWeights:
             with runtime.unwatched():
                 room.before_moment(moment)
                 self._blocks = self._blocks or self._lease(found)
-        runtime.traffic.executor.order_behind_standing()
+        runtime.traffic.executor.order_behind_working_copies()
         tracer.all_at_once(moment)
         runtime.uses.saw(moment, operator, found)
         return True
@@ -154,12 +154,12 @@ class WorkingWeights:
     def _lease(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         """Begin a lease of each copy for each of its parameters, and create all views of them."""
         runtime, chunks = self._runtime, self._runtime.chunks
-        runtime.uses.let_go()
+        runtime.uses.release_unheld()
         slots = runtime.traffic.residency.use_all(blocks, [len(chunk.parameters) for chunk in chunks])
         for chunk, slot in zip(chunks, slots, strict=True):
             if any(managed.device is None for managed in chunk.parameters):
                 runtime.bindings.open_device(chunk, runtime.memory.device_pool, slot)
-        runtime.traffic.executor.stand(chunks, slots)
+        runtime.traffic.executor.set_working_copies(chunks, slots)
         return blocks
 
     def release(self) -> None:
@@ -167,7 +167,7 @@ class WorkingWeights:
         if self._blocks and not self._entered:
             self._blocks = ()
             self._retire()
-            self._runtime.traffic.executor.stand((), ())
+            self._runtime.traffic.executor.set_working_copies((), ())
             self._runtime.uses.release(self._managed)
 
     def _retire(self) -> None:
@@ -239,7 +239,7 @@ class WorkingWeights:
         if not used:
             return
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
-            self._runtime.traffic.executor.order_behind_standing()
+            self._runtime.traffic.executor.order_behind_working_copies()
             if self._weights:
                 self._count_versions()
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
