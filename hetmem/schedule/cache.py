@@ -193,10 +193,8 @@ class Cache:
     def meet(self, blocks: Collection[int]) -> None:
         """Note that `blocks` of the use just reached have copies, which are in use from now on."""
         self.schedule.meet(blocks)
-        for block in blocks:
-            if block in self.unused:
-                self.unused.remove(block)
-            self.touch(block)
+        self.unused.difference_update(blocks)
+        self._order.touch_all(blocks)
 
     def needed(self, block: int) -> int:
         """Return when a copy of `block` on this tier is used next, NEVER if unknown: a use of the schedule; in host
@@ -320,7 +318,8 @@ class Cache:
 
     def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
         """Return what has to go for a place of `span` slots, empty if that is not enough; see `_first`."""
-        missing, victims = self.slots.used + span - self.limit, list[int]()
+        missing = self.slots.used + span - self.limit
+        victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
             may_go = {*self._first(self._row.count, spared, least, arrived=arrived)}
             victims = self._row.emptied_first({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
@@ -333,14 +332,15 @@ class Cache:
         more = self._first(missing, spared, least, arrived=arrived)
         if missing > 1 and sum(map(self._span, more)) < missing:
             return []
-        return victims + more if victims else more
+        return victims + more
 
     def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
         """Return what goes first of what is not in use and has `arrived`, or is on its way: so much as takes `slots`
         slots together, all there is if that does not suffice. Without `spared`, and without what is not needed: behind
         a large one that was the last to be chosen, smaller ones may stay. With `least` only what is clean, was used
         since it was fetched, and is used no sooner."""
-        copies, by_next_use, chosen = self.copies, self._by_next_use, list[int]()
+        copies, by_next_use = self.copies, self._by_next_use
+        chosen: list[int] = []
         ranks = reversed(self._order.ranks())
         for rank in ranks:
             if least is not None and by_next_use and rank[0] < least:

@@ -193,8 +193,8 @@ class Residency:
     def use(self, uses: Mapping[int, int], tier: Tier, *, coming: bool = False) -> list[Command] | None:
         """Do as so many times `acquire` of each block where the copies are VALID, or may be `coming`, as most are: what
         is to be carried out. None, and no use counts, where one is not."""
-        cache = self._caches[tier]
-        copies, ledger = cache.copies, self._ledger
+        cache, ledger = self._caches[tier], self._ledger
+        copies = cache.copies
         for block in uses:
             if block not in copies:
                 return None
@@ -202,12 +202,10 @@ class Residency:
             if state is not VALID and not (coming and state is LOADING):
                 return None
         schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # as `Cache.meet`, without its calls
-        for block in schedule.unmet:
-            if block not in uses:
-                schedule.meet(uses)
-                break
-        else:
+        if schedule.unmet == (*uses,):
             schedule.unmet = ()
+        else:
+            schedule.meet(uses)
         for block in uses:
             if block in unused:
                 unused.remove(block)
@@ -251,7 +249,8 @@ class Residency:
 
     def release_all(self, uses: Mapping[int, int]) -> list[Command]:
         """`release` of each block on the device; what follows is asked for once."""
-        cache, commands = self._device, list[Command]()
+        cache = self._device
+        commands: list[Command] = []
         for block in uses:
             if block not in cache.copies or (copy := cache.copies[block]).uses - uses[block] < copy.waiting:
                 raise self._ledger.illegal(block, DEVICE, "release")
@@ -325,26 +324,36 @@ class Residency:
         return commands
 
     def done(self, command: Fetch | Write) -> list[Command]:
-        """`command` was carried out."""
-        self._ledger.done(command)
+        """`command` was carried out: what it wrote is clean, what it fetched is VALID."""
+        copy, block = self._ledger.answered(command, "done"), command.block
         commands: list[Command] = []
         supply, (device, host) = self._supply, self._caches
+        if type(command) is Fetch:
+            copy.state, cache = VALID, self._caches[command.target]
+            if not copy.uses and block not in cache.unused:
+                cache.ask_at = 0
+        else:
+            copy.dirty = False
+            host.touch(block)
         if device.slots.used > device.limit:
             supply.trim(device, commands)
         if host.slots.used > host.limit:
             supply.trim(host, commands)
         if supply.waiting:
             supply.serve(commands)
-        if self.blocks[command.block].home is NVME:  # else what is fetched ahead follows from uses alone
+        if self.blocks[block].home is NVME:  # else what is fetched ahead follows from uses alone
             supply.prefetch(device, commands)
         return commands
 
     def failed(self, command: Fetch | Write) -> list[Command]:
         """`command` failed: the source is as it was, and a failed write leaves its copy dirty. A failed fetch leaves
         no copy, or a STALE one until its uses are released (the slot may still be read)."""
+        copy = self._ledger.answered(command, "failed")
         commands: list[Command] = []
-        self._ledger.failed(command, commands)
-        if isinstance(command, Fetch):
+        if type(command) is Fetch:
+            copy.state = STALE
+            if not copy.uses:
+                self._ledger.drop(command.block, command.target, commands)
             for cache in self._caches:
                 self._supply.trim(cache, commands)
         self._supply.serve(commands)
