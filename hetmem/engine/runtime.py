@@ -80,12 +80,6 @@ class Runtime:
 
     # ---- segments and moments ----------------------------------------------------------------------------------
 
-    def enter(self, *, backward: bool = False, step: bool = False) -> None:
-        """Note that a `backward` or a `step` runs from here on; neither: it is the program's turn, also within a
-        forward, to write to weights and gradients. A read of gradients that is under way then may be torn."""
-        self.in_backward = backward
-        self.traffic.executor.torn_reads.allow_writes(allowed=not (backward or step))
-
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
         bytes of its inputs."""

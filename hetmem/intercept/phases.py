@@ -126,7 +126,8 @@ found to be: they are settled at its end, also if it raises (`intercept.backward
 
 
 class StepSegments:
-    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
+    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward,
+    `program_waits` as a backward or a step begins, and `program_continues` as a step ends."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -142,6 +143,8 @@ class StepSegments:
         """Bytes of the largest inputs of the forwards that a backward now may be of."""
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
+        self.program_waits: Callable[[], None] = lambda: None
+        self.program_continues: Callable[[], None] = lambda: None
 
     @property
     def in_backward(self) -> bool:
@@ -199,7 +202,9 @@ class StepSegments:
         section = self._runtime.turn.take("a backward")
         self._section, self.backward_thread = section, section.thread
         BACKWARDS.began[-1].append(self)
-        self._runtime.enter(backward=True)
+        self._runtime.in_backward = True
+        with self._runtime.unwatched():
+            self.program_waits()
         key = self.backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
@@ -224,7 +229,6 @@ class StepSegments:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
-                self._runtime.enter()
                 self._runtime.events.end_segment()  # what the user does before the step is no compute
                 if self._section is not None:
                     self._runtime.turn.give(self._section)
@@ -233,19 +237,20 @@ class StepSegments:
         """Neither a forward nor a step follows at once: the user may read parameters."""
         if not self._runtime.bindings.away:
             self._runtime.marks.resume()
-        self._runtime.enter()
 
     def begin_step(self) -> None:
         """The optimizer's step begins."""
         self.settle()
         self._runtime.marks.begin_step()
-        self._runtime.enter(step=True)
+        with self._runtime.unwatched():
+            self.program_waits()
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 
     def end_step(self) -> None:
         """End a step, also one that has raised."""
         self._runtime.marks.end_step()
+        self.program_continues()
         self.rest()
 
     def forget_forwards(self) -> None:

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks
-from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
+from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, Sample, are_same, as_sampled, sample_of
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.trace import Tier
@@ -128,29 +127,15 @@ class Passes:
     # ---- what the user wrote -----------------------------------------------------------------------------------
 
     def notice(self, chunks: Sequence[Chunk]) -> None:
-        """Whatever the user wrote to parameters, gradients or states of `chunks` at home counts."""
-        self.notice_written(chunks)
-        for chunk in chunks:
-            self._runtime.writes.honour_written_gradients(chunk)
-
-    def notice_written(self, chunks: Sequence[Chunk]) -> None:
-        """The same, but of gradients."""
+        """Honour what the program wrote to parameters or states of `chunks` at home."""
         writes = self._runtime.writes
         for managed in writes.all_counted([managed for chunk in chunks for managed in chunk.parameters]):
             writes.by_user(managed)
         for chunk in chunks:
             self.notice_states(chunk)
 
-    def notice_before(self, update: ChunkUpdate) -> None:
-        """A step begins. What a pass of `update` will read, and has not, it may find in staging, and it has seen
-        nothing that could be compared with the home later."""
-        if not update.begun:  # else `MutationCheck` sees it
-            self.notice_written([update.chunk])
-        if any(part.sample is None for part in update.parts):
-            self._runtime.writes.honour_written_gradients(update.chunk)
-
     def notice_states(self, chunk: Chunk) -> None:
-        """The same of states alone."""
+        """Honour what the program wrote to states of `chunk`."""
         if self._states.written(chunk):
             self._runtime.traffic.wait_for_update(chunk)  # another optimizer's, which has states of it in staging
             self.prepared.pop(chunk, None)
