@@ -103,7 +103,9 @@ def test_edits_that_count_no_version_reach_gradients_of_which_a_copy_is_staged(
                 loss_of(module, batch).backward()
                 for parameter in module.parameters():
                     assert parameter.grad is not None
-                    edit(parameter.grad, kept.setdefault(parameter, parameter.grad.data.view(-1)))
+                    if parameter not in kept:
+                        kept[parameter] = parameter.grad.data.view(-1)
+                    edit(parameter.grad, kept[parameter])
             optimizer.step()
             for parameter in module.parameters():
                 assert parameter.grad is not None
