@@ -97,8 +97,6 @@ class Executor:
         """Blocks in `_fetching` behind whose copy compute is ordered already."""
         self._compute_marks: dict[int, Any] = {}
         """By slot, marks behind the compute that last used the slot."""
-        self._made: dict[int, Any] = {}
-        """By slot, marks behind the compute that made the copy: the program may change to another stream."""
         engine.observe = partial(_observe, events)
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
@@ -230,16 +228,6 @@ class Executor:
         """Mark the end of the launched compute that uses the copy in `slot`."""
         self._compute_marks[slot] = self._engine.mark()
 
-    def mark_making(self, slot: int) -> None:
-        """Mark the end of the compute that makes the copy in `slot`; a later fetch into the slot comes behind it."""
-        self.mark_use(slot)
-        self._made[slot] = self._compute_marks[slot]
-
-    def order_behind_making(self, slot: int) -> None:
-        """Order compute behind `mark_making` of `slot`, unless that has been passed."""
-        if slot in self._made and not self._engine.order_compute_behind(self._made[slot]):
-            del self._made[slot]
-
     def order_compute_after(self, block: int) -> bool:
         """Order compute behind the copy of `block` in flight to the device; return False if that is impossible."""
         fetch = self._fetching.get(block)
@@ -270,11 +258,6 @@ class Executor:
         """Whether there are working copies: then all homes are on the device, and each has a copy in use."""
         return bool(self._working_copies[1])
 
-    def order_behind_working_copies(self) -> None:
-        """Order compute behind the making of the working copies."""
-        for slot in self._working_copies[1] if self._engine.ordered else ():
-            self.order_behind_making(slot)
-
     def are_working_copies(self, chunks: list[Chunk]) -> bool:
         """Return whether exactly `chunks` have working copies, and none of them is being updated."""
         working, slots = self._working_copies[:2]
@@ -300,7 +283,7 @@ class Executor:
             if copies:
                 torch_private.foreach_copy(copies, homes)
         for slot in slots if self._engine.ordered else ():
-            self.mark_making(slot)
+            self.mark_use(slot)
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
@@ -403,8 +386,6 @@ class Executor:
     def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> bool:
         """Begin to copy `block` into `slot`; return whether the copy has ended already."""
         memory, engine, pool = self._memory, self._engine, self._memory.device_pool
-        if slot in self._made:
-            del self._made[slot]
         chunk, role = self.chunk_of_block[block]
         tier = chunk.homes[role].tier
         if tier is not NVME:
@@ -417,7 +398,7 @@ class Executor:
         now, nbytes = block == self._urgent, source.nbytes
         if tier is DEVICE:  # a cast on the compute stream; nothing crosses a link
             work()
-            self.mark_making(slot)
+            self.mark_use(slot)
         elif (now or nbytes < SMALL_BYTES) and engine.unlimited(Link.HOST_TO_DEVICE):
             before = self._events.here() if now else None
             engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)

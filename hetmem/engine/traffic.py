@@ -93,10 +93,7 @@ class Traffic:
         finally:
             events.awaited = awaited
         self._log_unfetched(block, tier)
-        slot = residency.place(block, tier)
-        if tier is Tier.DEVICE:
-            self.executor.order_behind_making(slot)
-        return slot
+        return residency.place(block, tier)
 
     def use(self, uses: Mapping[int, int]) -> bool:
         """Begin leases of copies on the device, by block their number. Returns False, with none begun, if compute
@@ -118,10 +115,7 @@ class Traffic:
 
     def _order_compute(self, block: int) -> bool:
         """Order compute behind the copy of `block` on the device, VALID or in flight; return False if impossible."""
-        if self.residency.state(block, DEVICE) is CopyState.LOADING and not self.executor.order_compute_after(block):
-            return False
-        self.executor.order_behind_making(self.residency.slot_taken(block, DEVICE))
-        return True
+        return self.residency.state(block, DEVICE) is not CopyState.LOADING or self.executor.order_compute_after(block)
 
     def ask(self, block: int, tier: Tier, *, load: bool = True, urgent: bool = False) -> None:
         """Begin a lease without waiting for the copy to be VALID. No lease is begun if this raises."""

@@ -170,6 +170,7 @@ def _begin_for(interception: Interception) -> None:
     runtime = interception.runtime
     if not in_backward():
         interception.segments.end_backward()  # an interrupt has ended it
+    runtime.memory.device.captures()  # refuses other streams
     interception.backwards += 1
     if not runtime.memory.uses_copies:
         return

@@ -67,11 +67,11 @@ class CudaDevice(Device):
         return cores_near(pci_address(self.torch_device))
 
     @cached_property
-    def _compute(self) -> ComputeStreams:
-        return ComputeStreams(self.torch_device)
+    def _compute(self) -> ComputeStream:
+        return ComputeStream(self.torch_device)
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return DevicePool(slot_bytes, slots, self.torch_device, self._compute.empty, self._compute.last_use)
+        return DevicePool(slot_bytes, slots, self.torch_device, self._compute.empty)
 
     def allocate(self, nbytes: int) -> Memory:
         return self._compute.zeros(nbytes)
@@ -112,7 +112,7 @@ class CudaDevice(Device):
 
     def captures(self) -> bool:
         with torch.cuda.device(self.torch_device):
-            return torch.cuda.is_current_stream_capturing()
+            return torch.cuda.is_current_stream_capturing() or self._compute.current() is None
 
     def peak_bytes(self) -> int:
         """Return the most that torch's allocator had handed out at one time since this device's last call: all models
@@ -258,31 +258,27 @@ def pci_address(device: torch.device) -> str:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-class ComputeStreams:
-    """The streams on which a program has computed on one GPU. The default one is always among them.
-
-    Note "pools": torch's allocator keeps memory for the stream that was current when it was allocated, and reuses it
-    there as soon as it is freed. So all slots are allocated on the default stream, whatever stream is current: other
-    streams could not reuse memory of a copy's or the user's stream.
-    """
+class ComputeStream:
+    """The default stream of one GPU, the only one that a program may compute on: freed memory of slots is reused there
+    in the order of that stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.default = torch.cuda.default_stream(device)
-        self.seen: dict[torch.cuda.Stream, None] = {self.default: None}
-        self._by_handle: dict[Any, torch.cuda.Stream] = {}
+        self._handle: Any = None
 
     def current(self) -> torch.cuda.Stream:
-        """Return the current stream, and add it to those seen."""
+        """Return the default stream. Raises `ManageError` if another one is current."""
         handle_of = torch_private.raw_current_stream
         handle = None if handle_of is None else handle_of(self._device.index)
-        stream = self._by_handle.get(handle)
-        if stream is None:
-            stream = torch.cuda.current_stream(self._device)
-            self.seen[stream] = None
-            if handle is not None:
-                self._by_handle[handle] = stream
-        return stream
+        if handle is None or handle != self._handle:
+            if torch.cuda.current_stream(self._device) != self.default:
+                raise ManageError(
+                    f"a managed model is used on another stream of {self._device} than its default one: leave out "
+                    f"torch.cuda.stream(…) around calls of the model, backward() and step()"
+                )
+            self._handle = handle
+        return self.default
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Return memory that earlier work of the default stream may still use."""
@@ -290,33 +286,18 @@ class ComputeStreams:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """Return memory that the current stream finds zeroed."""
+        """Return zeroed memory."""
         with torch.cuda.stream(self.default):
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        current = torch.cuda.current_stream(self._device)
-        if current != self.default:
-            current.wait_stream(self.default)
-        return memory
-
-    def last_use(self, memory: torch.Tensor) -> None:
-        """Keep `memory`, which is freed next, from being reused before the work of other streams on it is done."""
-        for stream in self.seen:
-            if stream != self.default:
-                memory.record_stream(stream)
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
 
 class CudaStreams:
-    """A stream of a GPU for each direction, and its `ComputeClock`; compute is on the stream that is current at a call.
+    """A stream of a GPU for each direction, and its `ComputeClock`."""
 
-    A program may compute on several streams. `mark` is behind all that were seen: any of them may read weights, and a
-    slot must not be overwritten before all of them are done with it.
-    """
-
-    def __init__(self, device: torch.device, compute: ComputeStreams) -> None:
+    def __init__(self, device: torch.device, compute: ComputeStream) -> None:
         self._device = device
         self._compute = compute
         self.see_compute = compute.current
-        self._joined: torch.cuda.Stream | None = None
         self._streams = {link: torch.cuda.Stream(device) for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(torch.cuda.current_stream(device))
@@ -328,18 +309,10 @@ class CudaStreams:
         return None if torch.cuda.is_current_stream_capturing() else self.mark()
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event on the current stream, or behind all streams if there are several, with the time of this
-        call."""
+        """Return an event on the stream of compute, with the time of this call."""
         event: Any = torch.cuda.Event(enable_timing=True)
         event.hetmem_asked = time.perf_counter()  # weak references to events are not cleared in torch 2.11
-        stream = self._compute.current()
-        if len(self._compute.seen) > 1:
-            stream = self._joined = self._joined or torch.cuda.Stream(self._device)
-            for one in self._compute.seen:
-                behind = torch.cuda.Event()
-                behind.record(one)
-                stream.wait_event(behind)
-        event.record(stream)
+        event.record(self._compute.current())
         found: torch.cuda.Event = event
         return found
 

@@ -37,8 +37,8 @@ class DevicePool:
     A place takes memory when a chunk is first put there, and keeps it until `give_back`. At most `slots` slots may hold
     memory: before a place is prepared, others are given back.
 
-    `empty` allocates device memory, and `last_use` is called with memory that is freed next. Freed memory is safe for
-    its next user, and newly allocated memory may still be read by earlier compute; see `ComputeStreams`.
+    `empty` allocates device memory. Freed memory is safe for its next user, and newly allocated memory may still be
+    read by earlier compute.
     """
 
     def __init__(
@@ -47,12 +47,11 @@ class DevicePool:
         slots: int,
         device: torch.device,
         empty: Callable[[int], Memory],
-        last_use: Callable[[Any], None] = lambda memory: None,
     ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._device = device
-        self._empty, self._last_use = empty, last_use
+        self._empty = empty
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # addresses of that memory
@@ -107,7 +106,7 @@ class DevicePool:
                 self.held_slots -= self._spans.pop(place)
                 del self._starts[place]
                 self.views.pop(place, None)
-                self._last_use(self._memory.pop(place))
+                del self._memory[place]
 
     def holds(self, address: int) -> bool:
         """Return whether `address` lies in a slot."""
@@ -151,7 +150,8 @@ class Device:
         return lambda: None
 
     def captures(self) -> bool:
-        """Return whether the current stream is being captured in a CUDA graph."""
+        """Return whether the current stream is being captured in a CUDA graph. Raises `ManageError` if it is not the
+        default stream of a GPU."""
         return False
 
     def peak_bytes(self) -> int:

@@ -122,13 +122,6 @@ class StreamCopier(Copier):
             self._streams.order_compute(end)
         return tag not in self._not_asked
 
-    def order_compute_behind(self, mark: Any) -> bool:
-        event = self._event(mark)
-        if self._streams.passed(event):
-            return False
-        self._streams.order_compute(event)
-        return True
-
     def poll(self) -> None:
         passed = self._streams.passed  # called at every use of a weight, so `_is_over` is inlined
         for jobs in self._queues.values():

@@ -111,10 +111,6 @@ class Copier:
         is reported."""
         raise AssertionError("compute on this device is not ordered behind copies")
 
-    def order_compute_behind(self, mark: Any) -> bool:
-        """Order later compute, on any stream, behind `mark`; False if it has already been passed."""
-        return False
-
     def poll(self) -> None:
         """Report finished jobs, if no thread of the copier does."""
 
@@ -194,7 +190,6 @@ class TransferEngine:
         self._copier = copier(weakly(self._copied_over), self._finished.put)
         self.mark, self.end_of, self.unlimited = self._copier.mark, self._copier.end_of, self._copier.unlimited
         self.order_compute_after = self._copier.order_compute_after
-        self.order_compute_behind = self._copier.order_compute_behind
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         for link in self._copied:

@@ -146,7 +146,6 @@ class WorkingWeights:
             with runtime.unwatched():
                 room.before_moment(moment)
                 self._blocks = self._blocks or self._lease(found)
-        runtime.traffic.executor.order_behind_working_copies()
         tracer.all_at_once(moment)
         runtime.uses.saw(moment, operator, found)
         return True
@@ -239,7 +238,6 @@ class WorkingWeights:
         if not used:
             return
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
-            self._runtime.traffic.executor.order_behind_working_copies()
             if self._weights:
                 self._count_versions()
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
