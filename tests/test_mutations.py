@@ -49,7 +49,7 @@ MUTATIONS = {
     ),
     "miss the use count of a feed": Mutation(
         "schedule/ledger.py",
-        "staging.copies[block].uses += 1",
+        "self.caches[HOST].copies[block].uses += 1",
         "pass",
         STORIES + "test_staging_is_kept_while_it_feeds_the_device",
     ),

@@ -68,9 +68,9 @@ class Uses:
             with self._unwatched():
                 room.before_moment(moment)
         residency.reach(blocks, DEVICE)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
 
-    def saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
+    def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
         memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
         if not memory.device.watched:  # the allocator's peak counts in the end
@@ -134,7 +134,7 @@ class Uses:
         if not room.is_as_left(moment):
             with self._unwatched():
                 room.before_moment(moment)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
         traffic.residency.reach_on_device(blocks)
         if traffic.use(uses):
             for managed in used:
@@ -178,7 +178,7 @@ class Uses:
                 leased = [managed for managed in used if managed.chunk.operand_block in present]
             self._open(leased)
         tracer.all_at_once(moment)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
         return used, leased
 
     def begin_backward(self) -> None:

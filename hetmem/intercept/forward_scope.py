@@ -84,8 +84,8 @@ def calling_frame(module: object, hook: FrameType) -> FrameType | None:
 
 
 def forward_within(frame: FrameType | None, around: Callable[..., Any]) -> bool:
-    """Have `frame`, one of `CALLS`, call `around(forward, …)` in the place of `forward(…)`, as torch calls no hooks
-    after a `BaseException` that is no `Exception`. Return False if it is no such frame."""
+    """Have `frame`, of the code `CALLS`, call `around(forward, …)` instead of `forward(…)`, as torch calls no hooks
+    after a `KeyboardInterrupt` or the like. Returns False if `frame` is of other code."""
     if frame is None or frame.f_back is None or frame.f_code is not CALLS:
         return False
     cell = frame.f_back.f_locals["inner"].__closure__[CALLS.co_freevars.index("forward_call")]

@@ -174,8 +174,8 @@ class Interception:
     def _run(
         self, compute: Compute, call: Call, module: torch.nn.Module, forward: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call the `forward` of `module`, whose `call` began `compute`, with weights bound. The program's hooks of
-        `module` run without, as torch calls no hook after a `BaseException` in one that is no `Exception`."""
+        """Call `forward` of `module`, whose `call` began `compute`, with weights bound. The program's hooks of `module`
+        run with weights unbound, as torch calls no further hook after a `KeyboardInterrupt` in one."""
         try:
             with HELD_BACK:
                 if compute.may_lease_all:
@@ -195,7 +195,7 @@ class Interception:
     @uncompiled
     @HELD_BACK
     def _break_off(self, compute: Compute) -> None:
-        """End `compute`, which torch's hooks will not see the end of."""
+        """End `compute` after a `KeyboardInterrupt` or the like, after which torch calls no hooks."""
         compute.has_ended(None)
         self._leave(compute, None)
 
@@ -236,7 +236,7 @@ class Interception:
             refuse_a_capture("a forward", memory.device)
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.uses_copies)
         compute = self._begin(call)
-        self.leases.end_all()  # of a forward around a recomputation: its calls are seen again
+        self.leases.end_all()  # within a recomputation: the enclosing forward's module hooks run again
         compute.compiler = compiler
         if compute.task < 0:
             self.last_forward = compute

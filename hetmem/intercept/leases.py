@@ -126,7 +126,7 @@ class Leases:
     def bind(self, call: Call, used: list[ManagedParameter], name: str, *, recomputed: bool) -> None:
         """Bind `used` until `end(call)`, as one use called `name`."""
         if recomputed or self._gradients.within_step:
-            self._gradients.use_again(used)
+            self._gradients.notify_use(used)
         fresh = used
         for managed in used:
             if managed.bound:

@@ -188,13 +188,15 @@ class TransferEngine:
         self._beside = 0  # jobs under way that the copier does not do
         self._counting = threading.Lock()
         self._copier = copier(weakly(self._copied_over), self._finished.put)
-        self.mark, self.end_of, self.unlimited = self._copier.mark, self._copier.end_of, self._copier.unlimited
+        self.mark, self.end_of = self._copier.mark, self._copier.end_of
         self.order_compute_after = self._copier.order_compute_after
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         for link in self._copied:
             if not self.ordered and self._copier.unlimited(link):
                 self._by_caller[link] = LinkUse()
+        self.unlimited = self._by_caller.__contains__
+        """Whether the caller can do a copy over a link as fast as the copier can."""
         self.clock = self._copier.clock
         self.nothing_over: Callable[[], bool] = self._finished.empty if not self.ordered else self._nothing_over
         """Whether `take` would return None. Called at each use of a weight: usually it would."""

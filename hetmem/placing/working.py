@@ -125,8 +125,8 @@ class WorkingWeights:
     def _are_plain(self) -> bool:
         """Return whether only hetmem has hooks at parameters, and no listener needs each gradient."""
         hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        return hooks <= {1} and self._sink.are_dense and not told
+        notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
+        return hooks <= {1} and self._sink.are_dense and not notifies
 
     def _hold(self, operator: str, backward: Hashable | None) -> bool:
         """Begin a segment in which nothing moves, if all homes, and a copy of each, are on the device, with room for
@@ -147,7 +147,7 @@ class WorkingWeights:
                 room.before_moment(moment)
                 self._blocks = self._blocks or self._lease(found)
         tracer.all_at_once(moment)
-        runtime.uses.saw(moment, operator, found)
+        runtime.uses.log_moment(moment, operator, found)
         return True
 
     def _lease(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -269,8 +269,8 @@ class WorkingWeights:
         """Set the missing gradients of `used` to -0.0 and return their parameters; None if autograd is not to
         accumulate gradients in their homes."""
         runtime = self._runtime
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        if told or self._sink.lent or not runtime.memory.resident:
+        notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
+        if notifies or self._sink.lent or not runtime.memory.resident:
             return None
         runtime.traffic.ensure_homes(list(dict.fromkeys([managed.chunk for managed in used])), [Role.GRAD])
         fresh = [managed for managed in used if managed.parameter.grad is None]
@@ -301,7 +301,7 @@ class WorkingWeights:
         self._sink.before(managed)
         show_gradient(managed.parameter, arrived)
         self._sink.after(managed)
-        self._sink.arrive()
+        self._sink.wait_until_home()
 
 
 def _nothing() -> None:

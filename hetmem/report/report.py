@@ -155,7 +155,7 @@ def _device(device: Device) -> str:
 
 def _tokens(window: Window, past: dict[str, Any], runtime: Runtime) -> int:
     """Return the number of tokens processed in `window`."""
-    tokens: int = runtime.events.fed[-1].tokens if window.covers == "forward" else past["tokens"][-1]
+    tokens: int = runtime.events.forwards[-1].tokens if window.covers == "forward" else past["tokens"][-1]
     return tokens
 
 

@@ -96,23 +96,23 @@ def last_window(events: EventLog) -> Window | None:
 
 def only_infers(events: EventLog) -> bool:
     """Return whether all forwards of the log are inference: no backward can follow."""
-    fed = list(events.fed)
-    return bool(fed) and not any(each.trains for each in fed)
+    forwards = list(events.forwards)
+    return bool(forwards) and not any(each.trains for each in forwards)
 
 
 def history(events: EventLog) -> dict[str, Any]:
     """Return the last steps, or forwards in inference, as columns: seconds from the end of the one before, stalls of
     compute in them, and the tokens of their inputs."""
     of = "forward" if only_infers(events) else "step"
-    stalls, fed = list(events.stalls), list(events.fed)
-    full = [log[0][0] for log in (stalls, fed) if log and len(log) == events.stalls.maxlen]
+    stalls, forwards = list(events.stalls), list(events.forwards)
+    full = [log[0][0] for log in (stalls, forwards) if log and len(log) == events.stalls.maxlen]
     since = max(full, default=0.0)  # the log has lost earlier entries
     ends, asked = (
         [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
         for spans in (events.segments, events.launched if events.asynchronous else events.segments)
     )
     waited = union((stall.start, stall.end) for stall in stalls)
-    at, sums = [each.at for each in fed], [0, *accumulate(each.tokens for each in fed)]
+    at, sums = [each.at for each in forwards], [0, *accumulate(each.tokens for each in forwards)]
     return {
         "of": of,
         "seconds": [end - start for start, end in pairwise(ends)],
