@@ -194,7 +194,7 @@ PROMISES: dict[str, Mutation | str] = {
     "A view of a weight from before `manage`": "manage a model that keeps a view of a weight",
     "A view that is kept within a forward": Mutation(
         "engine/runtime.py",
-        "            if key != STEP:\n                self.uses.renew_what_is_held()\n",
+        "            if key != STEP:\n                self.uses.renew_held_copies()\n",
         "",
         "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[turned-off-host]",
     ),

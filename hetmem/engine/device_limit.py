@@ -57,7 +57,7 @@ class DeviceRoom(ChunkLimit):
         memory.device.peak_bytes()  # resets the peak: earlier allocations of the process are no need of this model
         traffic.gradients.sent = WeakMethod(self.gradient_sent)
 
-    # ---- what is needed ----------------------------------------------------------------------------------------
+    # ---- needs ------------------------------------------------------------------------------------------------
 
     def _homes(self) -> int:
         return self._memory.device_home_bytes
@@ -324,7 +324,7 @@ class DeviceRoom(ChunkLimit):
         finally:
             self._memory.device.peak_bytes()
 
-    # ---- who gives way -----------------------------------------------------------------------------------------
+    # ---- giving way -------------------------------------------------------------------------------------------
 
     def _let_homes_go(self, non_model_bytes: int) -> None:
         """Move homes off the device if they take room that copies need beside `non_model_bytes`."""

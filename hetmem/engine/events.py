@@ -116,7 +116,7 @@ class _Mark(NamedTuple):
     since: float = 0.0
 
 
-class Fed(NamedTuple):
+class ForwardBegan(NamedTuple):
     """The begin of a forward of the whole model, with that many `tokens`; `trains`: a backward may follow."""
 
     at: float
@@ -175,7 +175,7 @@ class EventLog:
         self.stall_seconds = self.host_wait_seconds = 0.0
         self.awaited = -1
         """The block that the thread which trains waits for; -1: none."""
-        self.fed = Log(Fed._make, entries)
+        self.forwards = Log(ForwardBegan._make, entries)
         self.tokens = 0
         self._segment: tuple[str, float] | None = None
         self._begin_marked = False
@@ -184,9 +184,9 @@ class EventLog:
         self._resumed: float | None = None
         """When the stretch began whose end is read next; None between segments."""
 
-    def feed(self, tokens: int, *, trains: bool) -> None:
-        """Note that a forward of the whole model begins; see `Fed`."""
-        self.fed.append((self.now(), tokens, trains))
+    def begin_forward(self, tokens: int, *, trains: bool) -> None:
+        """Note that a forward of the whole model begins; see `ForwardBegan`."""
+        self.forwards.append((self.now(), tokens, trains))
         self.tokens += tokens
 
     def begin_segment(self, what: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import WeakOnes
+from hetmem.base.weak import WeakList
 from hetmem.engine.events import EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
@@ -77,8 +77,8 @@ class Executor:
         self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters are being written at home by other threads."""
-        self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
-        self.workers: WeakOnes[Worker] = WeakOnes()
+        self._working_copies: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
+        self.workers: WeakList[Worker] = WeakList()
         """Pumped whenever something has ended."""
         self._memory = memory
         self._residency = residency
@@ -99,8 +99,6 @@ class Executor:
         """Blocks in `_fetching` behind whose copy compute is ordered already."""
         self._compute_marks: dict[int, Any] = {}
         """By slot, marks behind the compute that last used the slot."""
-        self._made: dict[int, Any] = {}
-        """By slot, marks behind the compute that made the copy: the program may change to another stream."""
         engine.observe = partial(_observe, events)
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
@@ -232,16 +230,6 @@ class Executor:
         """Mark the end of the launched compute that uses the copy in `slot`."""
         self._compute_marks[slot] = self._engine.mark()
 
-    def mark_making(self, slot: int) -> None:
-        """Mark the end of the compute that makes the copy in `slot`; a later fetch into the slot comes behind it."""
-        self.mark_use(slot)
-        self._made[slot] = self._compute_marks[slot]
-
-    def order_behind_making(self, slot: int) -> None:
-        """Order compute behind `mark_making` of `slot`, unless that has been passed."""
-        if slot in self._made and not self._engine.order_compute_behind(self._made[slot]):
-            del self._made[slot]
-
     def order_compute_after(self, block: int) -> bool:
         """Order compute behind the copy of `block` in flight to the device; return False if that is impossible."""
         fetch = self._fetching.get(block)
@@ -261,33 +249,28 @@ class Executor:
             return None
         return self.on_device(chunk, self._residency.slot_taken(block, DEVICE))
 
-    def stand(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
+    def set_working_copies(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
         """Note that the copies of `chunks`, whose homes are on the device too, are leased in `slots` until the next
         call: `copy_homes_again` remakes them in one operator."""
         copies = [self.on_device(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True)]
-        self._standing = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
+        self._working_copies = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
 
     @property
-    def stands(self) -> bool:
-        """Whether copies `stand`: then all homes are on the device, and each has a copy that is in use."""
-        return bool(self._standing[1])
+    def has_working_copies(self) -> bool:
+        """Whether there are working copies: then all homes are on the device, and each has a copy in use."""
+        return bool(self._working_copies[1])
 
-    def order_behind_standing(self) -> None:
-        """Order compute behind the making of the copies that `stand`."""
-        for slot in self._standing[1] if self._engine.ordered else ():
-            self.order_behind_making(slot)
-
-    def all_stand(self, chunks: list[Chunk]) -> bool:
-        """Return whether exactly the copies of `chunks` `stand`, and none of the chunks is being updated."""
-        standing, slots = self._standing[:2]
-        if not slots or chunks != standing or self.updating:
+    def are_working_copies(self, chunks: list[Chunk]) -> bool:
+        """Return whether exactly `chunks` have working copies, and none of them is being updated."""
+        working, slots = self._working_copies[:2]
+        if not slots or chunks != working or self.updating:
             return False
         return self._residency.all_on_device([chunk.homes[Role.PARAM].block for chunk in chunks])
 
     def copy_homes_again(self, chunks: list[Chunk]) -> None:
         """Remake the copies of `chunks`, whose homes are on the device too. Waits for nothing."""
-        _, slots, copies, homes = self._standing
-        if not self.all_stand(chunks):
+        _, slots, copies, homes = self._working_copies
+        if not self.are_working_copies(chunks):
             slots, copies, homes = [], [], []
             for chunk in chunks:
                 if chunk in self.updating:
@@ -302,7 +285,7 @@ class Executor:
             if copies:
                 torch_private.foreach_copy(copies, homes)
         for slot in slots if self._engine.ordered else ():
-            self.mark_making(slot)
+            self.mark_use(slot)
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
@@ -406,8 +389,6 @@ class Executor:
     def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> bool:
         """Begin to copy `block` into `slot`; return whether the copy has ended already."""
         memory, engine, pool = self._memory, self._engine, self._memory.device_pool
-        if slot in self._made:
-            del self._made[slot]
         chunk, role = self.chunk_of_block[block]
         tier = chunk.homes[role].tier
         if tier is not NVME:
@@ -420,7 +401,7 @@ class Executor:
         now, nbytes = block == self._urgent, source.nbytes
         if tier is DEVICE:  # a cast on the compute stream; nothing crosses a link
             work()
-            self.mark_making(slot)
+            self.mark_use(slot)
         elif (now or nbytes < SMALL_BYTES) and engine.unlimited(Link.HOST_TO_DEVICE):
             before = self._events.here() if now else None
             engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)

@@ -127,7 +127,7 @@ def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, o
     as the next gradient goes to the same home, where torch would make a new tensor. Views of it (`p.grad.detach()`)
     keep showing the home: the first one gets a warning, noted in `warned`. `others`: how many other references hetmem
     has to the tensor, as the update that has used it."""
-    if managed.grad_home is None or not managed.numel or not is_kept(managed, others=others):
+    if managed.grad_home is None or not managed.numel or not is_held(managed, others=others):
         return
     if is_shared(managed.grad_home) and not warned:
         warned.append(managed.name)
@@ -141,7 +141,7 @@ def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, o
     managed.close_grad_home()
 
 
-def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
+def is_held(managed: ManagedParameter, *, others: int = 0) -> bool:
     """Return whether the program holds the gradient's home, which is not `p.grad` now, or a view of it. `others`: how
     many other references hetmem has to it."""
     view = managed.grad_view is not None
@@ -194,7 +194,7 @@ def take_arrived(given: Iterable[Given]) -> list[tuple[ManagedParameter, torch.T
 
 def are_own(homes: list[torch.Tensor | None], addresses: list[int]) -> bool:
     """Return whether the program holds none of `homes` of gradients, which are not `p.grad` now, nor views of them, and
-    all are at `addresses`: `is_kept` of many, in C alone."""
+    all are at `addresses`: `is_held` of many, in C alone."""
     if any(map(is_, homes, repeat(None))):
         return False
     found: Any = homes

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import WeakOnes, weakly
+from hetmem.base.weak import WeakList, weakly
 from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
+    is_held,
     is_home,
     is_home_gradient,
-    is_kept,
     leave_gradient_to_holders,
     move_gradient,
     show_gradient,
@@ -57,7 +57,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
-        self.listeners: WeakOnes[GradientListener] = WeakOnes()
+        self.listeners: WeakList[GradientListener] = WeakList()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""
         self.notifies = True
@@ -157,7 +157,7 @@ class GradientSink:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
         self._arrived += (managed,)
         if len(parameter._post_accumulate_grad_hooks) > 1:
-            self.arrive()
+            self.wait_until_home()
         if self.notifies or self.runtime.traffic.updating:
             for listener in self.listeners:
                 listener.arrived(managed)
@@ -178,7 +178,7 @@ class GradientSink:
         """Whether updates of weights have begun, in a backward or a step, and the step has not ended."""
         return any(True for listener in self.listeners for _ in listener.begun())
 
-    def use_again(self, used: list[ManagedParameter]) -> None:
+    def notify_use(self, used: list[ManagedParameter]) -> None:
         """Tell listeners that compute uses `used` between the begin of a backward and the end of the step."""
         for listener in self.listeners:
             for managed in used:
@@ -188,7 +188,7 @@ class GradientSink:
         """Begin a backward."""
         self._sends.complete.begin()
         runtime = self.runtime
-        self.notifies = any(listener.is_to_be_told for listener in self.listeners)
+        self.notifies = any(listener.wants_each_gradient for listener in self.listeners)
         self.is_simple = not (self.notifies or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
@@ -221,7 +221,7 @@ class GradientSink:
                     previous = self.taken.pop(managed)
                     if managed.parameter.grad is None:
                         show_gradient(managed.parameter, previous)
-        self.arrive()
+        self.wait_until_home()
         self.notifies, self.is_simple = True, False
         with torch_private.NoFunctionsOfSubclasses():
             for listener in self.listeners:
@@ -229,7 +229,7 @@ class GradientSink:
             self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
 
-    def arrive(self) -> None:
+    def wait_until_home(self) -> None:
         """Wait until all gradients are at home, also on NVMe; then raise the first error, if there was one."""
         traffic = self.runtime.traffic
         homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
@@ -251,7 +251,7 @@ class GradientSink:
         dtype = chunk.gradient_dtype  # 16 bits: a sum, or the result of a hook of the program, may not be exact
         if dtype is not None and (adds or arrived.dtype is not dtype or has_hooks_of_the_user(managed.parameter)):
             self._widen(chunk)
-        if not adds and managed.grad_home is not None and is_kept(managed):
+        if not adds and managed.grad_home is not None and is_held(managed):
             leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()

@@ -63,7 +63,7 @@ class Memory:
     """Whether operators see copies; else they see the homes, which are all on the device in the compute dtype."""
     usable_bytes: int = field(init=False)
     """The device's bytes without `ALLOCATOR_SHARE`, on a GPU."""
-    _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
+    _gradient_reserves: dict[Chunk, Home] = field(default_factory=dict)
     _lending: Lending = field(default_factory=Lending)
     _spare: dict[int, list[memoryview]] = field(default_factory=dict)
     """Memory that `_lending` can lend, by its bytes."""
@@ -243,18 +243,18 @@ class Memory:
                 if role in chunk.homes:
                     chunk.homes[role].away = away
                 else:
-                    self._gradient_places[chunk] = away
+                    self._gradient_reserves[chunk] = away
         self.resident, self.uses_copies = False, True
         self.copied = True
         self.page_lock()
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
         """Return the memory that `leave_device` reserved for gradients of `chunk`, if it is unused."""
-        return self._gradient_places.get(chunk)
+        return self._gradient_reserves.get(chunk)
 
     def use_gradient_place(self, chunk: Chunk) -> bool:
         """Make `gradient_place`, if there is one, the home of gradients, or where they go from the device."""
-        place = self._gradient_places.pop(chunk, None)
+        place = self._gradient_reserves.pop(chunk, None)
         if place is None:
             return False
         home = chunk.homes.setdefault(Role.GRAD, place)
@@ -273,11 +273,11 @@ class Memory:
 
         Returns how many of `chunks` have no memory while all others have."""
         sizes = [chunk.lent_nbytes for chunk in chunks]
-        places = set_aside(sizes, self.host_pool.free_bytes)
-        for nbytes in places:
+        granted = set_aside(sizes, self.host_pool.free_bytes)
+        for nbytes in granted:
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)
-        return len(sizes) - len(places)
+        return len(sizes) - len(granted)
 
     @property
     def spare_bytes(self) -> int:

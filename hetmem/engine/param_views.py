@@ -117,8 +117,8 @@ class Bindings:
 
     def _layout(self, chunk: Chunk) -> int:
         """Return the number of the layout of `chunk`; chunks with equal layouts have one number."""
-        places = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
-        number = self._numbers.setdefault((chunk.compute_dtype, *places), len(self._numbers))
+        fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
+        number = self._numbers.setdefault((chunk.compute_dtype, *fields), len(self._numbers))
         self._layouts[chunk] = number
         return number
 
@@ -133,7 +133,7 @@ class Bindings:
             managed.device_references += 1
         return known[1] if known[0] == shaped else device.as_strided(*shaped)
 
-    # ---- what a parameter is now -------------------------------------------------------------------------------
+    # ---- data and class ---------------------------------------------------------------------------------------
 
     def bind(self, used: Iterable[ManagedParameter]) -> None:
         """Bind `used` to their device copies."""
@@ -341,7 +341,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
 
 def leave_ordinary(parameter: Any) -> None:
     """Give `parameter`, which is watched, and whose model is gone, its own class."""
-    parameter.__class__ = type(parameter).__mro__[2]  # behind the class that watches and `Watched`
+    parameter.__class__ = type(parameter).__mro__[2]  # behind the watched class and `Watched`
 
 
 @contextmanager

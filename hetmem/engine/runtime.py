@@ -96,11 +96,11 @@ class Runtime:
             self.traffic.executor.poll()
             self.expect(key)
             if key != STEP:
-                self.uses.renew_what_is_held()
+                self.uses.renew_held_copies()
 
     def expect(self, key: Hashable) -> None:
         """Give the residency the schedules of the segment `key` and of those that usually follow it."""
-        if not self.traffic.residency.blocks or self.traffic.executor.stands:
+        if not self.traffic.residency.blocks or self.traffic.executor.has_working_copies:
             return  # nothing moves
         self.traffic.execute(self.traffic.residency.expect(self.tracer.book.schedules(key)))
 
@@ -110,7 +110,7 @@ class Runtime:
         self.traffic.wait_until_written(home for chunk in self.chunks for home in chunk.homes.values())
         self.uses.release_working()
         self.uses.end_backward()
-        self.uses.let_go()
+        self.uses.release_unheld()
         self.traffic.forget_copies()
 
     def renew_touched(self) -> None:
@@ -119,7 +119,7 @@ class Runtime:
             return
         with self.unwatched():
             if self.writes.renew_touched():
-                self.uses.renew_what_is_held()
+                self.uses.renew_held_copies()
 
     def after_step(self) -> None:
         """End a step, which has updated the weights, and begin to fetch for the segment that usually follows. Errors
@@ -129,7 +129,7 @@ class Runtime:
         self.tracer.end()
         self.events.end_segment()
         with suppress(Exception), self.unwatched():
-            self.uses.renew_what_is_held()
+            self.uses.renew_held_copies()
         self.writes.stepped = True
         follower = self.tracer.book.follower(STEP)
         if follower is not None and not self.writes.handed_out:

@@ -42,8 +42,8 @@ def sample_of(flat: torch.Tensor) -> Sample | None:
             at = int((bits & magnitude).argmax())
         return at, bits[at].tobytes()
     flat = flat.detach()
-    there = flat[::step].abs().argmax().mul(step).view(1)
-    return there, flat.index_select(0, there)
+    index = flat[::step].abs().argmax().mul(step).view(1)
+    return index, flat.index_select(0, index)
 
 
 def _on_host(flat: torch.Tensor) -> tuple[Array, Any]:

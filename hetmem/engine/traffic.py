@@ -93,10 +93,7 @@ class Traffic:
         finally:
             events.awaited = awaited
         self._log_unfetched(block, tier)
-        slot = residency.place(block, tier)
-        if tier is Tier.DEVICE:
-            self.executor.order_behind_making(slot)
-        return slot
+        return residency.place(block, tier)
 
     def use(self, uses: Mapping[int, int]) -> bool:
         """Begin leases of copies on the device, by block their number. Returns False, with none begun, if compute
@@ -118,10 +115,7 @@ class Traffic:
 
     def _order_compute(self, block: int) -> bool:
         """Order compute behind the copy of `block` on the device, VALID or in flight; return False if impossible."""
-        if self.residency.state(block, DEVICE) is CopyState.LOADING and not self.executor.order_compute_after(block):
-            return False
-        self.executor.order_behind_making(self.residency.slot_taken(block, DEVICE))
-        return True
+        return self.residency.state(block, DEVICE) is not CopyState.LOADING or self.executor.order_compute_after(block)
 
     def ask(self, block: int, tier: Tier, *, load: bool = True, urgent: bool = False) -> None:
         """Begin a lease without waiting for the copy to be VALID. No lease is begun if this raises."""
@@ -139,14 +133,14 @@ class Traffic:
     def _wait_for(self, block: int, tier: Tier) -> None:
         """Wait for the copy of a lease, which ends if this raises."""
         try:
-            present = wait_until(self.executor, partial(self._is_there, block, tier))
+            present = wait_until(self.executor, partial(self._has_arrived, block, tier))
         except BaseException:
             self.abandon(block, tier)
             raise
         if not present:  # other leases of the copy stay
             raise self._withdraw(block, tier)
 
-    def _is_there(self, block: int, tier: Tier) -> bool:
+    def _has_arrived(self, block: int, tier: Tier) -> bool:
         if self.residency.state(block, tier) is CopyState.VALID:
             return True
         return tier is Tier.DEVICE and self.executor.order_compute_after(block)
@@ -243,7 +237,7 @@ class Traffic:
         return self.executor.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
-        """Begin `open_role` without waiting: see `role_is_there`. Nothing is begun if this raises."""
+        """Begin `open_role` without waiting: see `role_has_arrived`. Nothing is begun if this raises."""
         block = self._reach(chunk, role, load=load)
         if block is not None:
             self.ask(block, Tier.HOST, load=load)
@@ -256,7 +250,7 @@ class Traffic:
             self.residency.reach((block,), Tier.HOST)
         return block
 
-    def role_is_there(self, chunk: Chunk, role: Role) -> bool:
+    def role_has_arrived(self, chunk: Chunk, role: Role) -> bool:
         """Return whether the role that `ask_role` requested has arrived."""
         home, residency = chunk.homes[role], self.residency
         if home.tier is not Tier.NVME:
@@ -264,7 +258,7 @@ class Traffic:
         assert home.block is not None
         return residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.writing(home.block)
 
-    def role_has_place(self, chunk: Chunk, role: Role) -> bool:
+    def role_has_slot(self, chunk: Chunk, role: Role) -> bool:
         """Return whether the role that `ask_role` requested has a slot."""
         block = staged_block(chunk.homes[role])
         return block is None or self.residency.state(block, Tier.HOST) in PLACED
@@ -374,7 +368,7 @@ class Traffic:
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Let this thread write the parameters of `chunks` at home, on the device, in the body; then remake copies."""
-        if self.executor.all_stand([*chunks]):  # the whole model, and nothing else reads or writes it
+        if self.executor.are_working_copies([*chunks]):  # the whole model, and nothing else reads or writes it
             yield
             self.executor.copy_homes_again([*chunks])
             return

@@ -68,9 +68,9 @@ class Uses:
             with self._unwatched():
                 room.before_moment(moment)
         residency.reach(blocks, DEVICE)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
 
-    def saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
+    def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
         memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
         if not memory.device.watched:  # the allocator's peak counts in the end
@@ -91,7 +91,7 @@ class Uses:
         """Begin a moment, fetch the copies of `used`, and bind these. Binds nothing if it raises."""
         if self._held or not self._traffic.engine.nothing_over():
             with self._unwatched():
-                self.let_go()
+                self.release_unheld()
                 self._traffic.executor.poll()
         unseen = not _functions_around()
         as_seen = unseen
@@ -134,7 +134,7 @@ class Uses:
         if not room.is_as_left(moment):
             with self._unwatched():
                 room.before_moment(moment)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
         traffic.residency.reach_on_device(blocks)
         if traffic.use(uses):
             for managed in used:
@@ -166,7 +166,7 @@ class Uses:
         if moment is None or (*uses,) != blocks or not room.has_room_for(moment, traffic.residency.span_of(blocks)):
             return None
         with self._unwatched():
-            self.let_go()
+            self.release_unheld()
             traffic.executor.poll()
             if not room.is_as_left(moment):
                 room.before_moment(moment)
@@ -178,7 +178,7 @@ class Uses:
                 leased = [managed for managed in used if managed.chunk.operand_block in present]
             self._open(leased)
         tracer.all_at_once(moment)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
         return used, leased
 
     def begin_backward(self) -> None:
@@ -240,7 +240,7 @@ class Uses:
             del first  # as in `Executor.execute`
 
     def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """End one lease of each of `used`; if a tensor holds the copy, `let_go` ends it later."""
+        """End one lease of each of `used`; if a tensor holds the copy, `release_unheld` ends it later."""
         over: dict[int, int] = {}
         for managed in used:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
@@ -301,7 +301,7 @@ class Uses:
         if not self._memory.uses_copies:
             return managed.home
         if self._held:
-            self.let_go()
+            self.release_unheld()
         if not self._traffic.engine.nothing_over():
             self._traffic.executor.poll()
         if managed in self._for_backward:
@@ -346,13 +346,13 @@ class Uses:
         self.release_working()
         self.end_backward()
         with self._unwatched():
-            self.let_go()
+            self.release_unheld()
             self._room.out_of_memory()
 
     def notice_writes_to_views(self) -> None:
         """Send the last writes of a forward to views of weights home, as it ends."""
         with self._unwatched():
-            self.let_go()
+            self.release_unheld()
 
     def notice_writes_by_hooks(self) -> None:
         """Honour writes to homes by hooks of the program, which run between the nodes of a backward."""
@@ -393,10 +393,10 @@ class Uses:
 
     def holds_copies(self) -> bool:
         """Return whether a tensor (a view of a weight, say) holds the memory of a copy on the device."""
-        self.let_go()
+        self.release_unheld()
         return bool(self._held)
 
-    def let_go(self) -> None:
+    def release_unheld(self) -> None:
         """End the uses of copies that no tensor holds any more."""
         if not self._held:
             return
@@ -411,10 +411,10 @@ class Uses:
                     self._untracked.discard(id(managed))
                 self._traffic.release(managed.chunk.operand_block, DEVICE)
 
-    def renew_what_is_held(self) -> None:
+    def renew_held_copies(self) -> None:
         """Fetch stale copies anew of which the program holds a view, outside compute. A module may keep one
         (`self.turned = self.weight.T`) and use that alone in its next forward: it must show the weight's new values."""
-        self.let_go()
+        self.release_unheld()
         for managed in list(self._held):
             if not self._traffic.copy_counts(managed.chunk):
                 block = managed.chunk.operand_block

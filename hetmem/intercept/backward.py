@@ -34,7 +34,7 @@ from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
-from hetmem.intercept.forward_scope import forget_what_is_over
+from hetmem.intercept.forward_scope import drop_ended_modes
 from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.phases import BACKWARDS, StepSegments, forget_nodes_that_did_not_run
 from hetmem.memory.interrupts import HELD_BACK
@@ -46,7 +46,7 @@ _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
 @cache
 def watch() -> None:
-    """Wrap torch's engine, once for the process. In a torch without it gradients asked for by parameter are None."""
+    """Wrap torch's engine, once. If torch lacks it, gradients asked for by managed parameter look unused."""
     if _engine is not None:
         setattr(torch.autograd, _ENGINE, _run)
 
@@ -161,7 +161,7 @@ def _begin_for_all(began: list[Interception]) -> None:
 def _end_for_all(began: list[Interception]) -> None:
     while began:
         _end_for(began.pop())
-    forget_what_is_over()
+    drop_ended_modes()
     HELD_BACK.end_segment()
 
 
@@ -170,6 +170,7 @@ def _begin_for(interception: Interception) -> None:
     runtime = interception.runtime
     if not in_backward():
         interception.segments.end_backward()  # an interrupt has ended it
+    runtime.memory.device.captures()  # refuses other streams
     interception.backwards += 1
     if not runtime.memory.uses_copies:
         return
@@ -213,7 +214,7 @@ def _may_be_of(interception: Interception) -> bool:
 
 
 def _may_lack_memory(runtime: Runtime) -> bool:
-    """Return whether a backward may allocate an unknown amount, of which the device can only refuse the excess."""
+    """Return whether a backward may need unknown memory, on a device whose allocations hetmem does not count."""
     unknown = runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1
     return runtime.memory.uses_copies and not runtime.memory.device.watched and unknown
 
@@ -264,7 +265,7 @@ def accumulators(outputs: Any) -> Iterator[Any]:
 
 
 def parameter_of(node: Any) -> Any:
-    """Return the parameter of which `node` accumulates gradients, also by a working weight."""
+    """Return the parameter whose gradients `node` accumulates, also if it does for its working weight."""
     variable = node.variable
     return variable if (parameter := vars(variable).get("hetmem_parameter")) is None else parameter()
 

@@ -34,8 +34,8 @@ def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
             "torch's fully_shard has replaced the parameters of this managed model, and hetmem would train none of "
             "them: hetmem trains in one process, so leave fully_shard out and build the model again"
         )
-    around = DistributedDataParallel._active_ddp_module if streams else None
-    if around is not None and any(part is model for part in around.modules()):
+    ddp = DistributedDataParallel._active_ddp_module if streams else None
+    if ddp is not None and any(part is model for part in ddp.modules()):
         raise ManageError(
             "this model is called by torch's DistributedDataParallel, which reads each gradient before it is at home: "
             "hetmem trains in one process, without that"

@@ -178,7 +178,7 @@ class Faults:
         if func == set_data and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
         if self._gradients.within_step or in_backward():
-            self._gradients.use_again(used)
+            self._gradients.notify_use(used)
         if in_backward():
             self._saved.enter_node()
         working = interception.note_unbound_use(hands_out=func == get_data)
@@ -232,7 +232,7 @@ class Faults:
     @HELD_BACK
     def _wait_for(self, used: list[ManagedParameter]) -> None:
         """Wait for the updates of `used`, which the program reads at home; raise if one began before the step."""
-        self._gradients.use_again(used)
+        self._gradients.notify_use(used)
         for managed in used:
             self._runtime.uses.read_at_home(managed)
 

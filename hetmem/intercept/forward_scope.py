@@ -186,8 +186,8 @@ class Compute:
 
     @staticmethod
     def enter_forward(frame: FrameType | None, around: Callable[..., Any]) -> bool:
-        """Have `frame`, one of `CALLS`, call `around(forward, …)` in the place of `forward(…)`, as torch calls no hooks
-        after a `BaseException` that is no `Exception`. Return False if it is no such frame."""
+        """Have `frame`, of the code `CALLS`, call `around(forward, …)` instead of `forward(…)`, as torch calls no hooks
+        after a `KeyboardInterrupt` or the like. Returns False if `frame` is of other code."""
         if frame is None or frame.f_back is None or frame.f_code is not CALLS:
             return False
         cell = frame.f_back.f_locals["inner"].__closure__[CALLS.co_freevars.index("forward_call")]
@@ -222,7 +222,7 @@ class Compute:
         self.is_over = True
         self.functions = self.operators = None  # these may reference a checkpoint's hooks, and so its model
         self.calls.clear()
-        forget_what_is_over()
+        drop_ended_modes()
 
 
 class Stretches(local):
@@ -311,7 +311,7 @@ def _is_over(mode: object) -> bool:
     return compute is None or compute.is_over
 
 
-def forget_what_is_over() -> None:
+def drop_ended_modes() -> None:
     """Take modes and hooks whose compute has ended off this thread's stacks: function modes anywhere, dispatch modes
     and hooks on top only. A mode whose handler runs is off the stack meanwhile, and comes back behind it."""
     functions, operators = torch_private.function_mode_stack(), torch_private.dispatch_mode_stack()

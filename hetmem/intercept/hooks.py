@@ -291,7 +291,7 @@ class _BeforeUserHooks:
             managed = sink.runtime.bindings.by_id[self._key]
             sink.runtime.uses.read_at_home(managed)
             sink.send_home(managed)
-            sink.arrive()
+            sink.wait_until_home()
 
 
 class AfterAccumulation:

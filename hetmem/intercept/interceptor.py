@@ -25,7 +25,7 @@ from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.intercept.diagnostics import explain, refuse_a_capture, refuse_a_fork, refuse_a_surrounding
 from hetmem.intercept.dynamo import Tracing, hook_forwards, opaque, set_compiler, skipped, uncompiled
 from hetmem.intercept.faults import Faults
-from hetmem.intercept.forward_scope import CALLS, Call, Compute, Stretches, calling_frame, forget_what_is_over
+from hetmem.intercept.forward_scope import CALLS, Call, Compute, Stretches, calling_frame, drop_ended_modes
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
@@ -125,7 +125,7 @@ class Interception:
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return None
                 compute, call = self.current(None if frame is None else frame.f_back), Call(module, frame)
                 if compute is not None:
@@ -156,8 +156,8 @@ class Interception:
 
     @skipped
     def _run(self, compute: Compute, module: torch.nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the `forward` of `module`, whose call began `compute`, with weights bound. The program's hooks of
-        `module` run without, as torch calls no hook after a `BaseException` in one that is no `Exception`."""
+        """Call `forward` of `module`, whose call began `compute`, with weights bound. The program's hooks of `module`
+        run with weights unbound, as torch calls no further hook after a `KeyboardInterrupt` in one."""
         call = compute.calls[0]
         try:
             with HELD_BACK:
@@ -177,7 +177,7 @@ class Interception:
     @uncompiled
     @HELD_BACK
     def _break_off(self, compute: Compute) -> None:
-        """End `compute`, which torch's hooks will not see the end of."""
+        """End `compute` after a `KeyboardInterrupt` or the like, after which torch calls no hooks."""
         compute.has_ended(None)
         self._leave(compute, None)
 
@@ -208,7 +208,7 @@ class Interception:
             refuse_a_capture("a forward", memory.device)
         refuse_a_surrounding(self._model() or module, streams=memory.uses_copies)
         compute = self._begin(call)
-        self.leases.end_all()  # of a forward around a recomputation: its calls are seen again
+        self.leases.end_all()  # within a recomputation: the enclosing forward's module hooks run again
         compute.compiler = compiler
         if compute.task < 0:
             self.last_forward = compute
@@ -297,7 +297,7 @@ class Interception:
                 return
             with HELD_BACK:
                 explain(sys.exc_info()[1], module, self._model() or module, self.runtime.bindings.by_id)
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
                 compute = self.current(sys._getframe())
@@ -404,7 +404,7 @@ class Interception:
     def _forget_interrupted(self) -> None:
         """End forwards that an interrupt has ended, also on another thread; see note "interrupts"."""
         self.current(sys._getframe())
-        forget_what_is_over()
+        drop_ended_modes()
         if not self.stretches.here and self.last_forward is not None and not self.last_forward.runs():
             self._regions.abandon([self.last_forward])
             self._rest_of(self.last_forward)
@@ -447,4 +447,4 @@ class Interception:
         if self.last_forward is not None:
             self._rest_of(self.last_forward)
         self.stretches = Stretches()
-        forget_what_is_over()
+        drop_ended_modes()

@@ -126,7 +126,7 @@ class Leases:
     def bind(self, call: Call, used: list[ManagedParameter], name: str, *, recomputed: bool) -> None:
         """Bind `used` until `end(call)`, as one use called `name`."""
         if recomputed or self._gradients.within_step:
-            self._gradients.use_again(used)
+            self._gradients.notify_use(used)
         fresh = used
         for managed in used:
             if managed.bound:
@@ -239,7 +239,7 @@ class Regions:
         asked = compute.compiler is not None or self.compiler is not None or self.any_asked
         return not (asked or any(map(compiles_itself, module.modules())))
 
-    def runs_around(self, frame: FrameType | None) -> bool:
+    def encloses(self, frame: FrameType | None) -> bool:
         """Return whether `frame` makes a call within the region."""
         region = self._running
         if region is None or region.call.is_made_in(frame):

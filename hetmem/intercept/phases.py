@@ -163,7 +163,7 @@ class StepSegments:
                 runtime.traffic.wait_for_updates()
             runtime.writes.notice_all(seen=seen)
             key, size, tokens = signature(module, leaves, names, held=runtime.memory.device.watched)
-            runtime.events.feed(tokens, trains=torch.is_grad_enabled())
+            runtime.events.begin_forward(tokens, trains=torch.is_grad_enabled())
         return key, size
 
     def begin_forward(self, key: Hashable, size: int) -> bool:

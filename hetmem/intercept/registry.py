@@ -95,7 +95,7 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
             interception.runtime.marks.resume()
         _warn_of_states(interception, optimizer)
         with suppress(Exception), interception.runtime.unwatched():
-            interception.runtime.uses.renew_what_is_held()
+            interception.runtime.uses.renew_held_copies()
 
 
 def _count_step(runtime: Runtime) -> None:

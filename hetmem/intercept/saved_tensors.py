@@ -150,8 +150,8 @@ class SavedTensors:
             managed = place.managed
             with self.runtime.unwatched():
                 bound = tensor.untyped_storage().data_ptr() == managed.device_address
-                there = tensor.detach() if bound and managed.device is not None else self.unpack(place)
-                given = torch.nn.Parameter(there, False) if tensor is managed.parameter else there
+                alias = tensor.detach() if bound and managed.device is not None else self.unpack(place)
+                given = torch.nn.Parameter(alias, False) if tensor is managed.parameter else alias
                 given.requires_grad_(tensor.requires_grad)
         packed = others(given)
         if in_backward():  # a checkpoint compares it with the tensor that it got in the forward

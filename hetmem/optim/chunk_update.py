@@ -119,7 +119,7 @@ def _address(managed: ManagedParameter, role: Role) -> int:
     home = managed.chunk.homes.get(role)
     if home is None or not managed.numel:
         return 0
-    return address_of(home.memory) + managed.places(role)[role.name]
+    return address_of(home.memory) + managed.byte_offsets(role)[role.name]
 
 
 class Steps(Protocol):

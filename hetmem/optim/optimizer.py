@@ -38,7 +38,7 @@ from hetmem.optim.options import (
     is_number,
     loss_scale,
 )
-from hetmem.optim.states import Places, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
+from hetmem.optim.states import Homes, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
 from hetmem.optim.step import Stepper, Work
 
 _PARAMETERS = itemgetter("params")
@@ -98,7 +98,7 @@ class OffloadedOptimizer(Optimizer):
         self.states = States()
         self._numbers: dict[int, int] = {}
         self._members = AllMembers[Stepper](self.rule)
-        self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
+        self._to_load: list[tuple[ManagedParameter, Homes, dict[str, Any]]] = []
 
     # ---- interface of torch's optimizers -----------------------------------------------------------------------
 
@@ -238,10 +238,10 @@ class OffloadedOptimizer(Optimizer):
         """Return `state_dict` without states that have homes: torch would cast those to the parameter's dtype."""
         found = saved_homes(state_dict, self.param_groups, self._with_homes)
         saved = state_dict["state"]
-        self._to_load = [(managed, places, saved[number]) for number, managed, places in found]
+        self._to_load = [(managed, homes, saved[number]) for number, managed, homes in found]
         numbers = {
-            number: {name: None if name in places else value for name, value in saved[number].items()}
-            for number, _, places in found
+            number: {name: None if name in homes else value for name, value in saved[number].items()}
+            for number, _, homes in found
         }
         return {**state_dict, "state": {**saved, **numbers}}
 
@@ -260,10 +260,10 @@ class OffloadedOptimizer(Optimizer):
         for group in self.param_groups:  # options that older versions of torch did not save
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        for managed, places, saved in self._to_load:  # before torch calls hooks that read them
+        for managed, homes, saved in self._to_load:  # before torch calls hooks that read them
             self._managed(managed.parameter)
             self.states.take([managed])
-            self.states.load(managed, places, saved)
+            self.states.load(managed, homes, saved)
 
     # ---- beyond torch's interface ------------------------------------------------------------------------------
 

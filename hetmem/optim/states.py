@@ -29,7 +29,7 @@ from hetmem.schedule.placement import slots_for_staging
 
 _STEPPED_BY = attrgetter("stepped_by")
 
-Places = dict[str, tuple[Role, torch.Tensor]]
+Homes = dict[str, tuple[Role, torch.Tensor]]
 """The homes of a parameter's states, by the names of the states."""
 
 
@@ -104,21 +104,21 @@ class States:
             if self.of(managed).get(role.name) is None:
                 managed.chunk.homes[role].written = True
                 self.show(managed, role)
-                for name in managed.places(role):
+                for name in managed.byte_offsets(role):
                     self.of(managed)[name].zero_()
 
-    def load(self, managed: ManagedParameter, places: Places, saved: Mapping[str, Any]) -> None:
+    def load(self, managed: ManagedParameter, homes: Homes, saved: Mapping[str, Any]) -> None:
         """Copy what was `saved` for `managed` to its homes (from `meta` nothing). Step counts and other scalars, which
         torch has moved to the device for a fused optimizer, go to host memory, where each step reads them."""
         state = self.shown[managed.parameter]
         self._clean.discard(managed.chunk)  # staged states are stale
-        for name, (role, home) in places.items():
+        for name, (role, home) in homes.items():
             managed.chunk.homes[role].written = True
             if not saved[name].is_meta:
                 home.copy_(saved[name])
             state[name] = home
         for name, value in state.items():
-            if name not in places and isinstance(value, torch.Tensor):
+            if name not in homes and isinstance(value, torch.Tensor):
                 state[name] = value.cpu()
 
     def look(self) -> None:
@@ -145,8 +145,8 @@ class States:
             for role, home in chunk.homes.items():
                 if not (role.is_state and managed.numel) or state.get(role.name) is None:
                     continue
-                for name, place in managed.places(role).items():
-                    if state[name].data_ptr() != address_of(home.memory) + place:
+                for name, offset in managed.byte_offsets(role).items():
+                    if state[name].data_ptr() != address_of(home.memory) + offset:
                         state[name] = managed.views(role)[name].copy_(state[name])
         return True
 
@@ -173,7 +173,7 @@ def saved_homes(
     state_dict: dict[str, Any],
     groups: list[dict[str, Any]],
     with_homes: Callable[[torch.Tensor, dict[str, Any]], tuple[ManagedParameter, tuple[Role, ...]]],
-) -> list[tuple[int, ManagedParameter, Places]]:
+) -> list[tuple[int, ManagedParameter, Homes]]:
     """Return the homes of the states in `state_dict`, by numbers of parameters.
 
     `groups` are the optimizer's own; `with_homes` reserves homes for the states of a parameter with the options of a
@@ -186,14 +186,14 @@ def saved_homes(
                 continue
             state = state_dict["state"][number]
             managed, roles = with_homes(parameter, {**mine, **theirs})
-            places = {
+            homes = {
                 name: (role, home)
                 for role in roles
                 if state.get(role.name) is not None
                 for name, home in managed.views(role).items()
             }
-            _check_states(managed.name, state, roles, {name: home for name, (_, home) in places.items()})
-            found.append((number, managed, places))
+            _check_states(managed.name, state, roles, {name: home for name, (_, home) in homes.items()})
+            found.append((number, managed, homes))
     return found
 
 

@@ -91,7 +91,7 @@ class Stepper:
         return self._optimizer.overlap is not Overlap.OFF and not self.runtime.memory.resident
 
     @property
-    def is_to_be_told(self) -> bool:
+    def wants_each_gradient(self) -> bool:
         """Whether to call `coming` and `arrived` in the backward that begins, as updates are or may get under way."""
         return bool(self._progress) or self.begins_early
 

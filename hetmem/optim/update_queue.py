@@ -110,7 +110,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         return not under_way and not self._traffic.gradients.arriving(update.chunk)
 
     def _has_places(self, update: ChunkUpdate) -> bool:
-        return not update.staged or all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_has_slot(update.chunk, role) for role in update.staged)
 
     def _request(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
@@ -130,7 +130,7 @@ class Updates(HostUpdates[ChunkUpdate]):
             self._traffic.unask_role(update.chunk, role)
 
     def _is_open(self, update: ChunkUpdate) -> bool:
-        return not update.staged or all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_has_arrived(update.chunk, role) for role in update.staged)
 
     def _run(self, update: ChunkUpdate) -> None:
         update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}

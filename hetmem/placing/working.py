@@ -125,8 +125,8 @@ class WorkingWeights:
     def _are_plain(self) -> bool:
         """Return whether only hetmem has hooks at parameters, and no listener needs each gradient."""
         hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        return hooks <= {1} and self._sink.are_dense and not told
+        notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
+        return hooks <= {1} and self._sink.are_dense and not notifies
 
     def _hold(self, operator: str, backward: Hashable | None) -> bool:
         """Begin a segment in which nothing moves, if all homes, and a copy of each, are on the device, with room for
@@ -146,20 +146,19 @@ class WorkingWeights:
             with runtime.unwatched():
                 room.before_moment(moment)
                 self._blocks = self._blocks or self._lease(found)
-        runtime.traffic.executor.order_behind_standing()
         tracer.all_at_once(moment)
-        runtime.uses.saw(moment, operator, found)
+        runtime.uses.log_moment(moment, operator, found)
         return True
 
     def _lease(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         """Begin a lease of each copy for each of its parameters, and create all views of them."""
         runtime, chunks = self._runtime, self._runtime.chunks
-        runtime.uses.let_go()
+        runtime.uses.release_unheld()
         slots = runtime.traffic.residency.use_all(blocks, [len(chunk.parameters) for chunk in chunks])
         for chunk, slot in zip(chunks, slots, strict=True):
             if any(managed.device is None for managed in chunk.parameters):
                 runtime.bindings.open_device(chunk, runtime.memory.device_pool, slot)
-        runtime.traffic.executor.stand(chunks, slots)
+        runtime.traffic.executor.set_working_copies(chunks, slots)
         return blocks
 
     def release(self) -> None:
@@ -167,7 +166,7 @@ class WorkingWeights:
         if self._blocks and not self._entered:
             self._blocks = ()
             self._retire()
-            self._runtime.traffic.executor.stand((), ())
+            self._runtime.traffic.executor.set_working_copies((), ())
             self._runtime.uses.release(self._managed)
 
     def _retire(self) -> None:
@@ -239,7 +238,6 @@ class WorkingWeights:
         if not used:
             return
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
-            self._runtime.traffic.executor.order_behind_standing()
             if self._weights:
                 self._count_versions()
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
@@ -271,8 +269,8 @@ class WorkingWeights:
         """Set the missing gradients of `used` to -0.0 and return their parameters; None if autograd is not to
         accumulate gradients in their homes."""
         runtime = self._runtime
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        if told or self._sink.lent or not runtime.memory.resident:
+        notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
+        if notifies or self._sink.lent or not runtime.memory.resident:
             return None
         runtime.traffic.ensure_homes(list(dict.fromkeys([managed.chunk for managed in used])), [Role.GRAD])
         fresh = [managed for managed in used if managed.parameter.grad is None]
@@ -303,7 +301,7 @@ class WorkingWeights:
         self._sink.before(managed)
         show_gradient(managed.parameter, arrived)
         self._sink.after(managed)
-        self._sink.arrive()
+        self._sink.wait_until_home()
 
 
 def _nothing() -> None:

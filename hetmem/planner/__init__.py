@@ -183,24 +183,24 @@ def plan_within(
     hardware: HardwareProfile,
     *,
     nvme_directories: tuple[str, ...] = (),
-    told: Callable[[str], None] = lambda text: None,
+    on_stage: Callable[[str], None] = lambda text: None,
     compares: bool = True,
     **options: Any,
 ) -> Plan:
-    """Plan as `plan` does, for another machine, with `capacities` in bytes. `options` are keywords of `plan`. `told` is
-    called with the name of each stage before it begins. `compares`: also judge other ways to run the same training,
-    and advise the better ones."""
+    """Plan as `plan` does, for another machine, with `capacities` in bytes. `options` are keywords of `plan`.
+    `on_stage` is called with the name of each stage before it begins. `compares`: also judge other ways to run the same
+    training, and advise the better ones."""
     how = _Request(**options)
     asked = Setting(capacities, how.chunk_bytes, hardware, how.micro_batches, how.updating())
     inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
-    told("tracing the model")
+    on_stage("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
     call = checkpointed(call) if checkpointing else call
     kept = trace(call, results, inference=inference, real=how.real)
     peaks = {"with checkpointing" if checkpointing else "as written": kept.peak_live_bytes}
     kept_light = kept if checkpointing else None
     if compares and not (checkpointing or how.real or inference):
-        told("tracing it with checkpointed layers")
+        on_stage("tracing it with checkpointed layers")
         kept_light = traced(checkpointed(call), results)
         if kept_light is not None and kept_light.peak_live_bytes < kept.peak_live_bytes:
             peaks["with checkpointing"] = kept_light.peak_live_bytes
@@ -216,10 +216,10 @@ def plan_within(
     workload, light = moved(kept), kept_light and moved(kept_light)
     mix = None
     if activations == "auto" and kept.saved and compares and not (inference or alone):
-        told("comparing what may become of each layer's activations")
+        on_stage("comparing what may become of each layer's activations")
         of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
         mix = cheapest_mix(lambda n: traced(checkpointed(call, n), results) if n else kept, count, asked)
-    told("searching for the fastest way to run it")
+    on_stage("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
         found = tuple(_variants(call, None if checkpointing else kept_light, kept, results, asked, moved))
@@ -243,7 +243,7 @@ def plan_within(
     made = as_plan(decision, checkpointing=checkpointing)
     if not compares:
         return made
-    told("combining what is faster")
+    on_stage("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
     others += [] if mix is None else [(mix[1].workload, mix[1].setting.capacities)]
@@ -253,12 +253,12 @@ def plan_within(
         layers = mixes if mix is not None and better.workload is mix[1].workload else None
         made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=layers).to_dict())
     if activations != "keep" and not inference:
-        told("comparing what may become of activations")
+        on_stage("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
         if kept_light is not None and not checkpointing:
             ways |= {"checkpointed": (kept_light, "keep"), "checkpointed, auto": (kept_light, "auto")}
         made = replace(made, activation_choices=activation_choices(ways, moved, asked))
-    told("judging what changes the mathematics")
+    on_stage("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
         return traced(with_adapters(call if light is None else checkpointed(call), RANK), results)

@@ -1,14 +1,14 @@
-"""The part of the event log that a report shows: the last whole training step, or the last forward if there is none.
-Which resource binds it: the terms of its time, how well they overlap, and what to change; the activations that moved in
-it; and the history of all steps, or forwards. Pure: it knows nothing of chunks.
+"""Selects the part of the event log that a report shows: the last whole training step, or the last forward if there is
+none; and finds the resource that binds it: the terms of its time, how well they overlap, and what to change. Also the
+activations that moved in it, and the history of all steps, or forwards. Pure: it knows nothing of chunks.
 
 Note "terms": a step takes at least the longest of {compute, launching, host to device, device to host, host optimizer,
 NVMe read, NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward on the device
-without the stalls in it. Launching, of a device whose compute runs behind the host, is the time that the training
-thread takes to ask for them, without its waits. Compute that has caught up with the thread lasts as long as launching
-makes it last: where that is so for half of it, launching binds. The host optimizer is the time in which tiles of
+without the stalls in it. Launching, on a device that computes asynchronously, is the time that the training thread
+takes to launch both, without its waits. Where the device has caught up with the thread, compute lasts as long as
+launching does: if that is more than half of compute, launching binds. The host optimizer is the time in which tiles of
 updates ran or waited for a worker; a link's term is the union of the intervals in which a transfer was in flight on it,
-clipped to the step (for NVMe one begins when it is asked for).
+clipped to the step (for NVMe a transfer begins when it is requested).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Interval = tuple[float, float]
 TRAINING = ("forward", "backward")
 """The segments in which the model computes."""
 REMEMBERED = 500
-"""Steps of a history."""
+"""The most steps in a history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Window:
 
     `covers` is "step" or "forward"; `whole`: it is a whole step, or a whole forward of a model that is not trained.
     Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "asynchronous compute" in
-    `engine.events`. `copies` and `saved` reach beyond `end`, so that what is present now tells what was present then.
+    `engine.events`. `copies` and `saved` reach beyond `end`, so that the state at `start` follows from the present one.
     `forgotten` names the kinds of entries whose beginning the log has lost.
     """
 
@@ -73,12 +73,12 @@ class Window:
     saved: list[SavedMove] = field(default_factory=list)
 
     def spent(self, entries: Iterable[Span | Stall | Transfer]) -> list[Interval]:
-        """Return when `entries` were under way within the window, as disjoint intervals."""
+        """Return the time of `entries` within the window, as disjoint intervals."""
         return union(clip(((each.start, each.end) for each in entries), self.start, self.end))
 
 
 def last_window(events: EventLog) -> Window | None:
-    """Return the last whole step of `events`; without one, from the last forward on; None if nothing ran."""
+    """Return the last whole step of `events`; without one, all from the last forward on; None if nothing ran."""
     segments, inference = list(events.segments), only_infers(events)
     ends = [span.end for span in segments if span.what == "step"]
     if len(ends) >= 2:
@@ -95,24 +95,24 @@ def last_window(events: EventLog) -> Window | None:
 
 
 def only_infers(events: EventLog) -> bool:
-    """Whether no forward of the log could be followed by a backward."""
-    fed = list(events.fed)
-    return bool(fed) and not any(each.trains for each in fed)
+    """Return whether all forwards of the log are inference: no backward can follow."""
+    forwards = list(events.forwards)
+    return bool(forwards) and not any(each.trains for each in forwards)
 
 
 def history(events: EventLog) -> dict[str, Any]:
-    """Return the last steps, or forwards of a model that is not trained, as columns: seconds from the end of the one
-    before, what compute waited in them, and the tokens that were fed."""
+    """Return the last steps, or forwards in inference, as columns: seconds from the end of the one before, stalls of
+    compute in them, and the tokens of their inputs."""
     of = "forward" if only_infers(events) else "step"
-    stalls, fed = list(events.stalls), list(events.fed)
-    full = [log[0][0] for log in (stalls, fed) if log and len(log) == events.stalls.maxlen]
-    since = max(full, default=0.0)  # what was before is forgotten
+    stalls, forwards = list(events.stalls), list(events.forwards)
+    full = [log[0][0] for log in (stalls, forwards) if log and len(log) == events.stalls.maxlen]
+    since = max(full, default=0.0)  # the log has lost earlier entries
     ends, asked = (
         [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
         for spans in (events.segments, events.launched if events.asynchronous else events.segments)
     )
     waited = union((stall.start, stall.end) for stall in stalls)
-    at, sums = [each.at for each in fed], [0, *accumulate(each.tokens for each in fed)]
+    at, sums = [each.at for each in forwards], [0, *accumulate(each.tokens for each in forwards)]
     return {
         "of": of,
         "seconds": [end - start for start, end in pairwise(ends)],
@@ -137,7 +137,7 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
 
 
 def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
-    """Return of `entries`, which last or have a time, those that touch [start, end]."""
+    """Return those of `entries`, which are spans or points of time, that touch [start, end]."""
     if entries and hasattr(entries[0], "end"):
         return [each for each in entries if each.end > start and each.start < end]
     return [each for each in entries if start <= each.at < end]
@@ -147,7 +147,7 @@ def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same points of time as disjoint intervals in order; empty ones are left out."""
+    """Return the union of `intervals` as disjoint intervals in order; empty ones are left out."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -158,7 +158,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
-    """Return what of `intervals` lies within [start, end]."""
+    """Return the parts of `intervals` within [start, end]."""
     return [(max(low, start), min(high, end)) for low, high in intervals if high > start and low < end]
 
 
@@ -168,7 +168,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 
 def overlap(disjoint: list[Interval], start: float, end: float) -> float:
-    """Return how much of [start, end] the intervals of a `union` cover. O(log n + overlapping)."""
+    """Return the length of [start, end] that the intervals of a `union` cover. O(log n + overlapping)."""
     index = max(0, bisect_left(disjoint, (start, start)) - 1)
     covered = 0.0
     while index < len(disjoint) and disjoint[index][0] < end:
@@ -179,7 +179,7 @@ def overlap(disjoint: list[Interval], start: float, end: float) -> float:
 
 
 def without(disjoint: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """Return what of the intervals of one `union` is not covered by those of another. O(n + m)."""
+    """Return the parts of one `union` that another does not cover. O(n + m)."""
     left: list[Interval] = []
     first = 0
     for start, end in disjoint:
@@ -209,14 +209,14 @@ TERM_NAMES = {
 }
 GOOD_OVERLAP = 0.9
 LAUNCH_BOUND = 0.5
-"""Compute that has caught up for more than this share of its time waits for the thread that launches it."""
+"""Launching binds if the device has caught up with the training thread for more than this share of compute."""
 SECONDS_PER_DAY = 86400
 TIERS = {"device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME}
 
 
 def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int = 0) -> dict[str, Any]:
-    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, that
-    `tokens` went into; `tiers` is the section of that name."""
+    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, of `tokens`
+    tokens; `tiers` is the section of that name."""
     seconds = window.end - window.start
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
@@ -226,7 +226,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
         binding = "launching"
     moved = {link.value: 0 for link in Link}
     for transfer in window.transfers:
-        if window.start <= transfer.start < window.end:  # writes that a step asks for may end after it
+        if window.start <= transfer.start < window.end:  # writes that a step requests may end after it
             moved[transfer.link.value] += transfer.nbytes
     section = {
         "of": window.covers,
@@ -250,7 +250,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
 
 
 def busy_intervals(window: Window) -> dict[str, list[Interval]]:
-    """Return when each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
+    """Return when the resource of each term was busy, as disjoint intervals within the window. See Note "terms"."""
     computed = window.spent(span for span in window.segments if span.what in TRAINING)
     launched = window.spent(span for span in window.launched if span.what in TRAINING)
     crossed = {link.value: window.spent(t for t in window.transfers if t.link is link) for link in Link}
@@ -266,12 +266,12 @@ def busy_intervals(window: Window) -> dict[str, list[Interval]]:
 
 
 def _waits(window: Window) -> list[Interval]:
-    """Return when the training thread waited: of compute that is over when it is asked for, these are its stalls."""
+    """Return when the training thread waited: on a synchronous device, its stalls."""
     return window.spent(window.host_waits if window.launched else window.stalls)
 
 
 def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
-    """Return what binds this step, how far it is from the bound, and what to change."""
+    """Return a text on what binds this step, how far it is from the bound, and what to change."""
     binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
     term = step["terms"][binding]
     of, on_inference = step["of"], step["of"] == "forward"
@@ -297,18 +297,18 @@ def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
 
 
 _UPDATING = {"host_optimizer", "nvme_read", "nvme_write"}
-"""What goes on in a step of the optimizer, and behind the backward if that is asked for."""
+"""The terms of updates, which run in `step()`, or behind the backward with `overlap="backward"`."""
 
 _OVERLAP = 'hetmem.AdamW(overlap="backward") updates while the backward goes on, unless it clips or scales the loss.'
 
 
 def _inside(name: str) -> str:
-    """Return a name of a term as it is within a sentence."""
+    """Return the name of a term as written within a sentence."""
     return name if name.startswith("NVMe") else name[0].lower() + name[1:]
 
 
 def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
-    """Return advice where nothing is trained: each forward needs each weight once, however many tokens it is of."""
+    """Return advice for inference: each forward fetches each weight once, whatever its number of tokens."""
     homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
     frozen = " model.requires_grad_(False) before manage leaves out the room for training." if homes else ""
     if binding == "host_to_device":
@@ -358,7 +358,7 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
 
 
 def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
-    """Return the `activations` section of a report; None if none were saved. `held`: what sets of tiers hold now."""
+    """Return the `activations` section of a report; None if none were saved. `held`: bytes now, by sets of tiers."""
     seen = [move for move in window.saved if move.at < window.end]
     if not seen:
         return None
@@ -376,7 +376,7 @@ def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
 
 
 def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> list[tuple[float, int]]:
-    """Return the bytes on any of `tiers`, and on none of `without`, at the begin of `window` and after each move."""
+    """Return the bytes on any of `tiers` and on none of `without`, at the start of `window` and after each move."""
 
     def lies(on: int) -> bool:
         return bool(on & tiers) and not on & without
@@ -394,7 +394,7 @@ def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> 
 
 
 def _link(move: SavedMove) -> Link | None:
-    """Return over which link the bytes came to a tier that they were not on; None if they came to none."""
+    """Return the link over which `move` brought bytes to a tier that they were not on; None if to none."""
     came = move.after & ~move.before
     if not move.before or not came:
         return None
@@ -406,7 +406,7 @@ def _link(move: SavedMove) -> Link | None:
 
 
 def _moved_sentence(moved: dict[str, int], away: int, forward_seconds: float) -> str:
-    """Return what moved, and what keeping it and computing it again would come to."""
+    """Return a text on the bytes that moved, and on the cost of keeping or recomputing them instead."""
     out, back = moved["device_to_host"], moved["host_to_device"]
     if not out:
         return "All activations stayed on the device."

@@ -1,7 +1,6 @@
 """Measures this machine for the planner, in about a minute: memory, disk, links and, if there is one, the GPU.
 
-Everything measured goes through what training uses: the optimizer's kernel, the NVMe store, torch's copies. It decides
-nothing and leaves no file behind.
+It measures with the code that training uses: the optimizer's kernel, the NVMe store, torch's copies. It leaves no file.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _LOOKED_SECONDS, _BUSY_SHARE = 0.3, 0.25
 
 @contextmanager
 def ordinary_torch() -> Iterator[None]:
-    """New tensors are float32 in host memory, and a backward is possible. All threads have the dtype meanwhile."""
+    """Make new tensors float32 in host memory and a backward possible. The default dtype changes for all threads."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -54,11 +53,12 @@ def ordinary_torch() -> Iterator[None]:
 def probe(
     nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False, say: Callable[[str], object] = bool
 ) -> HardwareProfile:
-    """A profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
+    """Measure a profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
 
-    Without a GPU the device is the simulated one, and its rates are those of this machine's cores. `quick` measures on
-    a sixteenth of the bytes: for tests and demonstrations. `say` is told what is measured next, and whether the machine
-    is busy, which the profile tells too. Raises `BudgetError` if the directory cannot be written to.
+    Without a GPU the device is the simulated one, with the rates of this machine's cores. `quick` measures on a
+    sixteenth of the bytes: for tests and demonstrations. `say` is called with the name of each part before it is
+    measured, and with a warning if the machine is busy, which the profile records too. Raises `BudgetError` if the
+    directory cannot be written to.
     """
     scale = 16 if quick else 1
     busy = _busy()
@@ -90,8 +90,8 @@ def probe(
 
 
 def _thread_costs(device: DeviceProfile) -> tuple[ThreadCosts, str]:
-    """What hetmem takes of the training thread, as a shipped profile has it, and where that comes from: on a GPU by how
-    long the thread takes to launch an operator here and there."""
+    """Return hetmem's own costs on the training thread, from the default profile, and their source; on a GPU scaled by
+    this machine's time to launch an operator over the profile's."""
     shipped = load_profile(DEFAULT_HARDWARE)
     factor = device.operator_seconds / shipped.device.operator_seconds if torch.cuda.is_available() else 1.0
     costs = ThreadCosts(**{name: factor * seconds for name, seconds in asdict(shipped.thread).items()})
@@ -99,7 +99,7 @@ def _thread_costs(device: DeviceProfile) -> tuple[ThreadCosts, str]:
 
 
 def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> dict[str, float]:
-    """Bytes a second of each way in which training moves bytes, as `probe` measures them with the same arguments."""
+    """Measure the bytes a second of each kind of transfer in training, as `probe` does with the same arguments."""
     scale = 16 if quick else 1
     host, disk = _host(scale), _disk(Path(nvme_dir or tempfile.gettempdir()), _DISK_BYTES // scale)
     _, up, down, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
@@ -115,13 +115,13 @@ def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = F
 
 
 def _busy() -> str:
-    """What other processes take of the cores, where that spoils measurements; else nothing."""
+    """Return a note on the load by other processes if it is high enough to spoil measurements, else ""."""
     share = psutil.cpu_percent(_LOOKED_SECONDS) / 100
     return f"the machine was busy, its cores to {share:.0%}" if share > _BUSY_SHARE else ""
 
 
 def seconds(work: Callable[[], object], rounds: int = 5) -> float:
-    """The median of `rounds` runs of `work`, after one that is not counted."""
+    """Return the median seconds of `rounds` runs of `work`, after one that is not counted."""
     work()
     times = []
     for _ in range(rounds):
@@ -147,7 +147,7 @@ def _copy_rate(scale: int) -> float:
 
 
 def _update_rate(elements: int) -> float:
-    """Bytes per second of the optimizer's own kernel, all traffic counted."""
+    """Measure the bytes per second of the optimizer's own kernel, all traffic counted."""
     pool = WorkerPool()
     param, gradient, first, second = (torch.full((elements,), 1e-3) for _ in range(4))
     hyper = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3, False)
@@ -161,7 +161,7 @@ def _update_rate(elements: int) -> float:
 
 
 class _Disk(NamedTuple):
-    """Bytes a second of reads, of writes, and of as many of both at once; and the seconds of a small read."""
+    """Bytes a second of reads, of writes, and of both at once in equal parts; and the seconds of a small read."""
 
     read: float
     write: float
@@ -170,7 +170,7 @@ class _Disk(NamedTuple):
 
 
 def _disk(directory: Path, nbytes: int) -> _Disk:
-    """The drive of `directory`, asked as a run does."""
+    """Measure the drive of `directory` with requests as in a run."""
     block = min(REQUEST_BYTES, nbytes // THREADS)
     store = NvmeStore([directory], nbytes + BLOCK_BYTES)
     try:
@@ -197,7 +197,7 @@ def _disk(directory: Path, nbytes: int) -> _Disk:
 
 
 def _simulated(scale: int, host: HostProfile) -> tuple[DeviceProfile, Rate, Rate, float]:
-    """The cores of this machine, as the device that operators run on."""
+    """Measure the cores of this machine as the simulated device."""
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         side, taken = 64, 0.0
@@ -215,7 +215,7 @@ def _simulated(scale: int, host: HostProfile) -> tuple[DeviceProfile, Rate, Rate
 
 
 def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
-    """The first GPU: its links from pinned memory, its memory, its matrix rates."""
+    """Measure the first GPU: its links from pinned memory, its memory, its matrix rates."""
     nbytes = _COPY_BYTES // scale
     pinned = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
