@@ -1,8 +1,8 @@
 """A stretch of compute on a thread, and the modes and hooks on torch's stacks meanwhile. Knows no model.
 
-Note "interrupts": Ctrl-C ends a forward without running torch's hooks, so hetmem's modes stay on the stacks of a thread
-that may never call the model again. So a mode holds no strong reference, and first checks whether the calls it was
-entered for are still on the stack of their thread; if not, it does nothing.
+Note "interrupts": Ctrl-C ends a forward without torch's hooks, and not always within `forward_within`, so modes can
+stay on the stacks of a thread that never calls the model again. So a mode holds no strong reference, and first
+checks whether the calls it was entered for are still on the stack of their thread; if not, it does nothing.
 
 Note "compiled functions": a function compiled by `torch.compile` and called by a forward (attention with a user's
 score function, say) is traced through the function modes on the stack, as if they were a part of it. So the mode passes
