@@ -221,7 +221,7 @@ class SimulatedUpdates(HostUpdates[Update]):
     def _is_free(self, update: Update) -> bool:
         return update.ready()
 
-    def _has_places(self, update: Update) -> bool:
+    def _has_slots(self, update: Update) -> bool:
         state = self._traffic.residency.state
         return all(state(part.block, Tier.HOST) in PLACED for part in update.staged)
 
