@@ -175,7 +175,7 @@ class Executor:
 
     def poll(self) -> None:
         """Handle what has ended meanwhile, and pump workers if anything has."""
-        if not self._engine.nothing_over() and self._note_all():
+        if not self._engine.none_finished() and self._note_all():
             self.pump()
 
     @_CLEARS_FRAMES
