@@ -316,10 +316,10 @@ class ManagedParameter:
         if spare is not None and type(memory) is memoryview and spare[0].dtype is dtype:
             self.grad_home, self.grad_view = spare
             self.grad_home.data = self.shaped(elements(memory, dtype, self.numel, self.offset * dtype.itemsize))
-            self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+            self.grad_address = self.grad_home.data_ptr()
             return
         self.grad_home = self.view(Role.GRAD)
-        self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+        self.grad_address = self.grad_home.data_ptr()
         self.grad_view = None
         if dtype is not self.chunk.dtype:
             self.grad_view = HiddenGradient(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
