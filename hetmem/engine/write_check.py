@@ -11,7 +11,7 @@ operators, NumPy) count no version:
   seen.
 - A model that is whole on the device is not watched from a step to the next forward, which remakes the copies of all
   trained weights: that crosses no link, and each access to a watched parameter takes some Python calls.
-- Gradients on NVMe are watched too while the program has them (`gradient_views.HandedOutGradient`).
+- Gradients on NVMe are watched too while the program has them (`gradient_views.WatchedGradient`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from operator import attrgetter, gt, ne, not_
 
 import torch
 
+from hetmem.engine.gradient_views import INTEGERS
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references, storage_references
 from hetmem.engine.traffic import Traffic
@@ -375,9 +376,6 @@ def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
     """Return a value that changes if `p.grad` is replaced, or written to with a version; no reference to it."""
     gradient = managed.parameter.grad
     return None if gradient is None else (id(gradient), gradient._version)
-
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
