@@ -10,7 +10,7 @@ about use: above what it was when the view was made, it is in use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -39,11 +39,19 @@ class Bindings:
         self._layouts: dict[Chunk, int] = {}
         self._numbers: dict[Any, int] = {}
         """Of layouts of parameters in a chunk: chunks of one layout take turns with the same views of a slot."""
+        self._storages: list[int] = []
+        """The handles of the storages of homes, and below the least of `home_references`, once asked for."""
+        self._least_references = 0
+        self._watching = self._stands_in = False
+        """Whether any parameter is something else than its home while the model computes."""
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)
+        self.exposed = {*self.by_id.values()}
+        """Those that the program may have met as ordinary parameters since `watch`: it may hold their memory."""
 
     def _learn_home(self, managed: ManagedParameter) -> None:
+        self._stands_in = self._stands_in or managed.rest is not managed.home
         for tensor in (managed.home, managed.rest) if managed.numel else ():
             self.by_address[tensor.untyped_storage().data_ptr()] = managed
             self.by_storage[storage_address(tensor)] = managed
@@ -61,7 +69,7 @@ class Bindings:
         if at_home or resting:  # both, where it was on the device
             parameter.data = rest if self.rests or not at_home else home
         managed.home_address = home.data_ptr()
-        managed.home_storage = storage_address(home)
+        managed.home_storage, self._storages = storage_address(home), []
         managed.home_references = storage_references(home) + (parameter.data_ptr() != home.data_ptr())
         parameter.__class__ = unbound
         self._learn_home(managed)
@@ -155,33 +163,52 @@ class Bindings:
         for managed in self.by_id.values():
             managed.parameter.__class__ = kind
 
-    @staticmethod
-    def watch(ordinary: Iterable[ManagedParameter]) -> None:
-        """Watch those of `ordinary` that have the class which they had before: all of them after each forward and
-        backward, so without a call for each."""
-        for managed in ordinary:
+    def watch(self, *, but_trained: bool = False) -> None:
+        """Watch all that are not bound, perhaps but those that are trained. It takes a look at those alone that may be
+        ordinary."""
+        left, self._watching = set[ManagedParameter](), True
+        for managed in self.exposed:
             parameter = managed.parameter
-            if parameter.__class__ is managed.kind:
-                parameter.__class__ = managed.watched_kind
+            if parameter.__class__ is managed.kind and not managed.bound:
+                if but_trained and parameter.requires_grad:
+                    left.add(managed)
+                else:
+                    parameter.__class__ = managed.watched_kind
+        self.exposed = left
 
-    @staticmethod
-    def unwatch(watched: Iterable[ManagedParameter]) -> None:
+    def unwatch(self) -> None:
         """End `watch`."""
-        for managed in watched:
-            parameter = managed.parameter
-            if parameter.__class__ is managed.watched_kind:
-                parameter.__class__ = managed.kind
+        if not self._watching:
+            return
+        for managed in self.by_id.values():
+            if managed.parameter.__class__ is managed.watched_kind:
+                managed.parameter.__class__ = managed.kind
+        self.exposed, self._watching = {*self.by_id.values()}, False
+
+    def shared(self, among: Collection[ManagedParameter]) -> list[ManagedParameter]:
+        """Return those of `among` whose home's memory a tensor shares (`kept = p.data`), through which it may be read
+        and written."""
+        if len(among) == len(self.by_id):
+            if not self._storages:
+                self._storages = [managed.home_storage for managed in self.by_id.values()]
+                self._least_references = min(managed.home_references for managed in self.by_id.values())
+            if max(map(references, self._storages)) <= self._least_references:
+                return []  # as mostly, and C++ is asked without a call of Python for each
+        return [each for each in among if each.numel and references(each.home_storage) > each.home_references]
 
     def unbind(self, used: Iterable[ManagedParameter]) -> None:
         """End `bind`: each of `used` rests, or is its home if nothing computes."""
         for managed in used:
             parameter = managed.parameter
             parameter.__class__ = managed.kind
-            parameter.data = managed.rest if self._away else managed.home
-            if self._away:
-                parameter.__class__ = managed.watched_kind
-                if not self.rests and managed.rest is not managed.home:
-                    self.resting.append(managed)
+            if not self._away:
+                parameter.data = managed.home
+                self.exposed.add(managed)
+                continue
+            parameter.data = managed.rest
+            parameter.__class__ = managed.watched_kind
+            if not self.rests and managed.rest is not managed.home:
+                self.resting.append(managed)
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Return whether the program has set `managed.parameter.data`, which was bound."""
@@ -207,15 +234,17 @@ class Bindings:
         self._away += 1
         if self._away == 1:
             self.rests = not stay
-            self.rest([managed for managed in self.by_id.values() if not managed.bound])
+            self.watch()
+            if self.rests and self._stands_in:
+                self.rest([managed for managed in self.by_id.values() if not managed.bound])
 
     def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
         """Let `managed_ones`, which are at home, rest as all others do while the model computes."""
-        for managed in managed_ones:
-            parameter = managed.parameter
-            if self.rests and managed.rest is not managed.home:
-                parameter.data = managed.rest
-            parameter.__class__ = managed.watched_kind
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed in managed_ones:
+                if self.rests and managed.rest is not managed.home:
+                    managed.parameter.data = managed.rest
+                managed.parameter.__class__ = managed.watched_kind
 
     def end_rest(self) -> None:
         """Send parameters home that a recomputation within a backward has left at rest. Until that is over they must
@@ -235,12 +264,11 @@ class Bindings:
         self._away -= 1
         if not self._away:
             self.end_rest()
-            rests, self.rests = self.rests, False
-            for managed in self.by_id.values():
-                parameter = managed.parameter
-                if type(parameter) is managed.watched_kind:
-                    parameter.__class__ = managed.kind
-                    if rests and managed.rest is not managed.home:
+            rests, self.rests = self.rests and self._stands_in, False
+            with torch_private.NoFunctionsOfSubclasses():
+                for managed in self.by_id.values() if rests else ():
+                    parameter = managed.parameter
+                    if type(parameter) is managed.watched_kind and managed.rest is not managed.home:
                         parameter.data = managed.home
 
     def all_home(self) -> None:

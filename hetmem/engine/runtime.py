@@ -117,7 +117,7 @@ class Runtime:
         """A backward begins."""
         if not self.memory.uses_copies:
             return
-        with self.unwatched():
+        with self.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if self.writes.renew_touched():
                 self.uses.renew_what_is_held()
 

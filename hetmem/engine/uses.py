@@ -379,6 +379,7 @@ class Uses:
                 if managed.counter._version != managed.version or self._bindings.is_elsewhere(managed):
                     self.end_backward()
                     self._writes.by_user(managed)
+            self._bindings.exposed.update(used)
             if self._bindings.away:
                 self._bindings.rest(used)
 

@@ -16,15 +16,15 @@ operators, NumPy) count no version:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable
 from itertools import compress
-from operator import attrgetter, gt, ne, not_
+from operator import attrgetter, ne
 
 import torch
 
 from hetmem.engine.gradient_views import is_home_gradient
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import Bindings, references, storage_references
+from hetmem.engine.param_views import Bindings, storage_references
 from hetmem.engine.sampling import as_integers, as_sampled, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
@@ -35,7 +35,6 @@ from hetmem.schedule.trace import Tier
 _VERSION = attrgetter("_version")
 _COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
 _TRAINS = attrgetter("parameter.requires_grad")
-_HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, _VERSION_SEEN),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
@@ -79,8 +78,8 @@ class WriteCheck:
     # ---- by the program, to the home ---------------------------------------------------------------------------
 
     def notice_all(self, *, seen: bool = False) -> None:
-        """Honour writes to each parameter since it was last used, as a forward begins. `seen`: all were watched up to
-        now, so that what got another `.data` is in `touched`."""
+        """Honour writes to each parameter since it was last used, as a forward begins, past `__torch_function__`.
+        `seen`: all were watched up to now, so that what got another `.data` is in `touched`."""
         self._traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
         unwatched, self.unwatched = self.unwatched, True  # as it is if this raises: all is looked at again
         self._gradients_left.clear()
@@ -97,8 +96,8 @@ class WriteCheck:
         self.unwatched = False
 
     def renew_touched(self) -> bool:
-        """Make copies of what the program may have written to since the forward anew, as a backward or a step begins.
-        Returns whether there are such."""
+        """Make copies of what the program may have written to since the forward anew, as a backward or a step begins,
+        past `__torch_function__`. Returns whether there are such."""
         touched = [*self.touched]
         self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
         if touched:
@@ -137,9 +136,10 @@ class WriteCheck:
     def _counted_but_data(self) -> list[ManagedParameter]:
         """Return what `all_counted` does, of all, where only those in `touched` can have got another `.data`."""
         shown, seen = [*map(_COUNTED, self._parameters)], [*map(_VERSION_SEEN, self._parameters)]
-        if shown == seen and not self.touched:
-            return []
-        return [managed for managed in self._parameters if self.counted(managed)]
+        found = {*filter(self.counted, self.touched)}
+        if shown != seen:
+            found.update(compress(self._parameters, map(ne, shown, seen)))
+        return [managed for managed in self._parameters if managed in found] if found else []
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as the backward that is over has left them."""
@@ -312,39 +312,38 @@ class ParameterMarks:
         self._memory, self._bindings, self._writes, self._read_at_home = memory, bindings, writes, read_at_home
         self._step_runs: Callable[[], bool | None] | None = None
         """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
-        self._all = self._watched = bindings.by_id
-        self._marked: dict[int, ManagedParameter] = {}
-        self._watches = self._trails = False
+        self._all = bindings.by_id.values()
+        self._watches = self._trails = self._but_trained = False
+        self._shared: list[ManagedParameter] = []
+        """Those whose memory a tensor shared as compute began."""
 
     def resume(self) -> None:
         """End compute: mark again, unless a step runs."""
         if self._step_runs is not None and self._step_runs():
             self._writes.unwatched = True
-        elif self._watches:
-            self._writes.touched.update(self._shared())
-            self._bindings.watch(self._watched.values())
-            self._marked = self._watched
-
-    def _shared(self) -> Iterator[ManagedParameter]:
-        """Yield those whose memory a tensor shares (`kept = p.data`), through which it may be read and written."""
-        watched = self._watched.values()  # of which C++ is asked without a call of Python for each
-        now = map(references, map(_HOME, watched))
-        shared = compress(watched, map(gt, now, map(_EXPECTED, watched)))
-        return (managed for managed in shared if managed.numel)
+        elif self._watches:  # what compute itself does hands no memory of a home out but of these
+            bindings, writes = self._bindings, self._writes
+            writes.touched.update(bindings.shared({*bindings.exposed, *self._shared, *writes.kept}))
+            bindings.watch(but_trained=self._but_trained)
+        else:
+            self._bindings.unwatch()
 
     def pause(self) -> bool:
         """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
         functions that set `.data` of any are known."""
-        seen = len(self._marked) == len(self._all)
-        self.unmark_all()
+        seen = not self._bindings.exposed
         if self._watches:
-            self._writes.touched.update(self._shared())
-        self._watches, self._watched = self._writes.has_copies, self._all
+            self._shared = self._bindings.shared(self._all)
+            self._writes.touched.update(self._shared)
+        self._watches, self._but_trained = self._writes.has_copies, False
         return seen
 
     def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
-        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes."""
+        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes; None: it is
+        hetmem's, which looks at parameters past `__torch_function__`, so that they stay of their class."""
         self.pause()
+        if runs is not None or self._memory.resident:
+            self._bindings.unwatch()
         self._step_runs, self._trails = runs or _always, False
         self._writes.unwatched = True
 
@@ -352,7 +351,7 @@ class ParameterMarks:
         """The step leaves updates behind: reads wait for them. Those of parameters whose memory a tensor of the program
         shares are waited for here, as no function of torch tells of its use."""
         self._trails = True
-        for managed in list(self._shared()):
+        for managed in self._bindings.shared(self._all):
             self._read_at_home(managed)
 
     def end_step(self) -> None:
@@ -361,25 +360,19 @@ class ParameterMarks:
         if self._step_runs is None:
             return
         self._step_runs = None
-        if self._memory.resident and not self._trails:
-            trains = map(_TRAINS, self._all.values())
-            self._watched = dict(compress(self._all.items(), map(not_, trains)))
-        else:
+        self._but_trained = self._memory.resident and not self._trails
+        if not self._but_trained:
             self._writes.unwatched = False
 
     def stop(self) -> None:
         """Mark no more: the model is released."""
-        self.unmark_all()
+        self._bindings.unwatch()
         self._watches = False
 
-    def unmark_all(self) -> None:
-        """Unmark all parameters until `resume`."""
-        self._bindings.unwatch(self._marked.values())
-        self._marked = {}
-
     def mark_again(self, used: Iterable[ManagedParameter]) -> None:
-        """Watch those of `used` again that are marked, and were not watched while the program read them."""
-        self._bindings.watch([managed for managed in used if id(managed.parameter) in self._marked])
+        """Watch `used` again, which were watched until the program read them."""
+        if self._watches:
+            self._bindings.rest(used)
 
 
 def _always() -> bool:

@@ -198,6 +198,7 @@ def _end_of(interception: Interception) -> None:
         interception.current(sys._getframe())
         bindings.go_home()
         if not bindings.away:
+            bindings.exposed.update(gradients.sent_home)
             gradients.sent_home.clear()
     if not interception.backwards and working.in_backward:
         working.end_backward()

@@ -223,7 +223,7 @@ class Faults:
     ) -> Any:
         with self._runtime.turn.held("reading a weight"):
             self._wait_for(used)
-        self._marks.unmark_all()
+        self._bindings.unwatch()
         try:
             return func(*args, **kwargs)
         finally:

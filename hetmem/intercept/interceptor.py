@@ -232,8 +232,9 @@ class Interception:
                 runtime.turn.trainers.add(compute.thread)
             key, size = self.segments.look_at(module, leaves, names, transformed=transformed)
             parameters = runtime.parameters if runtime.memory.uses_copies else []
-            for managed in compress(parameters, map(not_, map(_GRAD_HOOKED, parameters))):
-                self.gradients.install(managed)
+            with torch_private.NoFunctionsOfSubclasses():
+                for managed in compress(parameters, map(not_, map(_GRAD_HOOKED, parameters))):
+                    self.gradients.install(managed)
             if self.activations is not None and torch.is_grad_enabled():
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)

@@ -148,14 +148,14 @@ class OffloadedOptimizer(Optimizer):
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
         for stepper in self._steppers.values():  # before gradients are looked at, which may be used up by what failed
             stepper.refuse_ruined()
-        with torch_private.NoFunctionsOfSubclasses():  # gradients are asked for, and no values
+        with torch_private.NoFunctionsOfSubclasses():  # parameters are watched, and no function of torch is told
             refuse_used_up(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
-        with self._turns("a step"):
-            try:
-                self._step_all()
-            finally:
-                for interception in self._steppers:  # what trails may be another optimizer's
-                    interception.segments.end_step()
+            with self._turns("a step"):
+                try:
+                    self._step_all()
+                finally:
+                    for interception in self._steppers:  # what trails may be another optimizer's
+                        interception.segments.end_step()
 
     @contextmanager
     def _turns(self, what: str) -> Iterator[None]:
