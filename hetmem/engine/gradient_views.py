@@ -28,6 +28,7 @@ from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
+_GRADIENT = attrgetter("grad")
 _GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")
 
 
@@ -219,6 +220,8 @@ class UsedUp(torch.Tensor):
     computes with it but `zero_grad` (`hetmem_zeroed`). None would make a clip in between clip by a norm of 0, and,
     behind the step (`hetmem_stepped`), the next backward forget to add to it."""
 
+    exist = False
+    """Whether one was ever made."""
     hetmem_name: str
     hetmem_zeroed: bool
     hetmem_stepped: bool
@@ -227,6 +230,7 @@ class UsedUp(torch.Tensor):
     def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
         """Make one in the shape of `like`, all of it the one `element`, for the parameter called `name`."""
         made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
+        UsedUp.exist = True
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
         return made
 
@@ -275,8 +279,7 @@ def clear_zeroed(parameter: torch.Tensor) -> None:
 
 def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
     """Raise RuntimeError if a step would begin with gradients in `parameters` that the step before has used up."""
-    gradients = [parameter.grad for parameter in parameters]
-    for gradient in gradients if UsedUp in set(map(type, gradients)) else ():
+    for gradient in map(_GRADIENT, parameters) if UsedUp.exist else ():
         if isinstance(gradient, UsedUp) and gradient.hetmem_stepped:
             raise RuntimeError(
                 f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +30,6 @@ from hetmem.engine.gradient_views import (
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
-
-_HOOKS = attrgetter("_backward_hooks")
-
 
 GradientListener = Any
 """Hears of gradients and of homes that move, as it may update while a backward runs: the `Stepper` of an optimizer of
@@ -69,6 +65,7 @@ class GradientSink:
         self.lent: set[Chunk] = set()
         """Chunks whose gradients lie in memory that was lent for them."""
         self._handles: list[Any] = []
+        self._unhooked = runtime.parameters
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
         """Parameters whose gradient is being accumulated, and the `p.grad` that was there before."""
         self.is_simple = False
@@ -79,6 +76,13 @@ class GradientSink:
         """Whether every gradient so far was one that can be added to its home."""
         self._sends = runtime.traffic.gradients.sends
         runtime.traffic.gradients.told_of_losses = self.listeners
+
+    def install_all(self) -> None:
+        """Hook all that require a gradient by now."""
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed in self._unhooked:
+                self.install(managed)
+        self._unhooked = [managed for managed in self._unhooked if not managed.grad_hooked]
 
     def install(self, managed: ManagedParameter) -> None:
         """Hook `managed`, once, as soon as it requires a gradient."""
@@ -199,14 +203,16 @@ class GradientSink:
 
     def _look_at_parameters(self) -> None:
         """Order hooks, and give gradients that the program exchanged between parameters memory of their own."""
-        hooks = map(_HOOKS, [managed.parameter for managed in self.runtime.parameters])
-        ordered = max(map(len, filter(None, hooks)), default=0) < 2
-        for managed in self.runtime.parameters:
-            if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
+        bindings = self.runtime.bindings
+        met, bindings.met = bindings.met | bindings.exposed, set()
+        for managed in met:
+            if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += self._hooks.order(self, managed.parameter)
             gradient = managed.parameter.grad
-            known = gradient is managed.grad_home or gradient is managed.grad_view
-            if gradient is None or known or gradient.layout is not torch.strided:
+            if gradient is None or gradient is managed.grad_home or gradient is managed.grad_view:
+                continue
+            bindings.met.add(managed)  # of a tensor of the program's: that may get other memory
+            if gradient.layout is not torch.strided:
                 continue
             memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):

@@ -10,8 +10,10 @@ about use: above what it was when the view was made, it is in use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import compress
+from operator import attrgetter, gt
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from hetmem import torch_private
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, give_away
 from hetmem.memory.device import DevicePool
+
+_HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 
 
 class Bindings:
@@ -39,9 +43,6 @@ class Bindings:
         self._layouts: dict[Chunk, int] = {}
         self._numbers: dict[Any, int] = {}
         """Of layouts of parameters in a chunk: chunks of one layout take turns with the same views of a slot."""
-        self._storages: list[int] = []
-        """The handles of the storages of homes, and below the least of `home_references`, once asked for."""
-        self._least_references = 0
         self._watching = self._stands_in = False
         """Whether any parameter is something else than its home while the model computes."""
         for managed in parameters:
@@ -49,12 +50,16 @@ class Bindings:
             self._learn_home(managed)
         self.exposed = {*self.by_id.values()}
         """Those that the program may have met as ordinary parameters since `watch`: it may hold their memory."""
+        self.met = {*self.exposed}
+        """Those of which it may have set `grad`, or registered hooks, since the last backward began."""
 
     def _learn_home(self, managed: ManagedParameter) -> None:
         self._stands_in = self._stands_in or managed.rest is not managed.home
-        for tensor in (managed.home, managed.rest) if managed.numel else ():
-            self.by_address[tensor.untyped_storage().data_ptr()] = managed
-            self.by_storage[storage_address(tensor)] = managed
+        if managed.numel:  # under keys that it has itself, as there may be many
+            self.by_address[managed.home_address] = self.by_storage[managed.home_storage] = managed
+            if managed.rest is not managed.home:
+                self.by_address[managed.rest.untyped_storage().data_ptr()] = managed
+                self.by_storage[storage_address(managed.rest)] = managed
 
     def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
         """Give `managed` another home, with the same values, and another `rest`; device views stay."""
@@ -69,7 +74,7 @@ class Bindings:
         if at_home or resting:  # both, where it was on the device
             parameter.data = rest if self.rests or not at_home else home
         managed.home_address = home.data_ptr()
-        managed.home_storage, self._storages = storage_address(home), []
+        managed.home_storage = storage_address(home)
         managed.home_references = storage_references(home) + (parameter.data_ptr() != home.data_ptr())
         parameter.__class__ = unbound
         self._learn_home(managed)
@@ -167,6 +172,7 @@ class Bindings:
         """Watch all that are not bound, perhaps but those that are trained. It takes a look at those alone that may be
         ordinary."""
         left, self._watching = set[ManagedParameter](), True
+        self.met |= self.exposed
         for managed in self.exposed:
             parameter = managed.parameter
             if parameter.__class__ is managed.kind and not managed.bound:
@@ -185,16 +191,11 @@ class Bindings:
                 managed.parameter.__class__ = managed.kind
         self.exposed, self._watching = {*self.by_id.values()}, False
 
-    def shared(self, among: Collection[ManagedParameter]) -> list[ManagedParameter]:
-        """Return those of `among` whose home's memory a tensor shares (`kept = p.data`), through which it may be read
-        and written."""
-        if len(among) == len(self.by_id):
-            if not self._storages:
-                self._storages = [managed.home_storage for managed in self.by_id.values()]
-                self._least_references = min(managed.home_references for managed in self.by_id.values())
-            if max(map(references, self._storages)) <= self._least_references:
-                return []  # as mostly, and C++ is asked without a call of Python for each
-        return [each for each in among if each.numel and references(each.home_storage) > each.home_references]
+    @staticmethod
+    def shared(among: Sequence[ManagedParameter]) -> list[ManagedParameter]:
+        """Return those of `among` whose home's memory a tensor of the program shares."""
+        now = map(references, map(_HOME, among))  # C++ is asked without a call of Python for each
+        return [each for each in compress(among, map(gt, now, map(_EXPECTED, among))) if each.numel]
 
     def unbind(self, used: Iterable[ManagedParameter]) -> None:
         """End `bind`: each of `used` rests, or is its home if nothing computes."""
@@ -282,6 +283,7 @@ class Bindings:
         if type(parameter) is not managed.watched_kind:
             return False
         parameter.__class__ = managed.kind
+        self.met.add(managed)
         if managed.rest is not managed.home and (self.rests or managed in self.resting):
             parameter.data = managed.home
         return True

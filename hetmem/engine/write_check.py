@@ -17,7 +17,7 @@ operators, NumPy) count no version:
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter, ne
 
 import torch
@@ -34,6 +34,7 @@ from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
 _COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
+_PARAMETERS = attrgetter("parameters")
 _TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, _VERSION_SEEN),
@@ -51,6 +52,7 @@ class WriteCheck:
         self._bindings, self._traffic = bindings, traffic
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
+        self._cast_at_home = [chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes]
         self.uncounted: set[int] = set()
         """The `id`s of parameters whose copies were ever found to be written without a version."""
         self.touched: set[ManagedParameter] = {*parameters}
@@ -134,12 +136,22 @@ class WriteCheck:
         return list(compress(parameters, map(any, zip(*facts, strict=True))))
 
     def _counted_but_data(self) -> list[ManagedParameter]:
-        """Return what `all_counted` does, of all, where only those in `touched` can have got another `.data`."""
-        shown, seen = [*map(_COUNTED, self._parameters)], [*map(_VERSION_SEEN, self._parameters)]
+        """Return what `all_counted` does, where only those in `touched` can have got another `.data`, and others may
+        have made copies stale: what is fetched from here on is as it was written."""
+        among = self.copied()
+        shown, seen = [*map(_COUNTED, among)], [*map(_VERSION_SEEN, among)]
         found = {*filter(self.counted, self.touched)}
         if shown != seen:
-            found.update(compress(self._parameters, map(ne, shown, seen)))
+            found.update(compress(among, map(ne, shown, seen)))
         return [managed for managed in self._parameters if managed in found] if found else []
+
+    def copied(self) -> list[ManagedParameter]:
+        """Return the parameters of which there may be copies, also on their way: however many others there are, this
+        takes no look at them."""
+        chunk_of_block, resident = self._traffic.executor.chunk_of_block, self._traffic.residency.resident
+        blocks = (*resident(Tier.DEVICE), *resident(Tier.HOST))
+        chunks = dict.fromkeys([*self._cast_at_home, *[chunk_of_block[block][0] for block in blocks]])
+        return [*chain.from_iterable(map(_PARAMETERS, chunks))]
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as the backward that is over has left them."""
@@ -312,29 +324,35 @@ class ParameterMarks:
         self._memory, self._bindings, self._writes, self._read_at_home = memory, bindings, writes, read_at_home
         self._step_runs: Callable[[], bool | None] | None = None
         """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
-        self._all = bindings.by_id.values()
         self._watches = self._trails = self._but_trained = False
-        self._shared: list[ManagedParameter] = []
-        """Those whose memory a tensor shared as compute began."""
+        self._shared: set[ManagedParameter] = set()
+        """Those whose memory a tensor shared when that was last looked at."""
 
     def resume(self) -> None:
         """End compute: mark again, unless a step runs."""
         if self._step_runs is not None and self._step_runs():
             self._writes.unwatched = True
-        elif self._watches:  # what compute itself does hands no memory of a home out but of these
-            bindings, writes = self._bindings, self._writes
-            writes.touched.update(bindings.shared({*bindings.exposed, *self._shared, *writes.kept}))
-            bindings.watch(but_trained=self._but_trained)
+        elif self._watches:
+            self._look_for_holders()
+            self._bindings.watch(but_trained=self._but_trained)
         else:
             self._bindings.unwatch()
+
+    def _look_for_holders(self) -> None:
+        """Touch what a tensor of the program shares the memory of (`kept = p.data`), through which it may be read and
+        written. That was handed out by a function that told of it, or to who met an ordinary parameter; what is handed
+        out past both (`other.data = p`) is found where there are copies."""
+        writes = self._writes
+        among = *self._shared, *writes.touched, *writes.kept, *self._bindings.exposed, *writes.copied()
+        self._shared = {*self._bindings.shared(among)}
+        writes.touched.update(self._shared)
 
     def pause(self) -> bool:
         """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
         functions that set `.data` of any are known."""
         seen = not self._bindings.exposed
         if self._watches:
-            self._shared = self._bindings.shared(self._all)
-            self._writes.touched.update(self._shared)
+            self._look_for_holders()
         self._watches, self._but_trained = self._writes.has_copies, False
         return seen
 
@@ -351,7 +369,7 @@ class ParameterMarks:
         """The step leaves updates behind: reads wait for them. Those of parameters whose memory a tensor of the program
         shares are waited for here, as no function of torch tells of its use."""
         self._trails = True
-        for managed in self._bindings.shared(self._all):
+        for managed in self._bindings.shared([*self._bindings.by_id.values()]):
             self._read_at_home(managed)
 
     def end_step(self) -> None:

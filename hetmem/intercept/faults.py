@@ -48,6 +48,7 @@ _FACTS = {
     torch.is_same_size,
 }
 """What asks of a parameter, without touching its elements, what it says itself wherever it is."""
+_CHANGE_GRADIENTS = {_TENSOR.grad.__set__, torch.Tensor.register_hook, *_getters("_backward_hooks")}
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 """What a stand-in, which takes no memory, would say wrongly."""
 _KIND = {
@@ -140,6 +141,8 @@ class Faults:
         computes = self._bindings.away
         as_it_is = func in _FACTS or self._runtime.monitor.paused if computes else func in _TELL_NO_VALUES
         if as_it_is:
+            if func in _CHANGE_GRADIENTS and id(args[0]) in self._by_id:
+                self._bindings.met.add(self._by_id[id(args[0])])
             with _AsItIs():
                 return func(*args, **kwargs)
         used: list[ManagedParameter] = []

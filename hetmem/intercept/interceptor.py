@@ -9,8 +9,7 @@ import os
 import sys
 import threading
 import weakref
-from itertools import chain, compress
-from operator import attrgetter, not_
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -40,8 +39,6 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
-
-_GRAD_HOOKED = attrgetter("grad_hooked")
 
 
 class _OfThread(threading.local):
@@ -101,8 +98,7 @@ class Interception:
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
         self._handles += hook_conversions(module.modules(), self)
         if self.runtime.memory.uses_copies:
-            for managed in self.runtime.parameters:
-                self.gradients.install(managed)
+            self.gradients.install_all()
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -231,10 +227,8 @@ class Interception:
             if torch.is_grad_enabled():
                 runtime.turn.trainers.add(compute.thread)
             key, size = self.segments.look_at(module, leaves, names, transformed=transformed)
-            parameters = runtime.parameters if runtime.memory.uses_copies else []
-            with torch_private.NoFunctionsOfSubclasses():
-                for managed in compress(parameters, map(not_, map(_GRAD_HOOKED, parameters))):
-                    self.gradients.install(managed)
+            if runtime.memory.uses_copies:
+                self.gradients.install_all()
             if self.activations is not None and torch.is_grad_enabled():
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)

@@ -370,13 +370,13 @@ class OffloadedOptimizer(Optimizer):
     def _work(self) -> tuple[dict[Stepper, Work], list[tuple[Stepper, WholeUpdate]]]:
         """Return what is to be updated, all that has a gradient: by chunks, and at once."""
         work, name = dict[Stepper, Work](), type(self).__name__
-        for stepper, chunks in self._all_members().items():
-            found = {chunk: members.with_gradients(name) for chunk, members in chunks.items()}
+        all_members, have = self._all_members(), self._members.with_gradients()
+        if None in have:
+            self._managed(have[None])  # raises
+        for stepper, chunks in all_members.items():
+            found = {chunk: members.with_gradients(name) for chunk, members in chunks.items() if members in have}
             work[stepper] = {chunk: members for chunk, members in found.items() if members is not None}
         whole = [(stepper, group, members.with_gradients(name)) for stepper, group, members in self._members.whole]
-        for parameter in self._members.not_managed:
-            if parameter.grad is not None:
-                self._managed(parameter)  # raises
         of_chunks = chain.from_iterable(map(dict.values, work.values()))
         for members in chain(of_chunks, (members for _, _, members in whole if members is not None)):
             self.states.check(members.managed)
