@@ -180,7 +180,8 @@ def _begin_of(interception: Interception) -> None:
             interception.current(sys._getframe())  # which an interrupt may have ended
         runtime.marks.pause()
         runtime.renew_touched()
-    interception.working.begin_backward()
+    with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
+        interception.working.begin_backward()
     runtime.bindings.leave_home(stay=True)
     interception.gradients.rest_again()
 

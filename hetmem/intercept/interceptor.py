@@ -254,7 +254,8 @@ class Interception:
             return
         if compute.task < 0:
             self.gradients.within_step = self.gradients.half_stepped
-        compute.works = self._begins_to_work(compute, module)
+        with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
+            compute.works = self._begins_to_work(compute, module)
         if compute.task >= 0:
             self.runtime.uses.notice_writes_by_hooks()
             self.gradients.rest_again()
