@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ from hetmem.engine.gradient_views import (
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
+
+_HOOKS = attrgetter("_backward_hooks")
+
 
 GradientListener = Any
 """Hears of gradients and of homes that move, as it may update while a backward runs: the `Stepper` of an optimizer of
@@ -205,8 +209,10 @@ class GradientSink:
         """Order hooks, and give gradients that the program exchanged between parameters memory of their own."""
         bindings = self.runtime.bindings
         met, bindings.met = bindings.met | bindings.exposed, set()
+        hooks = map(_HOOKS, [managed.parameter for managed in met])
+        ordered = max(map(len, filter(None, hooks)), default=0) < 2
         for managed in met:
-            if managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
+            if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += self._hooks.order(self, managed.parameter)
             gradient = managed.parameter.grad
             if gradient is None or gradient is managed.grad_home or gradient is managed.grad_view:

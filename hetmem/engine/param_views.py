@@ -171,16 +171,13 @@ class Bindings:
     def watch(self, *, but_trained: bool = False) -> None:
         """Watch all that are not bound, perhaps but those that are trained. It takes a look at those alone that may be
         ordinary."""
-        left, self._watching = set[ManagedParameter](), True
+        self._watching = True
         self.met |= self.exposed
-        for managed in self.exposed:
-            parameter = managed.parameter
-            if parameter.__class__ is managed.kind and not managed.bound:
-                if but_trained and parameter.requires_grad:
-                    left.add(managed)
-                else:
-                    parameter.__class__ = managed.watched_kind
-        self.exposed = left
+        ordinary = [each for each in self.exposed if each.parameter.__class__ is each.kind and not each.bound]
+        self.exposed = {each for each in ordinary if but_trained and each.parameter.requires_grad}
+        for managed in ordinary:
+            if managed not in self.exposed:
+                managed.parameter.__class__ = managed.watched_kind
 
     def unwatch(self) -> None:
         """End `watch`."""

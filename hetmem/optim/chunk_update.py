@@ -37,7 +37,7 @@ _ROLES, _GRADIENT, VERSION = attrgetter("roles"), attrgetter("grad"), attrgetter
 
 def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     """Return whether both hold the same objects, in the same order."""
-    return len(some) == len(others) and all(map(is_, some, others))
+    return [*map(id, some)] == [*map(id, others)]
 
 
 class GroupOptions:
@@ -158,7 +158,8 @@ class AllMembers(Generic[_StepperT]):
         """Return those by chunk. `find` adds to `steppers`, and raises `ManageError` for a parameter that is not
         managed."""
         made_of = [*chain.from_iterable((group, *group["params"]) for group in groups)]
-        if are_same([*made_of, *_how(steppers)], self._made_of):
+        now, before = [*made_of, *_how(steppers)], self._made_of
+        if len(now) == len(before) and False not in map(is_, now, before):
             return self._members
         found: dict[_StepperT, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
         self.whole, self._parameters = [], [*chain.from_iterable(group["params"] for group in groups)]
