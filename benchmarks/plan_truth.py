@@ -1,6 +1,6 @@
 """What `hetmem.plan` says against what a run does: peaks of every tier and step time, as a Markdown table.
 
-    python benchmarks/plan_truth.py [--profile probe.json] [--steps 8] [--width 384] [--overlap backward]
+    python -m benchmarks.plan_truth [--profile probe.json] [--steps 8] [--width 384] [--overlap backward]
         [--gradients streamed]
 
 Runs on the simulated accelerator with set link speeds. The host update and the disk come from the probe, the latency of
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import hetmem
+from benchmarks.thread_costs import Overheads
 from hetmem import planner
 from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import MIB
@@ -33,7 +34,6 @@ from hetmem.memory.transfer import Finished, Job, ThreadCopier
 from hetmem.planner.model import trace
 from hetmem.planner.workload import Workload
 from hetmem.schedule.blocks import Link
-from hetmem.tools.measuring import Overheads
 from hetmem.tools.probe import probe
 
 VOCABULARY, TOKENS, ROWS, HEADS = 4096, 128, 4, 8

@@ -1,4 +1,4 @@
-"""What users call to have a module managed, and to have it back."""
+"""The public functions that manage a module and release it: `manage`, `managed` and `release`."""
 
 from __future__ import annotations
 
@@ -65,40 +65,39 @@ def manage(
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     activations: ActivationsName = "keep",
 ) -> ModuleT:
-    """Let hetmem keep the parameters of `module` within `budget`; returns that same instance.
+    """Manage the parameters of `module` within `budget`; return that same instance.
 
     The class, the `state_dict` keys and the identity of every parameter stay. Outside forward and backward a
     parameter is its home, in its true shape, strides and dtype: a tensor in host memory, a mapped view of a file on
     NVMe, or a device tensor if the whole model stays there. Training gives the same bits as plain torch. Buffers move
     to the device. The parameters of `module` must be dense and in host memory; those of any dtype are managed, float32
-    ones in 16-bit copies if `mixed_precision` says so.
+    ones in 16-bit copies with `mixed_precision`.
 
-    `budget`: see `Budget`; None = what the machine has free, less a reserve. `device`: "cuda", "cuda:0", "sim" or a
+    `budget`: see `Budget`; None = the machine's free memory, less a reserve. `device`: "cuda", "cuda:0", "sim" or a
     `SimDevice`; None = the GPU if there is one, else the simulated accelerator. `mixed_precision`: torch.bfloat16 or
-    torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies (but for those of modules
-    with running statistics, as BatchNorm: they compute in float32, as these do); gradients are float32.
+    torch.float16 = float32 parameters stay float32 at home and operators see 16-bit copies (except in modules with
+    running statistics, such as BatchNorm, which compute in float32); gradients are float32.
     `chunk_bytes`: bytes of a chunk at home, an int or a string such as "16MiB", rounded down to a multiple of 4096
-    elements of the widest dtype; None = searched. `policy`: which copy
-    gives way; None = next use. `sanitize`: poison freed slots and raise `DeviceAccessError` where an operator meets
-    memory that a GPU could not read (slow). `plan`: what `hetmem.plan` returned, in place of `budget`, `chunk_bytes`
-    and `mixed_precision`, or the path of its file; an optimizer for which the planned budget has no room is refused,
-    and the report shows what was planned beside what it measured.
-    `hardware`: what this machine can do, as for `hetmem.plan`: the path of a profile that `hetmem probe -o` wrote, the
-    name of a shipped one, or a `HardwareProfile`; the report names it.
-    `activations`: "keep" = what autograd saves for backward stays on the device; "offload" = it moves to what
-    `budget.host` leaves beside weights, gradients and states, and comes back for the backward, with the same bits;
-    "auto" = as much of it does as has to for a step to fit, none if all fits.
+    elements of the widest dtype; None = searched. `policy`: the order of eviction; None = next use furthest away first.
+    `sanitize`: poison freed slots and raise `DeviceAccessError` if an operator uses memory that a GPU could not read
+    (slow). `plan`: the result of `hetmem.plan`, or the path of its file, in place of `budget`, `chunk_bytes` and
+    `mixed_precision`; an optimizer for which the planned budget has no room is refused, and the report shows planned
+    figures beside measured ones. `hardware`: the profile of this machine, as for `hetmem.plan`: the path of one that
+    `hetmem probe -o` wrote, the name of a shipped one, or a `HardwareProfile`; the report names it.
+    `activations`: "keep" = tensors that autograd saves for backward stay on the device; "offload" = they move to the
+    part of `budget.host` left beside weights, gradients and states, and come back for the backward, with the same bits;
+    "auto" = only as many move as must for a step to fit.
 
-    Raises `ManageError` for what cannot be managed, `BudgetError` for a budget or a directory that cannot do,
-    `ProfileError` for a profile that is none (all ValueErrors) and `StoreError` for a drive without room, with the
-    module as it was. After an interrupt it is as it was, or managed.
+    Raises `ManageError` for a module or options that cannot be managed, `BudgetError` for a budget or a directory that
+    does not suffice, `ProfileError` for an invalid profile (all ValueErrors) and `StoreError` for a drive without room.
+    An error leaves the module as it was; an interrupt leaves it as it was, or managed.
     """
     asked = _Options(device, mixed_precision, chunk_bytes, policy, sanitize, plan, hardware, activations)
     return _manage(module, budget, asked)
 
 
 def _refuse(module: Any, budget: Any, asked: _Options) -> None:
-    """Raise `ManageError` for what cannot be managed, or not as it is `asked`, as far as that is known at once."""
+    """Raise `ManageError` for a module, a budget or options that are invalid, where the arguments alone show it."""
     if isinstance(module, type):
         raise ManageError(
             f"expected a torch.nn.Module, got the class {module.__name__}: pass an instance, or decorate it with "
@@ -124,7 +123,7 @@ def _manage(
     accelerator: Device | None = None,
     built: BuildingMemory | None = None,
 ) -> ModuleT:
-    """Do what `manage` says with a module that was built in the memory `built`, if it is given, for `accelerator`."""
+    """Manage `module` as `manage` does; `built`: the memory for `accelerator` that its parameters were built in."""
     _refuse(module, budget, asked)
     mixed_precision, chunk_bytes = precision_of(asked.mixed_precision), asked.chunk_bytes
     _warn_of_others()
@@ -139,7 +138,7 @@ def _manage(
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     with HELD_BACK, ExitStack() as undone:
-        with torch.inference_mode(False):  # where tensors take writes later
+        with torch.inference_mode(False):  # tensors made here are written to later
             how = asked.activations if asked.activations != "keep" or planned is None else planned.activations
             moves = how != "keep"
             memory = build_memory(
@@ -166,7 +165,7 @@ def _manage(
 
 
 def _warn_of_others() -> None:
-    """Warn that this process is one of several, by a launcher or by a process group that the program has made."""
+    """Warn if this process is one of several, by a launcher's variable or the program's process group."""
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
     counts = {"WORLD_SIZE": world_size(), "get_world_size()": torch.distributed.get_world_size() if group else 1}
     name = max(counts, key=lambda name: counts[name])
@@ -179,7 +178,7 @@ def _warn_of_others() -> None:
 
 
 def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return `plan`, read if it is a path. Raises `ManageError` for one that cannot be run."""
+    """Return `plan`, loaded if it is a path. Raises `ManageError` for one that does not fit, or is no plan."""
     if isinstance(plan, (str, os.PathLike)):
         from hetmem.planner.plan import Plan
 
@@ -194,7 +193,7 @@ def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
 
 
 def _planned_precision(plan: Plan, asked: torch.dtype | None) -> torch.dtype | None:
-    """Return what operators compute in. Raises `ManageError` for a plan that is not as it is asked for."""
+    """Return the plan's `mixed_precision`. Raises `ManageError` if another one is `asked` for."""
     planned: torch.dtype | None = getattr(torch, plan.mixed_precision) if plan.mixed_precision else None
     if asked not in (None, planned):
         raise ManageError(f"the plan is for mixed_precision={planned}, got {asked}: plan again with that")
@@ -202,7 +201,7 @@ def _planned_precision(plan: Plan, asked: torch.dtype | None) -> torch.dtype | N
 
 
 def _profile(asked: HardwareProfile | str | os.PathLike[str] | None) -> HardwareProfile | None:
-    """Return the profile of the machine that was `asked` for, read if it is a name or a path."""
+    """Return the hardware profile `asked`, loaded if it is a name or a path."""
     if asked is None or isinstance(asked, HardwareProfile):
         return asked
     from hetmem.planner import load_profile
@@ -227,14 +226,13 @@ def _accelerator(device: str | torch.device | Device | None) -> Device:
 
 
 def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], ClassT]:
-    """Class decorator: every instance is managed as by `manage(instance, budget, **options)`; the class stays itself.
+    """Decorate a class so that every instance is managed as by `manage(instance, budget, **options)`.
 
-    Parameters go to their tiers while the module is built, host memory first: building takes what the budget gives of
-    host memory and NVMe, and one module beside. What these have no room for, and the device has, is built in ordinary
-    host memory; `BudgetError` says when even the device has none.
-    `options` are the keywords of `manage`; a `plan` among them says the budget in place of `budget`. Raises
-    `ManageError` for anything but a class derived from `torch.nn.Module`, and for options that `manage` does not have;
-    an instance raises what `manage` does.
+    Parameters go to their tiers while the module is built, host memory first: building takes the budget's host memory
+    and NVMe, and the memory of one submodule. Parameters that these have no room for, but the device has, are built in
+    ordinary host memory; `BudgetError` if the device has no room either.
+    `options` are the keywords of `manage`; a `plan` among them replaces `budget`. Raises `ManageError` for anything but
+    a class derived from `torch.nn.Module`, and for unknown options; making an instance raises the errors of `manage`.
     """
     refuse_budget(budget)
     known = {option.name for option in fields(_Options)}
@@ -251,7 +249,7 @@ def managed(budget: Budget | None = None, **options: Any) -> Callable[[ClassT], 
 
 
 def _build_managed(cls: type[torch.nn.Module], budget: Budget | None, asked: _Options) -> None:
-    """Wrap `__init__` of `cls` and of every later subclass: the outermost one to return has built the module."""
+    """Wrap `__init__` of `cls` and of every later subclass; the outermost call manages the module when it returns."""
     own = vars(cls).get("__init_subclass__")
 
     def init_subclass(subclass: type[torch.nn.Module], /, **keywords: Any) -> None:
@@ -272,7 +270,7 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, asked: _Option
     @functools.wraps(init)
     def wrapper(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         if Building.active():
-            init(self, *args, **kwargs)  # a part of a module that is being built, or a base class of it
+            init(self, *args, **kwargs)  # of a submodule or a base class of the module that is being built
             return
         plan = _plan(asked.plan)
         limits = (budget or (Budget() if plan is None else plan.budget)).limits()
@@ -291,13 +289,13 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, asked: _Option
 def release(module: torch.nn.Module) -> None:
     """Turn a managed module back into an ordinary one, its weights and gradients in ordinary host memory.
 
-    Threads and files are gone when this returns. A `hetmem.AdamW` over its parameters cannot step any more.
-    Raises `ManageError` if `module` is not managed. After an interrupt it is an ordinary one, or still managed.
+    Its threads have ended and its files are removed when this returns. A `hetmem.AdamW` over its parameters cannot step
+    any more. Raises `ManageError` if `module` is not managed. An interrupt leaves it ordinary, or still managed.
     """
     interception = registry.of_module(module)
     with interception.runtime.turn.held("release"):
         try:
-            interception.settle_for_reading()  # an interrupt comes here, if anywhere, and nothing is changed yet
+            interception.settle_for_reading()  # the one call that an interrupt may end; nothing is changed yet
             interception.runtime.traffic.executor.quiesce()
         except Exception:
             _end(module)
@@ -306,7 +304,7 @@ def release(module: torch.nn.Module) -> None:
 
 
 def _end(module: torch.nn.Module) -> None:
-    """Stop managing `module`, whatever fails."""
+    """Stop managing `module`, also if a transfer or an update fails."""
     interception = registry.remove(module)
     interception.remove()
     runtime = interception.runtime

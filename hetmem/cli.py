@@ -1,7 +1,7 @@
-"""The command line: what is entered in `SUBCOMMANDS`.
+"""The command line, with the subcommands in `SUBCOMMANDS`.
 
-Turns words into calls and errors into one line on stderr. It computes nothing, and looks for files before anything that
-takes seconds is imported.
+Turns arguments into calls, and errors into one line on stderr. It computes nothing, and checks that files exist before
+it imports anything that takes seconds.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hetmem.errors import HetmemError
 
 _RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
 
-atexit.register(gc.freeze)  # a process that ends looks for garbage in all that torch is: a second of a plan's ten
+atexit.register(gc.freeze)  # skips the collection of all of torch at exit: a second of a plan's ten
 
 
 @dataclass(frozen=True, slots=True)
 class Subcommand:
-    """One word behind `hetmem`: `add_arguments` fills its parser, `run` does it and returns the exit status."""
+    """A subcommand: `add_arguments` fills its parser, `run` executes it and returns the exit status."""
 
     name: str
     help: str
@@ -41,8 +41,8 @@ class Subcommand:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. 0: done; 1: a plan does not fit; 2: bad input, said in one line on stderr; 130: Ctrl-C;
-    141: the reader of the output closed it."""
+    """Run one subcommand and return the exit status. 0: done; 1: a plan does not fit, or doctor found a fault; 2: bad
+    input, reported in one line on stderr; 130: Ctrl-C; 141: the reader of the output closed it."""
     parser = argparse.ArgumentParser(prog="hetmem", description="Train models larger than the accelerator.")
     parser.add_argument("--version", action="version", version=f"hetmem {hetmem.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `hetmem … | head` has seen enough; what is left in the buffer goes nowhere
+    except BrokenPipeError:  # as with `hetmem … | head`; the rest of the buffer goes to /dev/null
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (HetmemError, OSError, ValueError) as error:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_output(path: str | None) -> None:
-    """Before the work whose result is to be written there, which may take minutes."""
+    """Refuse an output file that cannot be written, before minutes of work for it. Raises `HetmemError`."""
     if path is None:
         return
     file, directory = Path(path), Path(os.path.realpath(path)).parent
@@ -150,23 +150,23 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", help="save the plan that is to be pasted as JSON")
 
 
-def _told(what: str) -> None:
-    """Say what goes on, where a person waits for it."""
+def _show_stage(what: str) -> None:
+    """Print the stage of planning to stderr, if that is a terminal."""
     if sys.stderr.isatty():
         print(f"hetmem plan: {what} …", file=sys.stderr)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Print the plan; 0 if it fits, 1 if not."""
+    """Print the plan; return 0 if it fits, 1 if not."""
     if options.hf_config and not Path(options.hf_config).is_file():
         raise HetmemError(
             f"no such file: {options.hf_config}; expected the config.json of a model, as save_pretrained leaves it and "
             f"huggingface_hub.hf_hub_download(name, 'config.json') fetches it"
         )
     collects = gc.isenabled()
-    gc.disable()  # a fifth of the time went to looking for what is no garbage
+    gc.disable()  # collections took a fifth of the time, and found nothing
     try:
-        _told("starting")
+        _show_stage("starting")
         return _planned(options)
     finally:
         if collects:
@@ -195,7 +195,7 @@ def _planned(options: argparse.Namespace) -> int:
         profile,
         chunk_bytes=chunk_bytes,
         nvme_directories=tuple(options.nvme_dir or ()),
-        told=_told,
+        on_stage=_show_stage,
         **{name: getattr(options, name) for name in same.split()},
     )
     if options.output:
@@ -205,7 +205,7 @@ def _planned(options: argparse.Namespace) -> int:
 
 
 def _call(options: argparse.Namespace) -> Any:
-    """The model and its batch, as they were named."""
+    """Return the model and its batch that the options name. Raises `PlanError`."""
     import torch
 
     from hetmem import planner
@@ -239,7 +239,7 @@ def _call(options: argparse.Namespace) -> Any:
 
 
 def _named_input(text: str) -> tuple[str | None, Any]:
-    """`NAME=` if there is one, and the tensor."""
+    """Parse an `--input`: return its name, None without `NAME=`, and the tensor."""
     name, equals, shape = text.partition("=")
     return (name, _input(shape)) if equals else (None, _input(text))
 
@@ -281,7 +281,7 @@ def _input(text: str) -> Any:
 
 
 def _figure(text: str) -> tuple[str, float]:
-    """A dotted name and a number, or a size with a unit ("12GB", "12GB/s")."""
+    """Parse a `--set`: return its dotted name, and the value: a number, or a size with a unit ("12GB", "12GB/s")."""
     from hetmem.base.hardware import ProfileError
 
     name, equals, value = text.partition("=")
@@ -314,7 +314,7 @@ def _probe(options: argparse.Namespace) -> int:
         try:
             write_whole(Path(options.output), text)
         except OSError:
-            print(text, end="")  # a minute's measurements are not lost with a full disk
+            print(text, end="")  # a full disk does not lose a minute's measurements
             raise
     else:
         print(text, end="")
@@ -325,7 +325,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _bench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("transfers",), help="transfers: the rate of each way in which bytes move")
+    parser.add_argument("what", choices=("transfers",), help="transfers: the rate of each link, memory and drive")
     parser.add_argument("--nvme-dir", help="a directory on the drive to measure; default: the temporary directory")
     parser.add_argument("--quick", action="store_true", help="fewer bytes: less exact")
 
@@ -385,7 +385,7 @@ def _top(options: argparse.Namespace) -> int:
     in_place = sys.stdout.isatty() and not options.once
     while True:
         text = live.top()
-        if in_place:  # over what it showed, whose lines are cleared to their ends: a cleared screen flickers
+        if in_place:  # overwrite and clear line by line, as clearing the screen flickers
             text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
         print(text, flush=True)
         if options.once:
@@ -403,10 +403,13 @@ SUBCOMMANDS: tuple[Subcommand, ...] = (
         _probe_arguments,
         _probe,
     ),
-    Subcommand("bench", "Measure what moves bytes.", _bench_arguments, _bench),
+    Subcommand("bench", "Measure the rates of transfers.", _bench_arguments, _bench),
     Subcommand("report", "Show a saved report, turn it into a page, or compare two.", _report_arguments, _report),
     Subcommand("top", "Watch the training processes of this user that call hetmem.progress.", _top_arguments, _top),
     Subcommand(
-        "doctor", "Say what of hetmem works on this machine, and how to mend the rest.", _doctor_arguments, _doctor
+        "doctor",
+        "Report what of hetmem works on this machine, and how to fix the rest.",
+        _doctor_arguments,
+        _doctor,
     ),
 )

@@ -1,7 +1,7 @@
-"""hetmem within the frameworks that people train with: docs/integrations.md shows each in ten lines.
+"""Integrates hetmem with training frameworks; docs/integrations.md shows each in ten lines.
 
-No framework is imported before it is asked for, and nothing of one is replaced: `for_trainer` is for the `Trainer` of
-transformers and those of TRL, `LightningCallback` for Lightning; accelerate needs neither.
+A framework is imported only when its function is called, and nothing in it is patched: `for_trainer` is for the
+`Trainer` of transformers and those of TRL, `LightningCallback` for Lightning; accelerate needs neither.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def __getattr__(name: str) -> Any:
 
 
 def scalars(model: torch.nn.Module) -> dict[str, float]:
-    """Return what `model` did since the last call, as numbers to plot: seconds of a step, tokens a second, share of
-    stalls, bytes a second on each link; and the peak of each tier in bytes. A number that is not known is left out.
+    """Return numbers to plot about `model` since the last call: seconds of a step, tokens a second, share of stalls,
+    bytes a second on each link; and the peak of each tier in bytes. Unknown numbers are left out.
 
     Raises `ManageError` if `model` is not managed.
     """
@@ -52,8 +52,8 @@ def scalars(model: torch.nn.Module) -> dict[str, float]:
 
 
 def write(target: Any, values: Mapping[str, float], step: int) -> None:
-    """Hand `values` of `step` to `target`: a TensorBoard `SummaryWriter`, a run of W&B, the module `mlflow`, an
-    `Accelerator`, a logger of Lightning, or a function of both. Raises TypeError for anything else."""
+    """Log `values` of `step` to `target`: a TensorBoard `SummaryWriter`, a W&B run, the module `mlflow`, an
+    `Accelerator`, a logger of Lightning, or a function of `values` and `step`. Raises TypeError for anything else."""
     if hasattr(target, "add_scalar"):
         for name, value in values.items():
             target.add_scalar(name, value, step)
@@ -68,14 +68,14 @@ def write(target: Any, values: Mapping[str, float], step: int) -> None:
 
 
 def _log(model: torch.nn.Module, targets: Iterable[Any], step: int) -> None:
-    """Write what `model` did since the last time to each of `targets`."""
+    """Write the `scalars` of `model` to each of `targets`."""
     values = scalars(model)
     for target in targets:
         write(target, values, step)
 
 
 def _save(model: torch.nn.Module, report: str | os.PathLike[str] | None) -> None:
-    """Save the report of `model`, where one is wanted."""
+    """Save the report of `model` to the path `report`, if given."""
     if report is not None:
         hetmem.report(model).save(report)
 
@@ -92,13 +92,13 @@ def for_trainer(
 ) -> dict[str, Any]:
     """Return keywords for a `Trainer` over a managed model: `Trainer(model, arguments, …, **for_trainer(arguments))`.
 
-    They make it a `hetmem.AdamW` by `arguments` (learning rate, betas, epsilon, weight decay, `max_grad_norm`, which is
-    clipped within the update) and `options`, keywords of `hetmem.AdamW` such as `overlap="backward"`; and add a
-    callback. That writes the `scalars` of the model whenever the trainer logs, to what `arguments.report_to` names of
-    TensorBoard, W&B and MLflow and to `log` (see `write`), tells `hetmem top` of each step, and saves the report to
-    `report` at the end.
+    They make the trainer use a `hetmem.AdamW` with the values in `arguments` (learning rate, betas, epsilon, weight
+    decay, and `max_grad_norm`, which is clipped within the update) and `options`, keywords of `hetmem.AdamW` such as
+    `overlap="backward"`; and add a callback. Whenever the trainer logs, that writes the `scalars` of the model to the
+    entries of `arguments.report_to` among TensorBoard, W&B and MLflow, and to `log` (see `write`). It updates the
+    status for `hetmem top` after each step, and saves the report to `report` at the end.
 
-    Raises `ManageError` for another optimizer in `arguments.optim` than AdamW.
+    Raises `ManageError` if `arguments.optim` is not an AdamW.
     """
     if not str(getattr(arguments.optim, "value", arguments.optim)).startswith("adamw"):
         raise ManageError(f"for_trainer makes a hetmem.AdamW: leave optim out of the arguments, got {arguments.optim}")
@@ -115,11 +115,11 @@ def for_trainer(
 
 @cache
 def _trainer_callback() -> Any:
-    """Return the class of the callback: transformers is there."""
+    """Return the class of the callback; imports transformers."""
     from transformers import TrainerCallback
 
     class Reporting(TrainerCallback):
-        """Lets the optimizer clip in place of the trainer, logs and reports."""
+        """Turns the trainer's own clipping off, as the optimizer clips; logs scalars and saves the report."""
 
         def __init__(self, report: str | os.PathLike[str] | None, log: tuple[Any, ...]) -> None:
             self._report, self._log = report, log
@@ -150,7 +150,7 @@ _TARGETS = ("tensorboard", "wandb", "mlflow")
 
 
 def _target(name: str, arguments: Any) -> Any:
-    """Return what the trainer reports to under `name`; its own callbacks have begun the run."""
+    """Return the target of `write` for the trainer's `report_to` entry `name`; its own callbacks have begun the run."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -158,7 +158,7 @@ def _target(name: str, arguments: Any) -> Any:
     if name == "wandb":
         import wandb
 
-        return lambda values, step: wandb.log({**values, "train/global_step": step})  # steps are counted so there
+        return lambda values, step: wandb.log({**values, "train/global_step": step})  # the trainer's own step metric
     import mlflow
 
     return mlflow
@@ -169,12 +169,12 @@ def _target(name: str, arguments: Any) -> Any:
 
 @cache
 def _lightning() -> Any:
-    """Return the class `LightningCallback`: Lightning is there, or an ImportError says what is missing."""
+    """Return the class `LightningCallback`. Raises ImportError if Lightning is not installed."""
     from lightning.pytorch import Callback
 
     class LightningCallback(Callback):  # type: ignore[misc]  # Any where Lightning is not installed
-        """Writes the `scalars` of `model`, a managed module, to the trainer's loggers every `log_every_n_steps`, tells
-        `hetmem top` of each step, and saves the report to `report` at the end of `fit`.
+        """Writes the `scalars` of `model`, a managed module, to the trainer's loggers every `log_every_n_steps`,
+        updates the status for `hetmem top` after each step, and saves the report to `report` at the end of `fit`.
 
         Clip with `hetmem.AdamW(max_grad_norm=…)` in place of `gradient_clip_val`: in the update, with any overlap.
         """
@@ -185,7 +185,7 @@ def _lightning() -> Any:
 
         def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
             step = trainer.global_step
-            if step == self._logged:  # a part of an accumulated batch
+            if step == self._logged:  # a micro-batch without an optimizer step
                 return
             hetmem.progress(self._model)
             if step // trainer.log_every_n_steps > self._logged // trainer.log_every_n_steps:

@@ -1,8 +1,7 @@
-"""What hetmem's tests ask of a managed model and do to it: facts in plain data, waits, and faults at named points.
+"""The access of hetmem's tests to a managed model: facts as plain data, waits, and faults injected at named points.
 
-Private: for hetmem's own tests, which use public names and this module where they are not about a unit of its own. It
-hands out names, numbers, strings and copies of values, and no object of the runtime, so that what lies below can be
-rebuilt without touching a test.
+Private: tests that are not about a single unit use public names and this module. It returns names, numbers, strings and
+copies of values, and no object of the runtime, so that the runtime can be rebuilt without touching a test.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.cpu import square_sum_tasks, total
-from hetmem.engine.gradient_views import UsedUp
+from hetmem.engine.gradient_views import ConsumedGradient
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
 from hetmem.schedule import saved
@@ -62,17 +61,17 @@ POINTS = {
     "backward over": "hetmem.optim.step:Stepper.backward_over",
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
-    "is a gradient kept": "hetmem.engine.gradient_views:is_kept",
+    "is a gradient kept": "hetmem.engine.gradient_views:is_held",
     "tasks that sum": "hetmem.optim.update_pass:Passes._sum_tasks",
     "tasks that update": "hetmem.optim.update_pass:Passes._update_tasks",
     "read from NVMe": "hetmem.memory.nvme_store:NvmeStore.read",
 }
-"""Where `around` and `failing` step in: a name that tests use, and the function that it means today."""
+"""The functions that `around` and `failing` can wrap, by the names that tests use."""
 
 
 @dataclass(frozen=True)
 class ChunkFacts:
-    """A chunk: its parameters by name, what a copy of it takes on the device, its homes as {role: tier}, and whether
+    """A chunk: its parameters by name, the slots and bytes of a device copy, its homes as {role: tier}, and whether
     these have moved to the device."""
 
     index: int
@@ -89,7 +88,7 @@ class ChunkFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of a model's pools and homes, the slots of staging, and whether the model is whole on the device."""
+    """The bytes of a model's pools and homes, the slots of staging, and whether the model is whole on the device."""
 
     resident: bool
     slot_bytes: int
@@ -105,13 +104,13 @@ class MemoryFacts:
     idle_bytes: int
     non_model_peak_bytes: int
     activation_bytes: int
-    """Host memory that holds activations."""
+    """Bytes of activations in host memory."""
     activation_nvme_bytes: int
-    """The same on NVMe."""
+    """Bytes of activations on NVMe."""
 
 
 class Inside:
-    """A managed model seen from within. Chunks go by their index; tiers are "device", "host" and "nvme"."""
+    """The internals of a managed model. Chunks are named by their index; tiers are "device", "host" and "nvme"."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._found = registry.of_module(module)
@@ -121,7 +120,7 @@ class Inside:
     # ---- facts -------------------------------------------------------------------------------------------------
 
     def runtime(self) -> weakref.ref[object]:
-        """Return a reference to what runs the model, which is dead once all that it has taken is given back."""
+        """Return a weak reference to the model's runtime, which dies once all its memory is given back."""
         return weakref.ref(self._runtime)
 
     def chunks(self) -> list[ChunkFacts]:
@@ -129,7 +128,7 @@ class Inside:
         return [_facts(chunk) for chunk in self._runtime.chunks]
 
     def chunk_of(self, parameter: torch.Tensor | str) -> int:
-        """Return the chunk that holds `parameter`, given by name or itself."""
+        """Return the chunk of `parameter`, which is a tensor or a name."""
         return self._parameter(parameter).chunk.spec.index
 
     def homes(self, role: str | None = None) -> set[str]:
@@ -137,7 +136,7 @@ class Inside:
         return {tier for chunk in self.chunks() for name, tier in chunk.homes.items() if role in (None, name)}
 
     def home(self, parameter: torch.Tensor | str, role: str = "param") -> torch.Tensor:
-        """Return what the home of `role` ("param", "compute", "grad") of `parameter` says, as a copy."""
+        """Return a copy of the value in the home of `role` ("param", "compute", "grad") of `parameter`."""
         return self._parameter(parameter).view(_role(role)).detach().clone()
 
     def leased(self) -> list[str]:
@@ -148,19 +147,19 @@ class Inside:
         return [residency.blocks[block].label for block, tier in blocks if residency.uses(block, tier)]
 
     def holds_views(self) -> bool:
-        """Whether the user or autograd holds memory of a copy on the device."""
+        """Return whether the user or autograd holds memory of a copy on the device."""
         return self._runtime.uses.holds_copies()
 
     def place_of(self, tensor: torch.Tensor | int) -> str:
-        """Return what lies where `tensor`, or an address, does: "home" (in host memory or a mapped file), "device" (a
-        copy or a home there), or "other"."""
+        """Return the kind of memory of `tensor`, or at an address: "home" (in host memory or a mapped file), "device"
+        (a copy or a home there), or "other"."""
         address = tensor if isinstance(tensor, int) else tensor.data_ptr()
         if self._memory.is_home_address(address):
             return "home"
         return "device" if self._memory.is_device_address(address) else "other"
 
     def unwritten(self, role: str) -> list[int]:
-        """Return the chunks whose home of `role` is on NVMe and older than a copy that is not being written there."""
+        """Return the chunks whose home of `role` is on NVMe and stale, with a dirty copy that is not being written."""
         homes = {chunk.spec.index: chunk.homes.get(_role(role)) for chunk in self._runtime.chunks}
         blocks = {index: home.block for index, home in homes.items() if home is not None and home.tier is Tier.NVME}
         residency = self._traffic.residency
@@ -171,7 +170,7 @@ class Inside:
         ]
 
     def updating(self) -> list[int]:
-        """Return the chunks whose update has been queued and is not over."""
+        """Return the chunks whose update has been queued and has not ended."""
         return sorted(chunk.spec.index for chunk in self._traffic.updating)
 
     def link_bytes(self) -> dict[str, int]:
@@ -179,35 +178,35 @@ class Inside:
         return {link.value: use.bytes for link, use in self._traffic.engine.links().items()}
 
     def spans(self, kind: str) -> list[tuple[str, float, float]]:
-        """Return what took from when to when: `kind` is "segments", "updates" or "stalls"."""
+        """Return the name, start and end of each logged span of `kind`: "segments", "updates" or "stalls"."""
         return [tuple(span) for span in getattr(self._runtime.events, kind)]
 
     def transfers(self) -> list[tuple[str, int, int]]:
-        """Return link, block (-1: of none) and bytes of each transfer that is logged."""
+        """Return the link, the block (-1: none) and the bytes of each logged transfer."""
         return [(each.link.value, each.block, each.nbytes) for each in self._runtime.events.transfers]
 
     def operators(self) -> list[str]:
-        """Return the operators that used weights, in their order."""
+        """Return the operators that used weights, in order."""
         return [moment.operator for moment in self._runtime.events.moments]
 
     def in_backward(self) -> bool:
-        """Whether a backward has begun and is not over."""
+        """Return whether a backward has begun and has not ended."""
         return self._found.segments.in_backward
 
     def remembered_forwards(self) -> int:
-        """Return how many forwards whose backward has not come are kept in mind."""
+        """Return how many forwards are recorded as waiting for their backward."""
         return max(len(self._found.segments._pending), len(self._found.segments._attempts))
 
     def measured(self) -> bool:
-        """Whether the segment that runs now was not measured before."""
+        """Return whether the current segment is being measured."""
         return self._runtime.tracer.measured
 
     def at_rest(self) -> bool:
-        """Whether nothing of a forward, a backward or a step is under way."""
+        """Return whether no forward, backward or step is running."""
         return self._found.at_rest()
 
     def memory(self) -> MemoryFacts:
-        """Return the bytes of pools and homes."""
+        """Return the facts about the model's pools and homes."""
         memory, room = self._memory, self._runtime.room
         return MemoryFacts(
             resident=memory.resident,
@@ -228,7 +227,7 @@ class Inside:
         )
 
     def hardware(self) -> HardwareProfile | None:
-        """Return the profile of the machine that the run was given, if any."""
+        """Return the hardware profile that `manage` was given, or None."""
         return self._runtime.hardware
 
     def expected_peaks(self, segment: str) -> list[int]:
@@ -237,43 +236,43 @@ class Inside:
         return [trace.worst[0] if trace.moments else 0 for trace in traces]
 
     def checks(self) -> bool:
-        """Whether operators that meet homes are refused now, given `sanitize=True`."""
+        """Return whether operators that use a home are refused now, given `sanitize=True`."""
         return not self._runtime.monitor.left
 
     def live_bytes(self) -> int:
-        """Return the device bytes of tensors that are no chunks', now."""
+        """Return the present device bytes of tensors beside chunks."""
         return self._runtime.monitor.live_bytes
 
     # ---- acts --------------------------------------------------------------------------------------------------
 
     def wait_idle(self) -> None:
-        """Wait until no transfer and no job is under way; then raise the first error there was."""
+        """Wait until no transfer or job is in flight; then raise the first error of one."""
         self._traffic.executor.quiesce()
 
     def busy(self) -> bool:
-        """Whether a transfer or a job is under way."""
+        """Return whether a transfer or a job is in flight."""
         return self._traffic.executor.busy()
 
     def wait_for_updates(self) -> None:
-        """Wait until all updates are over, and parameters and their 16-bit copies written to NVMe."""
+        """Wait until all updates have ended, with parameters and 16-bit copies written to homes on NVMe."""
         self._traffic.wait_for_updates()
         copies = [chunk.homes[Role.COMPUTE] for chunk in self._runtime.chunks if Role.COMPUTE in chunk.homes]
         self._traffic.wait_until_written(copies)
 
     def make_room(self, nbytes: int = 1 << 30) -> None:
-        """Have homes of `nbytes` leave the device, if they can."""
+        """Move homes of `nbytes` off the device, as far as they can leave."""
         self._runtime.room.give_way(nbytes)
 
     def leave_device(self, nbytes: int = 0) -> bool:
-        """Have a model that is whole on the device leave `nbytes` of it to others; False if it is not, or must stay."""
+        """Make a model that is whole on the device free `nbytes` there; return False if it is streamed or must stay."""
         return self._runtime.room._leave_device(nbytes)
 
     def look_for_idle_memory(self) -> None:
-        """Have homes move to idle device memory again."""
+        """Let the next step move homes to idle device memory again."""
         self._found.share._idle_seen = -1
 
     def forget_peaks(self) -> None:
-        """Have what others hold of the device now pass for the most that they ever needed."""
+        """Reset the peak of device bytes beside chunks."""
         self._runtime.statistics.non_model_peak_bytes = 0
 
     def prefetch(self, chunk: int, tier: str, role: str = "param") -> None:
@@ -287,7 +286,7 @@ class Inside:
         self._runtime.forget_copies()
 
     def detect_writes(self) -> None:
-        """Look for writes to weights that were not hetmem's, as the next forward does."""
+        """Look for the user's writes to weights, as the next forward does."""
         self._runtime.writes.notice_all()
 
     def _parameter(self, wanted: torch.Tensor | str) -> ManagedParameter:
@@ -296,29 +295,29 @@ class Inside:
 
 
 def of(module: torch.nn.Module) -> Inside:
-    """Look into `module`, which is managed; raises `ManageError` if it is not."""
+    """Return the internals of `module`. Raises `ManageError` if it is not managed."""
     return Inside(module)
 
 
 def move_all_activations() -> None:
-    """Have models that are managed from now on move activations of any size."""
+    """Make models that are managed from now on offload activations of any size."""
     saved.LEAST_BYTES = 1
 
 
 def is_managed(parameter: torch.Tensor) -> bool:
-    """Whether a model that is managed has `parameter`."""
+    """Return whether `parameter` belongs to a managed model."""
     return registry.of_parameter(parameter) is not None
 
 
 def place_of(point: str) -> tuple[Any, str]:
-    """Return what has the function at `point`, and the function's name there, for `monkeypatch.setattr`."""
+    """Return the owner (class or module) of the function at `point`, and its name, for `monkeypatch.setattr`."""
     owner, _, name = POINTS[point].rpartition("." if "." in POINTS[point].partition(":")[2] else ":")
     return resolve_name(owner), name
 
 
 @contextmanager
 def around(point: str, call: Callable[..., Any]) -> Iterator[None]:
-    """Have `call(original, *args)` run in place of the function at `point`, of all models, until the end."""
+    """Run `call(original, *args)` in place of the function at `point` in the block, for all models."""
     owner, name = place_of(point)
     original = owner.__dict__[name]
 
@@ -336,9 +335,9 @@ def around(point: str, call: Callable[..., Any]) -> Iterator[None]:
 def failing(
     point: str, error: Callable[[], BaseException], at: int = 0, *, times: int = 1, main: bool = False
 ) -> Iterator[Callable[[], int]]:
-    """Raise `error()` in place of `times` calls at `point` from call number `at` on; of the main thread only if `main`.
+    """Raise `error()` in place of `times` calls at `point` from call number `at` on; `main`: of the main thread only.
 
-    Gives a function that says how often it was raised so far.
+    Yields a function that returns how often it was raised so far.
     """
     calls = failed = 0
 
@@ -357,23 +356,23 @@ def failing(
 
 @contextmanager
 def updates_held() -> Iterator[None]:
-    """Have queued updates of all models wait until the end, also those that are waited for."""
+    """Hold queued updates of all models back in the block, also those that a thread waits for."""
     with around("may open an update", lambda *_: False):
         yield
 
 
 def updates_begun(module: torch.nn.Module) -> list[str]:
-    """Return the names of the parameters whose update has begun in the present step."""
+    """Return the names of the parameters whose update has begun in the current step."""
     return [managed.name for listener in registry.of_module(module).gradients.listeners for managed in listener.begun()]
 
 
-def is_used_up(gradient: torch.Tensor | None) -> bool:
-    """Whether `gradient` stands for one that its update has used up, or is alone to read (`gradients="streamed"`)."""
-    return isinstance(gradient, (UsedUp, HiddenGradient))
+def is_consumed(gradient: torch.Tensor | None) -> bool:
+    """Return whether `gradient` stands for one that its update has read, or that only its update may read."""
+    return isinstance(gradient, (ConsumedGradient, HiddenGradient))
 
 
 def norm(tensors: list[torch.Tensor]) -> float:
-    """Return the norm that clipping computes of one-dimensional `tensors`."""
+    """Return the norm of one-dimensional `tensors` as clipping computes it."""
     made = [square_sum_tasks(tensor) for tensor in tensors]
     for tasks, _ in made:
         for task in tasks:

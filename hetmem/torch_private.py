@@ -1,9 +1,9 @@
-"""The names of torch that hetmem uses and torch promises nothing about: each with its reason, for torch 2.11 to 2.13.
+"""The private names of torch that hetmem uses, each with its reason, for torch 2.11 to 2.13.
 
-No other module of hetmem reads a private name of torch's modules: `tests/test_torch_private.py` holds that, and asks of
-them what hetmem relies on, so that a torch that changes one fails there, by name. Of torch's objects hetmem reads the
+No other module of hetmem reads a private name of torch's modules: `tests/test_torch_private.py` holds that, and checks
+what hetmem relies on, so that a torch that changes one fails there, by name. Of torch's objects hetmem reads the
 private attributes in `ATTRIBUTES`. Private operators (`torch.ops.aten._…`) and `torch._dynamo.graph_break`, which is
-imported late, are named where they are met.
+imported late, are named where they are used.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _C: Any = torch._C
 ATTRIBUTES = {
     "_version": "writes to a tensor that autograd counts; torch's notes on autograd name it",
     "_cdata": "the address of a storage's C++ object, which all its views share: the key of maps from storages",
-    "_parameters": "what a module owns itself, without the order of properties and generators",
-    "_buffers": "the same, of buffers",
+    "_parameters": "a module's own parameters, without the cost of generators",
+    "_buffers": "a module's own buffers, the same",
     "_backward_hooks": "whether a gradient has hooks of the program, which may change it",
-    "_post_accumulate_grad_hooks": "the same, behind the accumulation",
+    "_post_accumulate_grad_hooks": "the same, after the accumulation",
     "_forward_pre_hooks": "hooks that compute a weight before each call, as torch's spectral_norm does",
-    "_apply": "through which `to`, `cuda` and `half` of a module go",
+    "_apply": "the method that `to`, `cuda` and `half` of a module call",
 }
 
 # ---- autograd ----
 current_graph_task = _C._current_graph_task_id  # which backward runs on this thread; -1: none
 current_node = _C._current_autograd_node  # within which node of it: a custom function's backward, an accumulation
-autograd = _C._autograd  # whether hooks of saved tensors are in force, whose are innermost
+autograd = _C._autograd  # saved-tensor hooks: whether they are enabled, and the innermost ones
 
 # ---- GPUs ----
 raw_current_stream: Any = getattr(_C, "_cuda_getCurrentRawStream", None)  # a tenth of what `current_stream` costs
 
-# ---- functions and operators on their way ----
+# ---- modes of functions and operators ----
 NoFunctions = _C.DisableTorchFunction  # hetmem's own operators are no uses of weights, for modes and subclasses
 NoFunctionsOfSubclasses = _C.DisableTorchFunctionSubclass  # the same, for subclasses only
 NoDispatch = _C._DisableTorchDispatch  # and no modes of operators
@@ -74,18 +74,18 @@ is_of_an_old_transform = _C._functorch.is_legacy_batchedtensor
 NormBase: Any = _NormBase  # what BatchNorm and InstanceNorm share: running statistics, which stay in float32
 call_of_a_module = torch.nn.Module._call_impl  # its frames, between a caller's and a hook's
 checkpoint_hook = torch.utils.checkpoint._checkpoint_hook  # the hooks of saved tensors of a checkpoint's forward
-recomputation_hook = torch.utils.checkpoint._recomputation_hook  # and those of what it computes once more
+recomputation_hook = torch.utils.checkpoint._recomputation_hook  # and of its recomputation
 HigherOrderOperator = torch._ops.HigherOrderOperator  # `cond`, `while_loop`: operators that call functions
-eval_frame = _C._dynamo.eval_frame  # what compiles the frames that follow
+eval_frame = _C._dynamo.eval_frame  # gets and sets Dynamo's callback of a thread
 tracing_state = _C._get_tracing_state  # a trace by torch.jit would keep addresses
-dispatch_mode, PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY  # a compiler records what is computed
+dispatch_mode, PROXY = _C._get_dispatch_mode, _C._TorchDispatchModeKey.PROXY  # whether a compiler records operators
 
 # ---- what hetmem replaces, where torch has no hook: the reasons are with the replacements ----
 REPLACED = {
     "torch.autograd._engine_run_backward": "intercept.backward: the begin and the end of every backward",
     "torch.amp.grad_scaler._MultiDeviceReplicator.get": "intercept.registry: waits for copies to host memory",
     "torch.nn.Module._apply, of one instance": "intercept.hooks: `to`, `cuda`, `half` leave weights at home",
-    "Parameter.__class__": "engine.param_views: an unbound weight tells of functions that meet it (ADR 25)",
+    "Parameter.__class__": "engine.param_views: hetmem sees the functions that get an unbound weight (ADR 25)",
 }
 
 # ---- memory ----
@@ -97,14 +97,14 @@ without_functions = _C._disabled_torch_function_impl  # as `__torch_function__`:
 tensor_references: Any = _C.TensorBase._use_count  # how often C++ refers to a tensor: whether a graph may hold a weight
 swap_impl = _C._swap_tensor_impl  # a parameter gets memory of its own and stays the same object
 from_dlpack, to_dlpack = _C._from_dlpack, _C._to_dlpack  # the public ones may wait for a stream
-negative_view = torch._neg_view  # what a saved view was, lazily negated
+negative_view = torch._neg_view  # restores a saved view that was lazily negated
 foreach_add, foreach_sub = torch._foreach_add_, torch._foreach_sub_  # of many step counts in one call, as torch's AdamW
-foreach_copy = torch._foreach_copy_  # all copies of a model that is whole on the device, made anew in one call
+foreach_copy = torch._foreach_copy_  # remakes all copies of a model that is whole on the device in one call
 foreach_zero, foreach_neg = torch._foreach_zero_, torch._foreach_neg_  # and all its gradients, which begin as -0.0
 group_by_device_and_dtype = _C._group_tensors_by_device_and_dtype  # as torch's AdamW does before its kernel
 fused_adamw = torch._fused_adamw_  # the kernel behind AdamW(fused=True), whose bits hetmem promises
 
 
 def out_of_memory_observer() -> Any:
-    """Return what attaches an observer to the CUDA allocator; None in builds without CUDA."""
+    """Return the function that attaches an observer to the CUDA allocator; None in builds without CUDA."""
     return getattr(_C, "_cuda_attach_out_of_memory_observer", None)

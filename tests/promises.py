@@ -150,7 +150,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`functional_call` with other tensors": Mutation(
         "intercept/diagnostics.py",
-        'if any(name.partition(" ")[0] in names for name in strangers):',
+        'if any(name.partition(" ")[0] in names for name in unmanaged):',
         "if False:",
         OTHERS + "test_functional_code_over_detached_weights_has_the_bits_of_torch_or_is_told_what_to_write[bf16-host]",
     ),
@@ -186,15 +186,15 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Threads that wait for each other": Mutation(
         "engine/runtime.py",
-        "if following.thread == section.thread:",
-        "if False:",
+        "it waits for {other}:",
+        "it waits:",
         THREADS + "test_threads_that_wait_for_each_other_get_an_error_that_names_both",
         costly=True,
     ),
     "A view of a weight from before `manage`": "manage a model that keeps a view of a weight",
     "A view that is kept within a forward": Mutation(
         "engine/runtime.py",
-        "            if key != STEP:\n                self.uses.renew_what_is_held()\n",
+        "            if key != STEP:\n                self.uses.renew_held_copies()\n",
         "",
         "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[turned-off-host]",
     ),
@@ -222,8 +222,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Ctrl-C comes between pieces": Mutation(
         "memory/interrupts.py",
-        "        if not held:\n            self._tell()\n",
-        "        if True:\n            self._tell()\n",
+        "        if not held:\n            self._deliver()\n",
+        "        if True:\n            self._deliver()\n",
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),
     "The NVMe file has mode 0600": Mutation(

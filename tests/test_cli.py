@@ -13,7 +13,7 @@ import torch
 
 import hetmem
 from hetmem import planner
-from hetmem.base.hardware import HardwareProfile, ThreadCosts
+from hetmem.base.hardware import HardwareProfile
 from hetmem.cli import SUBCOMMANDS, main
 from tests.forked import Forks
 
@@ -174,8 +174,7 @@ def test_bench_measures_each_way_in_which_bytes_move(tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetmem.tools.probe.measure", lambda rounds, device: ThreadCosts())
+def test_probe_writes_a_profile_that_plan_takes(tmp_path: Path) -> None:
     target = tmp_path / "here.json"
     assert main(["probe", "--quick", "--nvme-dir", str(tmp_path), "-o", str(target)]) == 0
     assert HardwareProfile.from_json(target.read_text()).nvme_read.bytes_per_second > 0

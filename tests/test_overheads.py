@@ -8,9 +8,9 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
+from benchmarks import thread_costs
+from benchmarks.thread_costs import Overheads, Seen, solved
 from hetmem.base.hardware import ThreadCosts
-from hetmem.tools import measuring
-from hetmem.tools.measuring import Overheads, Seen, solved
 
 COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
 
@@ -49,7 +49,7 @@ def test_no_cost_is_below_zero_where_the_machine_was_busy_at_the_wrong_time() ->
 
 def test_the_models_are_trained_as_the_equations_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fetches are counted, queueing is a part of an update, and more is called in the last model alone."""
-    monkeypatch.setattr(measuring, "_LAYERS", 32)
+    monkeypatch.setattr(thread_costs, "_LAYERS", 32)
     overheads = Overheads()
     for _ in range(5):
         overheads.step()
@@ -63,5 +63,5 @@ def test_the_models_are_trained_as_the_equations_say(monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, or the device that stands for one")
 @pytest.mark.nightly
 def test_on_a_gpu_they_are_measured_there() -> None:
-    costs = astuple(measuring.measure(1, "cuda"))
+    costs = astuple(thread_costs.measure(1, "cuda"))
     assert all(math.isfinite(cost) and cost >= 0 for cost in costs) and sum(costs) > 0

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import hetmem.tools.probe
-from hetmem.base.hardware import HardwareProfile, ThreadCosts
+from hetmem.base.hardware import HardwareProfile
 from hetmem.errors import HetmemError
-from hetmem.tools import measuring
-from hetmem.tools.measuring import measure
+from hetmem.planner import load_profile
 from hetmem.tools.probe import probe
-
-COSTS = ThreadCosts(2e-5, 3e-4, 1e-4, 5e-4, 4e-5, 6e-5, 7e-5)
-
-
-@pytest.fixture(autouse=True)
-def _no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step costs its thread is measured in test_overheads; here it is enough that it is asked for."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: COSTS)
 
 
 def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,24 +21,33 @@ def test_a_quick_probe_is_a_valid_profile_and_leaves_no_file(tmp_path: Path, mon
     said: list[str] = []
     profile = probe(tmp_path, quick=True, say=said.append)
     assert said[0].startswith("warning: the machine was busy, its cores to 80%")
-    assert [line[:3] for line in said[1:]] == ["1/4", "2/4", "3/4", "4/4"]
-    assert "busy" in profile.sources["all"]
+    assert [line[:3] for line in said[1:]] == ["1/3", "2/3", "3/3"]
+    assert "busy" in profile.sources["all but thread"]
     assert HardwareProfile.from_json(profile.to_json()) == profile
     assert list(tmp_path.iterdir()) == []
     assert profile.host.memory_bytes > 0
     assert profile.host.numa_nodes >= 1
     assert min(profile.nvme_read.bytes_per_second, profile.nvme_write.bytes_per_second) > 0
     assert profile.nvme_both_ways_bytes_per_second > 0
-    assert "measured by hetmem probe" in profile.sources["all"]
-    assert profile.thread == COSTS
+    assert "measured by hetmem probe" in profile.sources["all but thread"]
+
+
+def test_costs_of_the_thread_are_those_of_a_shipped_profile_by_the_time_of_a_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shipped = load_profile("h100")
+    device = replace(shipped.device, operator_seconds=2 * shipped.device.operator_seconds)
+    for gpu, factor in ((False, 1), (True, 2)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        costs, source = hetmem.tools.probe._thread_costs(device)
+        assert astuple(costs) == pytest.approx([factor * seconds for seconds in astuple(shipped.thread)])
+        assert source.startswith(f"{factor}.00 times those of H100")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("default", ["float64", "meta", "no_grad"])
 def test_what_a_program_has_set_is_not_measured(default: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is it lost."""
-    monkeypatch.setattr(hetmem.tools.probe, "measure", lambda rounds, device: measure(1, device))
-    monkeypatch.setattr(measuring, "_LAYERS", 32)
     with ExitStack() as around:
         if default == "float64":
             torch.set_default_dtype(torch.float64)

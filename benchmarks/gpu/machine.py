@@ -193,8 +193,8 @@ if __name__ == "__main__":
 
 def probe(notes: Notes) -> None:
     """`hetmem probe`, whose profile later stages plan with; the file is as good for `hetmem plan --hardware`."""
+    from benchmarks.thread_costs import measure
     from hetmem.planner import load_profile
-    from hetmem.tools.measuring import measure
     from hetmem.tools.probe import probe as measured
 
     (notes.folder / PROFILE).unlink(missing_ok=True)
@@ -202,6 +202,7 @@ def probe(notes: Notes) -> None:
         profile = replace(load_profile("h100"), thread=measure(3, "cuda"))
     else:
         profile = measured(notes.folder, say=lambda what: notes.text(what.partition(" ")[0], what))
+        profile = replace(profile, thread=measure(device="cuda"))
     (notes.folder / PROFILE).write_text(profile.to_json() + "\n")
     for name, seconds in asdict(profile.thread).items():
         notes.number(f"the training thread, {name}", 1e6 * seconds, "µs")

@@ -202,7 +202,7 @@ def _waited_for(check: Callable[[], str]) -> str:
 
 def _late_copies() -> Any:
     """A device on whose copy streams something sleeps before each copy."""
-    from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
+    from hetmem.memory.cuda_device import ComputeStream, CudaDevice, CudaStreams
     from hetmem.memory.stream_copies import StreamCopier
 
     class Sleepy(CudaStreams):
@@ -215,7 +215,7 @@ def _late_copies() -> Any:
 
     class Late(CudaDevice):
         def copier(self, seen: Any, finished: Any) -> Any:
-            return StreamCopier(Sleepy(self.torch_device, ComputeStreams(self.torch_device)), seen, finished)
+            return StreamCopier(Sleepy(self.torch_device, ComputeStream(self.torch_device)), seen, finished)
 
     return Late()
 

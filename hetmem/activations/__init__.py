@@ -1,1 +1,1 @@
-"""What autograd saves for backward: moved to host memory, and fetched back when a node of the backward asks for it."""
+"""Offloads what autograd saves for backward to host memory and NVMe, and fetches it back as nodes unpack it."""

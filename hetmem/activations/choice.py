@@ -1,8 +1,8 @@
-"""Which storages leave as soon as they may: all of them, or those without which a step does not fit.
+"""Chooses the saved storages that leave the device as soon as they can: all, or those that do not fit in a step.
 
-Note "auto": the first step of a kind moves nothing until the device has no room; then those saved first leave. From
-what that step has shown `schedule.saved` says which must leave, and the next one, which is traced anew, has these leave
-as soon as they may. Whatever else still had to leave in it joins them, until nothing has to.
+Note "auto": the first step of a kind moves nothing until the device has no room; then the storages saved first leave.
+From the record of that step `schedule.saved` decides which must leave, and in the next one, which is measured again,
+these leave as soon as they can. Storages that still had to leave for lack of room join them, until there are none.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from hetmem.engine.runtime import Runtime
 from hetmem.schedule.saved import AT_ONCE, SavedRound
 
 ALL_BYTES = 1 << 62
-"""More than any device has."""
+"""More bytes than any device has."""
 
 
 class LeavingChoice:
-    """Has those storages leave without which the step does not fit, see note "auto", or all of them; is told what
-    becomes of each, by its number."""
+    """Chooses the storages that leave: see note "auto", or all. Callers report what becomes of each, by number."""
 
     def __init__(self, runtime: Runtime, *, all_leave: bool, beside: bool) -> None:
-        """`beside`: copies are made beside compute, so that what crosses a link takes memory meanwhile."""
+        """Choose all if `all_leave`. `beside`: transfers overlap compute, and so take device memory meanwhile."""
         self._runtime, self._all_leave, self._lag = runtime, all_leave, AT_ONCE if beside else 0
         if not all_leave:
             runtime.tracer.grows = 1  # a larger batch is measured, as other storages may have to leave
         self.looks_at_all = False
-        """Whether it is to be told also of those that stay when only graphs hold them."""
+        """Whether `freed` is to be called for staying storages, too."""
         self._round = SavedRound()
         self._chosen: dict[Hashable, set[int]] = {}
-        """By forward, the places of those that leave."""
+        """By key of the forward, the indices of the storages that leave, in order of saving."""
         self._key: Hashable = None
         self._count = 0
-        """Storages that the forward has saved."""
+        """Number of storages that the forward has saved."""
         self._away: dict[int, int] = {}
-        """The bytes of those that have left and were not used yet."""
+        """Bytes of storages that have left and were not used yet, by number."""
         self._forced: set[int] = set()
+        """Storages that have left for lack of room."""
         self._measured = False
 
     def forward_begins(self) -> None:
-        """Begin a round, if the last one is over, and choose by what it has shown: a forward with a graph begins, whose
-        segment has not begun yet."""
+        """Begin a round, if the last one has ended, and choose by its record. Call it for each forward with a graph,
+        before its segment begins."""
         if self._all_leave:
             return
         if self._round.used or not self._round.intervals:
@@ -51,18 +51,18 @@ class LeavingChoice:
 
     def _choose(self) -> None:
         recorded, room = self._round, self._runtime.room
-        places: set[tuple[Hashable, int]] = set()
+        leaving: set[tuple[Hashable, int]] = set()
         is_new = self._chosen.keys().isdisjoint(key for key, _ in recorded.places.values())
         if is_new:
-            places = recorded.to_leave(room.saved_bytes(), self._lag)
-        places = places or recorded.places_of(self._forced)
-        for key, at in places:
+            leaving = recorded.to_leave(room.saved_bytes(), self._lag)
+        leaving = leaving or recorded.places_of(self._forced)
+        for key, at in leaving:
             self._chosen.setdefault(key, set()).add(at)
-        if places:
+        if leaving:
             self._runtime.tracer.measure_again()
 
     def saved(self, number: int, nbytes: int) -> bool:
-        """Note that a storage is saved; return whether it leaves as soon as it may."""
+        """Note that a storage is saved; return whether it leaves as soon as it can."""
         if self._all_leave:
             return True
         tracer = self._runtime.tracer
@@ -78,11 +78,11 @@ class LeavingChoice:
         return chosen is not None and place[1] in chosen
 
     def freed(self, number: int) -> None:
-        """Note that only graphs hold a storage."""
+        """Note that only graphs refer to a storage."""
         self._round.free(number)
 
     def left(self, number: int, nbytes: int, *, forced: bool) -> None:
-        """Note that a storage leaves; `forced`: for want of room."""
+        """Note that a storage leaves; `forced`: for lack of room."""
         if self._measured:
             self._away[number] = nbytes
             self._round.free(number)
@@ -90,14 +90,14 @@ class LeavingChoice:
                 self._forced.add(number)
 
     def used(self, number: int) -> None:
-        """Note that the backward uses a storage, in which it is on the device."""
+        """Note that the backward uses a storage, which is on the device then."""
         self._round.used = True
         if self._measured:
             self._round.use(number, self._needed())
             self._away.pop(number, None)
 
     def needs(self, own_bytes: int) -> None:
-        """Note that the device needs `own_bytes` beside chunks and what crosses the links."""
+        """Note that the device needs `own_bytes` beside chunks and storages in flight."""
         if self._measured:
             self._round.need(own_bytes + sum(self._away.values()))
 
@@ -105,5 +105,5 @@ class LeavingChoice:
         return self._runtime.room.own_bytes() + sum(self._away.values())
 
     def to_go(self, missing_bytes: int, leaving_bytes: int) -> int:
-        """Return the bytes that are to leave where so many are missing, and so many are leaving already."""
+        """Return the bytes that are to leave if `missing_bytes` have no room, of which some are leaving already."""
         return ALL_BYTES if self._all_leave else missing_bytes - leaving_bytes

@@ -1,12 +1,12 @@
-"""Moves what autograd saves off the device, and brings it back: when, and who waits. `storages` knows where it lies.
+"""Moves storages that autograd saves off the device, and fetches them back. `storages` has their state.
 
-A storage leaves when nothing but the graph holds it any more: before that its leaving would free nothing, and it may
-still be written to. It is looked for whenever another one is saved, and where the device has no room. It comes back
-when the first node asks for it, with those that were saved before it behind it, as a backward runs in reverse; it stays
-until every view of it was asked for, so that it crosses each link once.
+A storage leaves once only graphs refer to it: before that, moving it would free nothing, and it may still be written
+to. This is checked whenever another storage is saved, and where the device has no room. It is fetched back as the first
+node unpacks it, and the storages saved before it behind it, as a backward runs in reverse; it stays until every view of
+it was unpacked, so that it crosses each link once.
 
-Note "budget": what leaves is counted as gradients on their way home are, and what has come ahead of its use gives way
-to everything else, as its bytes are still at home. `engine.device_limit` asks for both.
+Note "budget": storages in flight count as gradients in flight do; those fetched ahead are dropped for anything else
+that needs room, as their bytes are still in host memory. `engine.device_limit` calls for both.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hetmem.schedule.blocks import Link, in_flight_bytes
 from hetmem.schedule.saved import AT_ONCE, LOOKED_AT, least_bytes
 
 _LOOKED_BACK = 64
-"""So many of those saved before the one that is asked for are looked at to be fetched ahead."""
+"""How many storages saved before the one in use are considered for fetching ahead."""
 
 
 class Activations:
-    """The storages that the graphs of one model keep. Graphs hold it, and it holds the runtime, as they may outlive the
-    model. For the thread that has the runtime's turn."""
+    """Moves the storages that the graphs of one model keep. Graphs refer to it, and it to the runtime, as they may
+    outlive the model. For the thread that has the runtime's turn."""
 
     def __init__(self, runtime: Runtime, *, all_leave: bool) -> None:
         self._runtime = runtime
@@ -48,24 +48,24 @@ class Activations:
         beside = not self._engine.unlimited(Link.HOST_TO_DEVICE)
         self.choice = LeavingChoice(runtime, all_leave=all_leave, beside=beside)
         self._due: dict[int, None] = {}
-        """The numbers of those of `_staying` that leave as soon as only graphs hold them."""
+        """Numbers of the storages in `_staying` that leave as soon as only graphs refer to them."""
         self._count = 0
         self._by_address: dict[int, weakref.ref[SavedStorage]] = {}
         self._staying: dict[int, weakref.ref[SavedStorage]] = {}
-        """Those on the device that have not left, by number."""
+        """Storages on the device that have not left, by number."""
         self._look_at_all = LOOKED_AT
-        """So many of them let all be looked at."""
+        """All are checked once there are more than this; else the last few are."""
         self._numbered: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._leaving, self._ahead = runtime.room.leaving, runtime.room.ahead
         self._between: dict[int, weakref.ref[SavedStorage]] = {}
-        """Those of which nodes have asked for some views, and not for all."""
+        """Storages of which nodes have unpacked some views, and not all."""
         self._used: set[int] = set()
-        """Those of which the backward that runs has asked for all, so that they are not fetched again for nothing."""
+        """Numbers of storages of which the running backward has unpacked all views: not to be fetched ahead."""
         self._any_left = False
         self._unreserved: tuple[int, int] = (-1, 0)
         self._spill = Spill(runtime, weakly(self._unreserved_bytes))  # type: ignore[arg-type]
         self.closed = False
-        """Whether the model is released: nothing moves any more, but what has left comes back."""
+        """Whether the model is released: no more storages leave, but those that have left come back."""
 
     # ---- saving --------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class Activations:
         return not (tensor.is_quantized or tensor._is_zerotensor())  # which has no memory
 
     def pack(self, tensor: torch.Tensor) -> SavedView:
-        """Return what a graph is to keep of `tensor`."""
+        """Return the view that a graph saves instead of `tensor`."""
         memory = tensor.untyped_storage()
         found = self._by_address.get(memory._cdata)
         storage = None if found is None else found()
@@ -95,7 +95,7 @@ class Activations:
         return view
 
     def _look(self) -> None:
-        """Let those that are due leave if only graphs hold them, among those saved last."""
+        """Begin to move due storages to which only graphs refer, among those saved last or, at times, all."""
         looked_at = self._staying if self.choice.looks_at_all else self._due
         look_at_all = len(looked_at) > self._look_at_all
         last = list(looked_at) if look_at_all else _last_of(looked_at)
@@ -108,7 +108,7 @@ class Activations:
             self._look_at_all = 2 * len(looked_at) + LOOKED_AT
 
     def _free(self, number: int) -> SavedStorage | None:
-        """Return the storage with that number if it is on the device and only graphs hold it."""
+        """Return the storage `number` if it is on the device and only graphs refer to it, else None."""
         reference = self._staying.get(number)
         storage = None if reference is None else reference()
         if storage is None:
@@ -118,7 +118,7 @@ class Activations:
         return None if not storage.alive() or storage.is_held_elsewhere() else storage
 
     def _leave(self, storage: SavedStorage) -> bool:
-        """Begin to move `storage` home; False if there is no room for it."""
+        """Begin to move `storage` to host memory; return False if there is no room for it."""
         with self._runtime.unwatched():
             loan = self._spill.lend(storage.nbytes)
         if loan is None or not self._may_leave(storage):
@@ -151,11 +151,11 @@ class Activations:
         return True
 
     def _may_leave(self, storage: SavedStorage) -> bool:
-        """Return whether `storage` still may, after others were waited for."""
+        """Return whether `storage` may still leave, after a wait for others."""
         return storage.number in self._staying and storage.device is None and not storage.is_held_elsewhere()
 
     def _left(self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None) -> None:
-        """Note that a storage is at home in `loan`, or with an `error` that it is where it was."""
+        """Note that a storage has arrived in `loan`, or with an `error` that it stays on the device."""
         self._leaving.pop(number, None)
         storage = reference()
         if storage is not None:
@@ -174,14 +174,14 @@ class Activations:
             del error, storage
 
     def _drop(self, storage: SavedStorage) -> None:
-        """Let the bytes of `storage` be at home alone."""
+        """Free the device memory of `storage`, whose bytes are in host memory or on NVMe."""
         self._forget_address(storage)
         self._between.pop(storage.number, None)
         storage.device = None
         self.note(storage)
 
     def _unreserved_bytes(self) -> int:
-        """Return what gradients will take of host memory that have no place there yet."""
+        """Return the bytes of host memory that gradients without a home there will still take."""
         reserved = self._memory.host_pool.reserved_bytes
         if self._unreserved[0] != reserved:
             memory = self._memory
@@ -199,9 +199,9 @@ class Activations:
     # ---- bringing back -------------------------------------------------------------------------------------------
 
     def bring(self, storage: SavedStorage, view: SavedView) -> torch.Tensor:
-        """Return the bytes of `storage` on the device, for a node that asked for `view`."""
+        """Return the bytes of `storage` on the device, flat, for a node that unpacks `view`."""
         with self._runtime.unwatched(), torch.no_grad():
-            if view.unpacked:  # by the backward before
+            if view.unpacked:  # by an earlier backward
                 self._used.clear()
                 for other in storage.alive():
                     other.unpacked = False
@@ -209,7 +209,7 @@ class Activations:
             self.choice.used(storage.number)
             if storage.device is None:
                 self._fetch(storage)
-            self._leaving.pop(storage.number, None)  # from here on it is the backward's
+            self._leaving.pop(storage.number, None)  # counts as the backward's from here on
             self._ahead.pop(storage.number, None)
             self._fetch_before(storage.number)
             self._wait_for(storage)
@@ -223,16 +223,16 @@ class Activations:
                     self._drop(storage)
             return flat
 
-    def met(self, storage: SavedStorage) -> None:
-        """Note that a node asks for `storage`, which has not left; what was saved before it may have."""
+    def stayed(self, storage: SavedStorage) -> None:
+        """Note that a node unpacks a view of `storage`, which has not left; fetch those before it that have."""
         self.choice.used(storage.number)
         if self._any_left:
             with self._runtime.unwatched(), torch.no_grad():
                 self._fetch_before(storage.number)
 
     def _fetch(self, storage: SavedStorage) -> None:
-        """Begin to bring `storage` to the device, in memory that it has alone."""
-        if not self.closed:  # else its bytes on NVMe are read as a mapped file
+        """Begin to fetch `storage` to the device, in memory of its own."""
+        if not self.closed:  # else its bytes on NVMe are read through a mapping
             self._spill.bring(storage)
         room, device = self._runtime.room, self._memory.device
         try:
@@ -255,7 +255,7 @@ class Activations:
     def _arrived(
         self, number: int, reference: weakref.ref[SavedStorage], loan: Loan, error: BaseException | None
     ) -> None:
-        """Note that a storage has come from `loan`, which was its own until now, or with an `error` that it has not."""
+        """Note that a storage was fetched from `loan`, which may be freed now, or with an `error` that it was not."""
         storage = reference()
         if storage is None or error is not None:
             self._ahead.pop(number, None)
@@ -267,7 +267,7 @@ class Activations:
             raise error
 
     def _wait_for(self, storage: SavedStorage) -> None:
-        """Have compute asked for from now on come after the copy of `storage` to the device."""
+        """Order compute launched from now on behind the copy of `storage` to the device, or wait for that."""
         while storage.arriving is not None:
             end = self._engine.end_of(storage.arriving)
             if end is not None:
@@ -277,13 +277,13 @@ class Activations:
             self._executor.wait_for_one()
 
     def _fetch_before(self, number: int) -> None:
-        """Begin to fetch what was saved before `number`, the last first, as far as the windows of the links go."""
+        """Begin to fetch storages saved before `number`, the last first, as far as the windows of the links allow."""
         if self.closed:
             return
         if self._memory.store is not None:
             all(self._spill.read_ahead(storage) for storage in self._away_before(number))
         if self._engine.unlimited(Link.HOST_TO_DEVICE):
-            return  # a copy by this thread is no sooner for being made before its use
+            return  # this thread makes the copies, so fetching ahead gains nothing
         for storage in self._away_before(number):
             if storage.home is None:
                 return
@@ -295,7 +295,7 @@ class Activations:
             self._ahead[storage.number] = storage.nbytes
 
     def _away_before(self, number: int) -> Iterator[SavedStorage]:
-        """Yield what was saved before `number` and is not on the device, the last first."""
+        """Yield storages saved before `number` that are not on the device, the last first."""
         for before in range(number - 1, max(0, number - _LOOKED_BACK), -1):
             storage = self._numbered.get(before)
             if storage is not None and storage.is_away and before not in self._used:
@@ -305,13 +305,13 @@ class Activations:
 
     @property
     def ahead_bytes(self) -> int:
-        """What chunks are to leave, as long as they have enough, to what comes before it is asked for."""
+        """Device bytes that chunks leave, if they have enough, for storages fetched ahead."""
         return self._window if self._any_left and not self._engine.unlimited(Link.HOST_TO_DEVICE) else 0
 
     def give_way(self) -> bool:
-        """Drop one storage that is on the device before its use, or between two, and lies at home as well; False if
+        """Drop one storage that was fetched ahead, or is between uses, and is in host memory as well; return False if
         there is none."""
-        for number in (*sorted(self._ahead), *sorted(self._between)):  # the one saved first is needed last
+        for number in (*sorted(self._ahead), *sorted(self._between)):  # the storage saved first is needed last
             storage = self._numbered.get(number)
             if storage is not None and storage.arriving is None and not storage.leaving:
                 self._ahead.pop(number, None)
@@ -320,9 +320,9 @@ class Activations:
         return False
 
     def make_room(self, nbytes: int) -> bool:
-        """Let `nbytes` leave, or all, of those that only graphs hold, those saved first before others; return whether
-        any does."""
-        other_bytes = sum(self._leaving.values()) + sum(self._ahead.values())  # that gives way
+        """Begin to move `nbytes`, or all, of storages that only graphs keep, the first saved first; return whether
+        any."""
+        other_bytes = sum(self._leaving.values()) + sum(self._ahead.values())  # will be free anyway
         missing, began = self.choice.to_go(nbytes, other_bytes), False
         for number in [*self._staying] if missing > 0 else ():
             storage = self._free(number)
@@ -334,7 +334,7 @@ class Activations:
         return began
 
     def needs(self, own_bytes: int) -> None:
-        """Note that so much is needed beside chunks and what crosses the links."""
+        """Note that `own_bytes` are needed beside chunks and storages in flight."""
         self.choice.needs(own_bytes)
 
     def shortage(self) -> str:
@@ -342,7 +342,7 @@ class Activations:
         return self._spill.shortage()
 
     def note(self, storage: SavedStorage) -> None:
-        """Log where `storage` lies, if that has changed."""
+        """Log the tiers of `storage`, if they have changed."""
         self._log(storage, storage.tiers())
 
     def _log(self, storage: SavedStorage, tiers: int) -> None:
@@ -352,14 +352,14 @@ class Activations:
             storage.noted = tiers
 
     def held(self) -> Held:
-        """Return the bytes that graphs keep now, by the tiers on which they lie."""
+        """Return the bytes that graphs keep now, by the bits of their tiers."""
         held: Held = {}
         for storage in list(self._numbered.values()):
             held[storage.noted] = held.get(storage.noted, 0) + storage.nbytes
         return held
 
     def forget(self, storage: SavedStorage) -> None:
-        """Note that no graph keeps `storage` any more, on any thread: nothing is waited for."""
+        """Note, on any thread, that no graph keeps `storage` any more. Waits for nothing."""
         self._log(storage, 0)
         self._staying.pop(storage.number, None)
         self._due.pop(storage.number, None)
@@ -377,7 +377,7 @@ class Activations:
 
 
 def _last_of(numbers: dict[int, Any]) -> list[int]:
-    """The last few of `numbers`, the last one first."""
+    """Return the last few of `numbers`, the last one first."""
     while True:
-        with suppress(RuntimeError):  # the garbage collector has found one of them that nothing holds, and taken it out
+        with suppress(RuntimeError):  # the garbage collector has removed one meanwhile
             return list(islice(reversed(numbers), LOOKED_AT))

@@ -1,8 +1,8 @@
-"""The storages that autograd has saved, the views of them that a graph keeps, and where they lie while they are away.
+"""The state of storages that autograd has saved: the views that graphs keep, and memory off the device.
 
-When they move is decided by `offload`. All of them leave to host memory; a backward uses last what was saved first, so
-that is written on to NVMe when host memory runs short, and read back to host memory before its use. What was read keeps
-its place on NVMe as long as it lives: it gives host memory up again without a write.
+`offload` decides when they move. All leave to host memory; a backward uses the storages saved first last, so when host
+memory is short these are written to NVMe, and read back to host memory before their use. A storage that was read back
+keeps its extent on NVMe as long as it lives, so that its host memory can be freed again without a write.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from hetmem.memory.nvme_store import LentExtent
 from hetmem.schedule.blocks import in_flight_bytes
 
 Mover = Any
-"""The `Activations` that bring storages back: it imports this."""
+"""The `Activations` that moves the storages; it imports this module."""
 
 
 class SavedStorage:
-    """A storage of the device, whatever views of it are saved. Until it leaves, its views hold it; from then on
-    `device` does, a flat tensor over it or over what was fetched, `home` its bytes in host memory, and `extent`
-    those on NVMe."""
+    """A storage on the device, with all saved views of it. Until it leaves, its views hold it. From then on its bytes
+    are in `device` (a flat tensor over it, or over what was fetched), `home` (host memory) and `extent` (NVMe)."""
 
     __slots__ = (
         "__weakref__",
@@ -53,18 +52,18 @@ class SavedStorage:
 
     def __init__(self, mover: Mover, number: int, memory: torch.UntypedStorage) -> None:
         self.mover, self.number, self.address, self.nbytes = mover, number, memory._cdata, memory.nbytes()
-        self._memory: torch.UntypedStorage | None = memory  # Python's object counts as a holder, by itself or for torch
+        self._memory: torch.UntypedStorage | None = memory  # the Python object counts as one reference
         self.views: list[weakref.ref[SavedView]] = []
         self.device: torch.Tensor | None = None
         self.fetched_version = 0
         self.home: Loan | None = None
         self.extent: LentExtent | None = None
         self.noted = 0
-        """The tiers that the log says; see `EventLog.saved`."""
+        """The bits of its tiers in the log; see `EventLog.saved`."""
         self.leaving = False
-        """Whether `home` is not whole yet."""
+        """Whether the copy to `home` is in flight."""
         self.arriving: int | None = None
-        """The tag of the copy to `device` that is not over yet."""
+        """The tag of the copy to `device` that is in flight; None: there is none."""
 
     def __del__(self) -> None:
         self.mover.forget(self)
@@ -74,60 +73,60 @@ class SavedStorage:
         return [view for reference in self.views if (view := reference()) is not None]
 
     def is_held_elsewhere(self) -> bool:
-        """Whether anything but these views holds the storage, so that moving it would free nothing."""
+        """Return whether anything but these views holds the storage, so that moving it would free nothing."""
         held = sum(view.tensor is not None for view in self.alive())
         return bool(torch_private.storage_references(self.address) > held + 1)
 
     def is_between(self) -> bool:
-        """Whether the backward has asked for some views, and will for others."""
+        """Return whether the backward has unpacked some of the views, and not all."""
         unpacked = [view.unpacked for view in self.alive()]
         return any(unpacked) and not all(unpacked)
 
     def leave(self, home: Loan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin to leave for `home`; return the flat bytes there and on the device. The program cannot write to it any
-        more: what was written since a view was saved shows in its version now."""
+        """Begin to leave for `home`; return the flat bytes there and on the device. The program cannot write to the
+        storage any more: earlier writes show in the versions of the views now."""
         views = self.alive()
         assert self._memory is not None
         flat = torch.empty(0, dtype=torch.uint8, device=self._memory.device)
         self.is_here(flat.set_(self._memory, 0, (self.nbytes,), (1,)))
         self._memory = None
         for view in views:
-            view.let_go()
+            view.drop_tensor()
         self.home, self.leaving = home, True
         assert self.device is not None
         return self.home_bytes(), self.device
 
     def is_here(self, flat: torch.Tensor) -> None:
-        """Hold `flat`, whose writes from now on are not hetmem's."""
+        """Make `flat` the bytes on the device; writes to it from now on are the program's."""
         self.device, self.fetched_version = flat, flat._version
 
     def tiers(self) -> int:
-        """Return the tiers on which the bytes lie, as the log has them."""
+        """Return the bits of the tiers that hold the bytes, for the log."""
         home = ON_HOST * (self.home is not None) | ON_NVME * (self.extent is not None)
         return home | ON_DEVICE * (self.device is not None or not home)
 
     @property
     def is_away(self) -> bool:
-        """Whether its bytes are at home alone, or on their way from there to the device."""
+        """Whether the device does not have its bytes."""
         return self.device is None and (self.home is not None or self.extent is not None)
 
     def is_idle(self) -> bool:
-        """Whether nothing is done with `home`, nor will be at once."""
+        """Return whether no transfer uses `home`, and the device does not have the bytes."""
         return self.device is None and self.home is not None and not self.leaving
 
     def home_bytes(self) -> torch.Tensor:
-        """Return the bytes at home, flat; those on NVMe as a mapped file."""
+        """Return the bytes in host memory, flat, or those on NVMe through a mapping."""
         home = self.home or self.extent
         assert home is not None
         return elements(home.memory, torch.uint8, self.nbytes)
 
     def stays(self) -> None:
-        """End `leave`, which has failed: there is no home."""
+        """Undo `leave`, as the copy has failed."""
         self.home, self.leaving = None, False
 
 
 class SavedView:
-    """What a graph keeps of a tensor that it saved: a view of `storage`, and the version that it had."""
+    """What a graph keeps of a saved tensor: a view of `storage`, and the tensor's version."""
 
     __slots__ = (
         "__weakref__",
@@ -145,33 +144,33 @@ class SavedView:
     )
 
     def __init__(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
-        """`tensor` has no graph, and no other owner."""
+        """Describe `tensor`, a view of `storage` without a graph, to which nothing else refers."""
         self.storage = storage
         self.tensor: torch.Tensor | None = tensor
         self._dtype, self._size, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset, self._version = tensor.storage_offset(), tensor._version
         self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
         self.found_version = self._version
-        """That of when the storage left."""
+        """The tensor's version as the storage left."""
         self.unpacked = False
-        """Whether the backward that runs, or the last one, has asked for it."""
+        """Whether the running backward, or the last one, has unpacked it."""
         storage.views.append(weakref.ref(self))
 
-    def let_go(self) -> None:
-        """Hold the storage no more, which leaves."""
+    def drop_tensor(self) -> None:
+        """Drop the reference to the storage, which leaves."""
         if self.tensor is not None:
             self.found_version, self.tensor = self.tensor._version, None
 
     def unpack(self) -> torch.Tensor:
-        """Return what autograd gets back. Raises torch's own error where it was written to since it was saved."""
+        """Return the saved tensor, on the device. Raises torch's own error if it was written to since it was saved."""
         version = self.found_version if self.tensor is None else self.tensor._version
         if version != self._version:
             raise RuntimeError(modified(f"a tensor of shape {list(self._size)}", version, self._version))
         if self.tensor is not None:
-            self.storage.mover.met(self.storage)
+            self.storage.mover.stayed(self.storage)
             return self.tensor
         flat: torch.Tensor = self.storage.mover.bring(self.storage, self)
-        if flat._version != self.storage.fetched_version:  # by the backward that had it before
+        if flat._version != self.storage.fetched_version:  # written by an earlier node
             raise RuntimeError(modified(f"a tensor of shape {list(self._size)}", version + 1, self._version))
         whole = flat[: self.storage.nbytes // self._dtype.itemsize * self._dtype.itemsize].view(self._dtype)
         tensor = whole.as_strided(self._size, self._stride, self._offset)
@@ -180,7 +179,7 @@ class SavedView:
 
 
 def modified(what: str, version: int, expected: int) -> str:
-    """Return what torch says where a saved tensor was written to."""
+    """Return torch's message for a saved tensor, called `what`, that was written to."""
     return (
         f"one of the variables needed for gradient computation has been modified by an inplace operation: {what} is "
         f"at version {version}; expected version {expected} instead"
@@ -188,31 +187,32 @@ def modified(what: str, version: int, expected: int) -> str:
 
 
 class Spill:
-    """Lends host memory to storages that leave one model's device, and moves them on to NVMe and back. For the thread
-    that has the runtime's turn."""
+    """Lends host memory to storages that leave the device, and moves them to NVMe and back. For the thread that has the
+    runtime's turn."""
 
     def __init__(self, runtime: Runtime, unreserved_bytes: Callable[[], int]) -> None:
-        """`unreserved_bytes`: what homes will still take of host memory, or of NVMe."""
+        """Leave `unreserved_bytes()` of host memory, or of NVMe, to homes that are not reserved yet."""
         self._memory, self._engine, self._executor = runtime.memory, runtime.traffic.engine, runtime.traffic.executor
         self._leaving = runtime.room.leaving
         self._unreserved_bytes = unreserved_bytes
         self._window = in_flight_bytes(runtime.memory.device_bytes)
         self._in_host: dict[int, weakref.ref[SavedStorage]] = {}
-        """Those that have come to host memory, by number."""
+        """Storages in host memory, by number."""
         self._writing: dict[int, int] = {}
         self._reading: dict[int, int] = {}
-        """The bytes of those under way, by number."""
+        """Bytes of storages in flight to and from NVMe, by number."""
         self._largest = 0
+        """Bytes of the largest storage so far, in whole pages."""
         self.refused_bytes = 0
-        """What found no room, since the last that found some."""
+        """Bytes of storages without room since the last one with room."""
 
     # ---- out -----------------------------------------------------------------------------------------------------
 
     def lend(self, nbytes: int) -> Loan | None:
-        """Return host memory for a storage that leaves, from which others go to NVMe if they have to; None if there is
-        no room."""
+        """Return host memory for a storage that leaves, after moving others to NVMe if needed; None if there is no
+        room."""
         apart = 0
-        if self._memory.store is not None:  # through which one that is read back can always come
+        if self._memory.store is not None:  # leave room to read the largest storage back
             self._largest = max(self._largest, round_up(nbytes, PAGE_BYTES))
             apart = self._largest
         loan = self._lend(nbytes, apart)
@@ -231,7 +231,7 @@ class Spill:
         return loan
 
     def arrived(self, storage: SavedStorage) -> None:
-        """Note that `storage` has come to host memory; what was there before goes on to NVMe in time."""
+        """Note that `storage` has arrived in host memory, and begin to move others to NVMe before room is short."""
         if self._memory.store is None:
             return
         self._in_host[storage.number] = weakref.ref(storage)
@@ -243,21 +243,21 @@ class Spill:
             room += max(storage.nbytes, sum(self._writing.values()) - before)
 
     def _spill_one(self) -> bool:
-        """Have the one saved first leave host memory; False if none may, or NVMe has no room."""
+        """Move the storage saved first out of host memory; return False if none can leave, or NVMe has no room."""
         for number in sorted(self._in_host):
             reference = self._in_host.get(number)  # the collector may have dropped it meanwhile
             storage = None if reference is None else reference()
             if storage is None or storage.home is None:
                 self._in_host.pop(number, None)
             elif storage.extent is not None and not storage.leaving and storage.arriving is None:
-                self._leaves(storage)  # also while it has a copy on the device: it is on NVMe, too
+                self._leaves(storage)  # also if the device has the bytes, as NVMe has them, too
                 return True
             elif storage.is_idle() and number not in self._writing:
                 return self._write(storage, storage.home)
         return False
 
     def forget(self, storage: SavedStorage) -> None:
-        """Note that no graph keeps `storage` any more, on any thread."""
+        """Note, on any thread, that no graph keeps `storage` any more."""
         self._in_host.pop(storage.number, None)
 
     def _leaves(self, storage: SavedStorage) -> None:
@@ -285,8 +285,8 @@ class Spill:
         home: Loan,
         error: BaseException | None,
     ) -> None:
-        """Note that a storage is on NVMe, or with an `error` that it is in host memory only. `home` was its own until
-        now, whatever became of it."""
+        """Note that a storage is on NVMe, or with an `error` that it is in host memory only. The write has kept `home`
+        reserved until now."""
         del home
         self._writing.pop(number, None)
         storage = reference()
@@ -301,7 +301,8 @@ class Spill:
     # ---- back ----------------------------------------------------------------------------------------------------
 
     def bring(self, storage: SavedStorage) -> None:
-        """Have the bytes of `storage` in host memory. Raises `CapacityError` if that has no room, with nothing lost."""
+        """Read `storage` into host memory, if it is not there. Raises `CapacityError`, with nothing lost, if that has
+        no room."""
         while storage.home is None:
             if storage.number not in self._reading:
                 loan = self._lend(storage.nbytes, 0)
@@ -315,8 +316,8 @@ class Spill:
             self._executor.wait_for_one()
 
     def read_ahead(self, storage: SavedStorage) -> bool:
-        """Begin to read `storage` to host memory, if it is not there; False if more of them are under way, or lie
-        there, than are worth it."""
+        """Begin to read `storage` into host memory, if it is not there; return False if the window of reads is full, or
+        host memory has no room."""
         if storage.home is not None or storage.number in self._reading:
             return True
         if self._reading and sum(self._reading.values()) + storage.nbytes > self._window:
@@ -342,7 +343,7 @@ class Spill:
         extent: LentExtent,
         error: BaseException | None,
     ) -> None:
-        """Note that the bytes of a storage are in `loan`, or with an `error` that they are on NVMe only."""
+        """Note that the bytes of a storage are in `loan`, or with an `error` that only NVMe has them."""
         del extent
         self._reading.pop(number, None)
         storage = reference()
@@ -353,7 +354,7 @@ class Spill:
         if error is not None:
             raise error
 
-    # ---- what is told --------------------------------------------------------------------------------------------
+    # ---- messages ------------------------------------------------------------------------------------------------
 
     def _holds(self) -> str:
         pool, store = self._memory.host_pool, self._memory.store

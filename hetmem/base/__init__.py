@@ -1,1 +1,1 @@
-"""What everything else stands on: sizes as text, the budget and the environment, files written whole."""
+"""The base of all packages: the budget and the environment, hardware profiles, sizes as text, atomic writes."""

@@ -1,4 +1,5 @@
-"""What the user may set, the budget of each tier, and what hetmem needs. Nothing else reads the environment."""
+"""The budget, options and environment variables that a user sets, and the versions hetmem needs. No other module reads
+the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hetmem.base.units import format_size, parse_size
 from hetmem.errors import BudgetError, ManageError
 
 VERSION = "0.2.0"
-"""Of hetmem; what packages are built with."""
+"""The version of hetmem, read by the build of its packages."""
 
 Size = int | str
 OverlapName = Literal["off", "backward", "forward"]
@@ -26,7 +27,7 @@ Directory = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A budget in plain bytes; None = not said. `nvme_directories` is empty when there is no NVMe tier."""
+    """A budget in bytes; None = the default. `nvme_directories` is empty when there is no NVMe tier."""
 
     device_bytes: int | None
     host_bytes: int | None
@@ -41,16 +42,16 @@ class Budget:
     """The most that hetmem may use of each tier; a hard limit.
 
     `device`, `host`, `nvme`: an int of bytes or a string ("512MiB" is 2**29 bytes, "20GB" is 20e9). None: for a GPU
-    nine tenths of what is free of it, for the simulated device a quarter of free host memory; for the host what the
-    model can use, at most six tenths of what is free; for NVMe no such tier (or, with `nvme_dir`, nine tenths of what
-    is free there). `nvme_dir`: one
-    directory or a list of them, used in turn. `device_chunks`: the part of `device` that chunks may take (None:
-    whatever the trace leaves; a model that fits into this part stays on the device). `home_copies`: keep what float32
-    parameters in host memory are in 16 bits beside them (2 bytes a parameter more), so that half the bytes go to the
-    device. None: where the model computes in 16 bits and host memory has room for it beside gradients and three
-    states, which is as many as any optimizer of torch's keeps; True: before those, as far as there is room. Raises
-    `BudgetError` (a ValueError) for a size that is none, `device_chunks` above `device`, `nvme` without `nvme_dir`,
-    and an `nvme_dir` that is no path. Whether it is there is seen by `manage`: a plan may be for another machine.
+    nine tenths of its free memory, for the simulated device a quarter of free host memory; for the host what the
+    model can use, at most six tenths of free memory; for NVMe no such tier (or, with `nvme_dir`, nine tenths of the
+    free space there). `nvme_dir`: one directory or a list of them, used in turn. `device_chunks`: the part of `device`
+    that chunks may take (None: whatever the trace leaves; a model that fits into this part stays on the device).
+    `home_copies`: keep 16-bit copies of float32 parameters beside them in host memory (2 bytes a parameter more), so
+    that half the bytes cross to the device. None: if the model computes in 16 bits and host memory has room for the
+    copies beside gradients and three states, the most that any optimizer of torch's keeps; True: place the copies
+    before those, as far as there is room. Raises `BudgetError` (a ValueError) for an invalid size, `device_chunks`
+    above `device`, `nvme` without `nvme_dir`, and an `nvme_dir` that is no path. `manage` checks that the directory
+    exists, as a plan may be for another machine.
     """
 
     device: Size | None = None
@@ -64,7 +65,7 @@ class Budget:
         self.limits()
 
     def limits(self) -> Limits:
-        """This budget in bytes. Raises `BudgetError` if it makes no sense."""
+        """Return this budget in bytes. Raises `BudgetError` for values that are invalid or contradict each other."""
         device = None if self.device is None else parse_size(self.device, "Budget(device=…)")
         host = None if self.host is None else parse_size(self.host, "Budget(host=…)")
         nvme = None if self.nvme is None else parse_size(self.nvme, "Budget(nvme=…)")
@@ -98,7 +99,7 @@ class Budget:
 
 
 def refuse_budget(budget: Any) -> None:
-    """Raise `ManageError` for what is no budget."""
+    """Raise `ManageError` unless `budget` is a `Budget` or None."""
     if isinstance(budget, type):
         raise ManageError(f"call it: hetmem.managed(hetmem.Budget(…)) decorates {budget.__name__}, or hetmem.managed()")
     if budget is not None and not isinstance(budget, Budget):
@@ -106,35 +107,35 @@ def refuse_budget(budget: Any) -> None:
 
 
 def refuse_activations(activations: Any) -> None:
-    """Raise `ManageError` for what says nothing of activations."""
+    """Raise `ManageError` unless `activations` is a value of `manage(activations=…)`."""
     if activations not in get_args(ActivationsName):
         *names, last = map(repr, get_args(ActivationsName))
         raise ManageError(f"activations must be {', '.join(names)} or {last}, got {activations!r}")
 
 
 def kernel_cache_directory() -> Path | None:
-    """Where compiled kernels are kept between runs: below XDG_CACHE_HOME, by default ~/.cache; None where this user has
-    no home, as in a container that runs as any number."""
-    said = os.environ.get("XDG_CACHE_HOME")
+    """Return the directory of compiled kernels: below XDG_CACHE_HOME, by default ~/.cache; None if the user has no
+    home directory, as in a container with an arbitrary user id."""
+    cache = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(said) if said else Path.home() / ".cache") / "hetmem" / "kernels"
+        return (Path(cache) if cache else Path.home() / ".cache") / "hetmem" / "kernels"
     except RuntimeError:
         return None
 
 
 def world_size() -> int:
-    """How many processes a launcher such as torchrun has started, by WORLD_SIZE; 1 without one."""
+    """Return the number of processes that a launcher such as torchrun has started, by WORLD_SIZE; 1 without one."""
     text = os.environ.get("WORLD_SIZE", "")
     return int(text) if text.isdigit() else 1
 
 
 def turn_timeout_seconds() -> float:
-    """How long a thread waits for its turn with a model while the thread that has it does nothing:
-    HETMEM_TURN_TIMEOUT, by default 30; not above what threads can wait for, some 292 years.
+    """Return how many seconds a thread waits for its turn with a model: HETMEM_TURN_TIMEOUT, by default half an hour,
+    as another thread may save a checkpoint; at most `threading.TIMEOUT_MAX`.
 
-    Raises `BudgetError` if that is no number of seconds above 0.
+    Raises `BudgetError` if the variable is no number of seconds above 0.
     """
-    text = os.environ.get("HETMEM_TURN_TIMEOUT") or "30"
+    text = os.environ.get("HETMEM_TURN_TIMEOUT") or "1800"
     try:
         seconds = float(text)
     except ValueError:
@@ -145,8 +146,8 @@ def turn_timeout_seconds() -> float:
 
 
 def _free_bytes(directory: Path) -> tuple[object, int]:
-    """The filesystem of `directory`, and nine tenths of what is free there; 1 if it cannot be asked (the store then
-    says why)."""
+    """Return the filesystem of `directory`, and nine tenths of its free bytes; 1 byte if `statvfs` fails, as the store
+    then fails with the reason."""
     try:
         status, filesystem = os.statvfs(directory), os.stat(directory).st_dev
     except OSError:
@@ -159,7 +160,7 @@ _TORCH = (2, 11)
 
 
 def refuse_environment(torch_version: str) -> None:
-    """Raise ImportError unless this is Linux, Python >= 3.10 and torch >= 2.11; `torch_version` as torch says it."""
+    """Raise ImportError unless this is Linux, Python >= 3.10 and torch >= 2.11; `torch_version`: torch.__version__."""
     if sys.platform != "linux":
         raise ImportError(
             f"hetmem runs on Linux and this is {sys.platform}: use a Linux machine, or WSL 2 or a container on this one"

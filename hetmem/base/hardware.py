@@ -1,6 +1,6 @@
-"""What a machine can do, as numbers: rates, latencies and sizes, written by a probe or by hand, with their sources.
+"""Profiles of a machine: rates, latencies and memory sizes, written by a probe or by hand, with their sources.
 
-Pure: text and dicts in, a checked `HardwareProfile` out. It reads no files and measures nothing.
+Pure: turns text and dicts into a checked `HardwareProfile`. Reads no files and measures nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ProfileError(HetmemError, ValueError):
 class Rate:
     """A link or a disk in one direction: a transfer of n bytes takes `latency_seconds + n / bytes_per_second`.
 
-    `by_the_caller`: there is no engine that copies; the thread that needs a copy makes it (a simulated device).
+    `by_the_caller`: no copy engine; the thread that needs a copy makes it itself (a simulated device).
     """
 
     bytes_per_second: float
@@ -32,7 +32,7 @@ class Rate:
     by_the_caller: bool = False
 
     def seconds(self, nbytes: float) -> float:
-        """How long `nbytes` take when nothing else is on the way."""
+        """Return the seconds of a transfer of `nbytes` on an idle link."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
@@ -40,8 +40,8 @@ class Rate:
 class DeviceProfile:
     """The accelerator. `matrix_flops`: reached floating-point operations per second by dtype name ("bfloat16").
 
-    `operator_seconds` is what launching one operator costs beside its work; `allocator_share` of the memory is lost
-    to fragments of tensors that come and go.
+    `operator_seconds`: the cost of launching an operator, beside its work; `allocator_share`: the part of the memory
+    that is lost to fragmentation.
     """
 
     memory_bytes: int
@@ -51,7 +51,7 @@ class DeviceProfile:
     allocator_share: float = 0.0
 
     def flops_per_second(self, dtype: str) -> float:
-        """The matrix rate of `dtype`, or that of the slowest known one."""
+        """Return the matrix rate of `dtype`, or that of the slowest known one."""
         return self.matrix_flops.get(dtype, min(self.matrix_flops.values()))
 
 
@@ -69,14 +69,14 @@ class HostProfile:
 
 @dataclass(frozen=True, slots=True)
 class ThreadCosts:
-    """What hetmem itself takes of the thread that trains, in seconds.
+    """The cost of hetmem itself on the training thread, in seconds; zero where it was not measured.
 
     `call_seconds`: for each call of a function of torch, or of a module, within a forward; `use_seconds`: beyond that
-    for each operator that uses streamed parameters; `gradient_seconds`: for each weight that autograd asks for, and for
-    each gradient; `transfer_seconds`: for handing a copy to what carries it out; `queue_seconds`: for each parameter
-    whose update is queued, which a step does with all before it goes on with the first; `update_seconds`: for each that
-    is updated, and `chunk_seconds` for each chunk of them. Zero where it was not measured. A plan adds them to what the
-    device computes, on a GPU too: with them behind it plans were further from what runs took.
+    for each operator that uses streamed parameters; `gradient_seconds`: for each weight that autograd unpacks, and for
+    each gradient; `transfer_seconds`: for submitting a transfer; `queue_seconds`: for each parameter whose update is
+    queued (a step queues all before it updates the first); `update_seconds`: for each parameter that is updated, and
+    `chunk_seconds` for each chunk. A plan adds them to the compute time, on a GPU too: plans that took them as hidden
+    behind compute were further from measured runs.
     """
 
     use_seconds: float = 0.0
@@ -90,10 +90,10 @@ class ThreadCosts:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """One machine. `both_ways_bytes_per_second` is what the two directions of the device's link reach together.
+    """One machine. `both_ways_bytes_per_second`: the sum of the rates of both directions of the device's link at once.
 
-    `nvme_both_ways_bytes_per_second`: what a disk that reads as many bytes as it writes reaches in all; zero where
-    it was not measured: then it reads at full speed while it writes. `sources` says for each figure (or group of
+    `nvme_both_ways_bytes_per_second`: the total rate of a disk that reads and writes equal amounts at once; zero where
+    it was not measured: reads and writes are then taken as independent. `sources` says for each figure (or group of
     figures) where it comes from.
     """
 
@@ -111,7 +111,7 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, text: str) -> HardwareProfile:
-        """The profile that `to_json` wrote, or a person. Raises `ProfileError`."""
+        """Read a profile from JSON that `to_json` or a person wrote. Raises `ProfileError`."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -120,7 +120,7 @@ class HardwareProfile:
 
     @classmethod
     def from_dict(cls, data: Any) -> HardwareProfile:
-        """As `from_json`, from what `to_dict` returned."""
+        """Read a profile from the dict that `to_dict` returned. Raises `ProfileError`."""
         if not isinstance(data, Mapping):
             raise ProfileError(f"a hardware profile must be an object of named fields, got {data!r}")
         version = data.get("version")
@@ -129,26 +129,26 @@ class HardwareProfile:
         return _read(cls, {key: value for key, value in data.items() if key != "version"}, "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and dicts."""
+        """Return the profile as plain numbers, strings and dicts, with a version."""
         return {"version": PROFILE_VERSION, **asdict(self)}
 
     def to_json(self) -> str:
-        """JSON with the units in the names."""
+        """Return the profile as JSON, with units in the names."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     def with_values(self, values: Mapping[str, float]) -> HardwareProfile:
-        """A copy with figures replaced by dotted name ("nvme_read.bytes_per_second"), checked as a file is."""
+        """Return a copy with figures replaced by dotted name ("nvme_read.bytes_per_second"). Raises `ProfileError`."""
         data = self.to_dict()
         for path, value in values.items():
             *groups, last = path.split(".")
-            place = data
+            section = data
             for group in groups:
-                place = place.get(group) if isinstance(place, dict) else None  # type: ignore[assignment]
-            if not isinstance(place, dict) or last not in place or isinstance(place[last], (dict, list, tuple)):
+                section = section.get(group) if isinstance(section, dict) else None  # type: ignore[assignment]
+            if not isinstance(section, dict) or last not in section or isinstance(section[last], (dict, list, tuple)):
                 raise ProfileError(
                     f"hardware profile: {path} is no figure of it; known are {', '.join(_figures(data))}"
                 )
-            place[last] = value
+            section[last] = value
         changed = self.from_dict(data)
         return replace(changed, sources={**changed.sources, **dict.fromkeys(values, "set by hand")})
 
@@ -163,7 +163,7 @@ def _figures(data: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _read(cls: type[_T], data: Any, path: str) -> _T:
-    """An instance of the dataclass `cls` from `data`; every field is checked by its type."""
+    """Make an instance of the dataclass `cls` from `data`; every field is checked by its type."""
     where = path or "the profile"
     if not isinstance(data, Mapping):
         raise _wrong(where, "an object", data)
@@ -205,7 +205,7 @@ def _value(hint: Any, value: Any, name: str) -> Any:
 
 
 def _number(value: Any, name: str, *, whole: bool) -> float:
-    """Rates and sizes must be above zero; latencies may be zero."""
+    """Return `value` if it is plausible for `name`: rates and sizes above zero, latencies zero or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MOST:  # NaN is not
         raise _wrong(name, "a number", value)
     may_be_zero = name.endswith(("_seconds", "memory_bytes", "allocator_share", "nvme_both_ways_bytes_per_second"))
@@ -229,7 +229,7 @@ _PLAUSIBLE = (
     ("_seconds", 0, 10, "seconds"),
     ("allocator_share", 0, 0.9, "a share"),
 )
-"""Figures beyond these are in another unit (GB/s, TFLOP/s, microseconds), whatever the machine."""
+"""Figures out of these ranges must be in another unit (GB/s, TFLOP/s, microseconds)."""
 
 
 def _wrong(name: str, expected: str, value: Any) -> ProfileError:

@@ -1,7 +1,7 @@
-"""Daemon threads that are over before the interpreter is: told to end, and waited for, in an `atexit` handler.
+"""Daemon threads that end before the interpreter does: an `atexit` handler stops and joins them.
 
-Python ends a daemon thread that comes back from native code into an interpreter which is ending. In the middle of C++
-(torch's, say) that ends the process: "terminate called without an active exception".
+Python kills a daemon thread that returns from native code while the interpreter finalizes. Within C++ code (of torch,
+for instance) that aborts the process: "terminate called without an active exception".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _over = False
 
 
 def process_ends() -> bool:
-    """Whether the main thread is over. It takes no lock, so finalizers may ask."""
+    """Return whether the main thread has ended. Takes no lock, so finalizers may call it."""
     return not threading.main_thread().is_alive()
 
 
@@ -27,11 +27,11 @@ Work = Callable[[], object]
 
 
 class Threads:
-    """Up to `count` threads that run what they are given, first come first served.
+    """A pool of up to `count` threads that run submitted work in order.
 
-    Not a `ThreadPoolExecutor`: the interpreter joins its threads when it ends, for as long as a disk hangs. These end
-    when this object is gone and nothing is queued, and soon after the interpreter's end, which waits `patience` seconds
-    for each, None = for as long as it takes. Each calls `begin` first.
+    Not a `ThreadPoolExecutor`, whose threads the interpreter joins at its end, for as long as a disk hangs. These end
+    when this object is collected and the queue is empty, or at the interpreter's end, which waits `patience` seconds
+    for each (None: without a limit). Each thread calls `begin` first.
     """
 
     def __init__(self, count: int, name: str, patience: float | None = None, begin: Work = lambda: None) -> None:
@@ -39,16 +39,16 @@ class Threads:
         self._count, self._name, self._patience, self._begin = count, name, patience, begin
         self._threads: list[threading.Thread] = []
         self.stop = weakref.finalize(self, _put_ends, self._queue, count)
-        """Lets them end once nothing is queued. No work may follow."""
+        """Ends the threads once the queue is empty. No work may be submitted after it."""
         self.stop.atexit = False
 
     def __bool__(self) -> bool:
-        """Whether any was started."""
+        """Return whether any thread was started."""
         return bool(self._threads)
 
     def start(self) -> None:
-        """Call before work: who has none needs no threads. Callers exclude each other. Raises RuntimeError if no thread
-        can be started, as at the interpreter's end."""
+        """Start the threads, before the first work is submitted. Not thread-safe. Raises RuntimeError if none can be
+        started, as at the interpreter's end."""
         while len(self._threads) < self._count:
             if _over:
                 raise RuntimeError("no thread is started at the end of the interpreter")
@@ -69,11 +69,11 @@ class Threads:
 
 
 def _serve(queue: SimpleQueue[Work | None], begin: Work) -> None:
-    """Life of a thread. It holds the queue alone, so that what is forgotten can be collected."""
+    """Run the work of `queue` until None comes. Refers to the queue alone, so that its `Threads` can be collected."""
     begin()
     while (run := queue.get()) is not None:
         run()
-        del run  # it holds memory, and the next one may be long in coming
+        del run  # free its memory before the wait for the next one
 
 
 def _put_ends(queue: SimpleQueue[Work | None], count: int) -> None:
@@ -82,7 +82,7 @@ def _put_ends(queue: SimpleQueue[Work | None], count: int) -> None:
 
 
 def _end_one(queue: SimpleQueue[Work | None], threads: list[threading.Thread]) -> None:
-    """End one of `threads` as the interpreter ends; none may be counted on from now on."""
+    """End one of `threads` at the interpreter's end, and forget all of them."""
     threads.clear()
     queue.put(None)
 

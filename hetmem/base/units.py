@@ -1,4 +1,4 @@
-"""Sizes: bytes to text and back; seconds to text. GiB is 2**30 bytes, GB is 10**9 bytes."""
+"""Converts bytes to text and back, and seconds to text. GiB is 2**30 bytes, GB is 10**9 bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """`nbytes` as people read it, in binary units: "1.50 GiB"."""
+    """Format `nbytes` in binary units: "1.50 GiB"."""
     for unit, size in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -61,13 +61,13 @@ def format_size(nbytes: float) -> str:
 
 
 def format_enough(nbytes: int) -> str:
-    """As `format_size`, but never less than `nbytes`: for bytes that an error asks for."""
+    """Format `nbytes` as `format_size` does, but rounded up: for bytes that an error asks for."""
     unit = next((unit for unit in (1 << 40, GIB, MIB, KIB) if nbytes >= unit), 1)
     return format_size(math.ceil(100 * nbytes / unit) / 100 * unit)
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` as people read them: "1.25 s", "12.5 ms", "80 µs"."""
+    """Format `seconds` with a unit: "1.25 s", "12.5 ms", "80 µs"."""
     if seconds >= 100:
         return f"{seconds:.0f} s"
     if seconds >= 1:
@@ -78,16 +78,16 @@ def format_seconds(seconds: float) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
+    """Return the least multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
 def round_down(value: int, multiple: int) -> int:
-    """The greatest multiple of `multiple` that is not above `value`."""
+    """Return the greatest multiple of `multiple` that is not above `value`."""
     return value // multiple * multiple
 
 
 def sparks(seconds: list[float]) -> str:
-    """Show `seconds` as bars, the longest of them the highest."""
+    """Draw `seconds` as bars, the longest of them the highest."""
     longest = max(seconds, default=0.0)
     return "".join(_SPARKS[min(7, int(8 * each / longest))] for each in seconds) if longest else ""

@@ -1,4 +1,4 @@
-"""Callables, and collections, that keep nothing alive."""
+"""Bound methods and collections that hold weak references only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 
 def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
-    """Return `method`, which is bound, for a part of its owner to call: it does not keep the owner alive, and returns
-    None when that is gone."""
+    """Wrap the bound `method` so that it does not keep its owner alive; it returns None once the owner is collected."""
     bound: Any = method
     owner, function = weakref.ref(bound.__self__), bound.__func__
 
@@ -23,20 +22,19 @@ def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
     return call
 
 
-class WeakOnes(Generic[T]):
-    """Objects that are held elsewhere, in the order in which they came. To go through a few of them at each gradient
-    takes a quarter of what a `WeakSet` does."""
+class WeakList(Generic[T]):
+    """A list of weak references, without duplicates. To iterate over a few takes a quarter of a `WeakSet`'s time."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[T]] = []
 
     def add(self, one: T) -> None:
-        """`one` is among them for as long as it lives."""
+        """Add `one` at the end, until it is collected."""
         alive = [reference for reference in self._references if reference() is not None and reference() is not one]
         self._references = [*alive, weakref.ref(one)]
 
     def discard(self, one: T) -> None:
-        """`one` is not among them any more, if it was."""
+        """Remove `one`, if it is in the list."""
         self._references = [reference for reference in self._references if reference() not in (None, one)]
 
     def __iter__(self) -> Iterator[T]:

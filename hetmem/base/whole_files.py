@@ -1,4 +1,4 @@
-"""Files that are whole or as they were: plans, profiles, reports, the status of a run, what was measured, kernels."""
+"""Writes files atomically: plans, profiles, reports, the status of a run, measurements, kernels."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Make `content` (text as UTF-8) that of `path`: at every time there is the whole old file or the whole new one,
-    and nothing else is left beside it. The file that a link leads to is replaced, not the link, and keeps its mode;
-    what is no ordinary file (a terminal, a pipe) is written to. Raises OSError, which names `path`."""
+    """Write `content` (text as UTF-8) to `path`, atomically: a reader sees the whole old file or the whole new one, and
+    no temporary file is left. A link is followed, and its target replaced; the mode stays. Anything but a regular file
+    (a terminal, a pipe) is written to in place. Raises OSError, which names `path`."""
     data = content.encode() if isinstance(content, str) else content
     try:
         mode = _mode_of(path)
@@ -24,7 +24,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def _mode_of(path: Path) -> int | None:
-    """None: there is nothing."""
+    """Return the mode of `path`; None if it does not exist."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:
@@ -32,7 +32,7 @@ def _mode_of(path: Path) -> int | None:
 
 
 def _replace(path: Path, data: bytes, mode: int | None) -> None:
-    temporary = path.with_name(f".hetmem-{secrets.token_hex(8)}")  # names of 255 bytes leave no room for more
+    temporary = path.with_name(f".hetmem-{secrets.token_hex(8)}")  # not from the name: that may have 255 bytes already
     try:
         with open(temporary, "xb") as file:
             if mode is not None:

@@ -1,4 +1,4 @@
-"""Saving and loading of models and optimizers on whatever tiers they are, streaming and crash-safe."""
+"""Saves and loads models and optimizers from and to any tiers, block by block and crash-safe."""
 
 from hetmem.checkpoint.save_load import load, save
 from hetmem.checkpoint.weights import load_weights

@@ -1,10 +1,10 @@
-"""What of a model and an optimizer is in a checkpoint, by name: their own tensors, no copies.
+"""Collects the content of a checkpoint by name: the tensors of a model and an optimizer themselves, not copies.
 
 Knows torch's modules and optimizers. Must not know files, nor where the memory of a tensor is.
 
-Values of Python (what a scheduler, a generator or a counter keeps) are JSON, beside the tensors in them. Reading makes
-the plain types below and nothing else: no code of the file's choice ever runs. JSON's own types, with floats bit for
-bit, stand for themselves; every other one is an object of a single key that names it.
+Python values (states of schedulers, generators, counters) are stored as JSON, and tensors in them apart. Decoding makes
+the plain types below only, so a file cannot run code. JSON's own types, with floats bit for bit, stand for themselves;
+every other type is an object with a single key that names it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, nonsense_refused
+from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, malformed_refused
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
 from hetmem.intercept.watched import detached
@@ -36,15 +36,15 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 
 
 class Encoder:
-    """Encodes values; `tensors` has those that were in them, by the names under which they are to be stored."""
+    """Encodes values as JSON; `tensors` collects the tensors in them, by the names to store them under."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def encode(self, value: Any, place: str) -> Any:
-        """Return `value` as JSON has it; tensors in it are named after its `place` ("extra:scheduler").
+        """Return `value` as JSON types; tensors in it are named after its `place` ("extra:scheduler").
 
-        Raises `CheckpointError` that names the place of what cannot be stored.
+        Raises `CheckpointError`, which names the place of a value that cannot be stored.
         """
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
@@ -85,13 +85,13 @@ class Encoder:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an array, or a number, of numpy is no more than its elements: a masked one is."""
+    """Return whether an array or a number of numpy consists of its elements alone; a masked array does not."""
     return value.dtype.kind in _NUMPY_KINDS and not isinstance(value, np.ma.MaskedArray)
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return what was encoded; `tensor` gives the tensor of a name. Raises `CheckpointError` for any other value."""
-    with nonsense_refused("a value in the checkpoint is not understood"):
+    """Return the value that was encoded; `tensor` gives the tensor of a name. Raises `CheckpointError` if malformed."""
+    with malformed_refused("a value in the checkpoint is not understood"):
         return _decode(value, tensor)
 
 
@@ -125,8 +125,8 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """The `state_dict` of a model: the `tensors` that are its own, under their first names; under which of these the
-    others are found (`tied`); and what its modules make up for a state dict (`made`: extra state)."""
+    """The `state_dict` of a model: its `tensors` by their first names; the first name by each other one (`tied`); and
+    values that its modules make for a state dict (`made`: extra state)."""
 
     tensors: dict[str, torch.Tensor]
     tied: dict[str, str]
@@ -134,12 +134,12 @@ class ModelState:
 
     @property
     def names(self) -> set[str]:
-        """Return all keys of the state dict."""
+        """All keys of the state dict."""
         return {*self.tensors, *self.tied, *self.made}
 
     @property
     def aliases(self) -> dict[str, list[str]]:
-        """Return all names of each tensor, by the first."""
+        """All names of each tensor, by the first."""
         found = {name: [name] for name in self.tensors}
         for name, first in self.tied.items():
             found[first].append(name)
@@ -147,7 +147,7 @@ class ModelState:
 
 
 _SHOWN = 5
-"""Names in a message."""
+"""The most names in a message."""
 
 
 def other_model(what: str, problems: list[str], *ways_out: str) -> CheckpointError:
@@ -158,7 +158,7 @@ def other_model(what: str, problems: list[str], *ways_out: str) -> CheckpointErr
 
 @contextmanager
 def all_of(model: Any, what: str) -> Iterator[None]:
-    """Keep other threads from computing with `model` meanwhile; what is no module is left to `of_model` to refuse."""
+    """Keep other threads from computing with `model` during the block; `of_model` refuses what is no module."""
     if not isinstance(model, torch.nn.Module):
         yield
         return
@@ -200,9 +200,9 @@ def _refuse_running(model: torch.nn.Module) -> None:
 
 @HELD_BACK
 def refuse_half_stepped(model: torch.nn.Module, way_out: str, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Raise `CheckpointError` where a step of `model` has begun to change weights and has not ended, but for those of
-    `optimizer`. Without that, waits for what is under way, which may be such changes: raises the error of a transfer
-    that failed."""
+    """Raise `CheckpointError` if a step has begun to change weights of `model` and has not ended; weights of
+    `optimizer` are exempt. Without `optimizer`, wait for updates and transfers in flight first; one that failed raises
+    its error."""
     own = {id(each) for each in parameters_of(optimizer)} if isinstance(optimizer, OffloadedOptimizer) else set[int]()
     found = filter(None, map(registry.of_parameter, model.parameters()))
     for interception in dict.fromkeys(interception for interception, _ in found):
@@ -222,8 +222,8 @@ def parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
 
 
 def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, encoder: Encoder) -> dict[str, Any]:
-    """Return `optimizer.state_dict()` by names of parameters instead of numbers. Raises `CheckpointError` where that
-    cannot be told."""
+    """Return `optimizer.state_dict()` by names of parameters instead of numbers. Raises `CheckpointError` for a value
+    that cannot be stored, and a parameter that `model` does not have."""
     beside = None
     if isinstance(optimizer, OffloadedOptimizer):
         beside = optimizer.beside_states()
@@ -255,7 +255,7 @@ def encode_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, e
 
 
 def _strides(optimizer: torch.optim.Optimizer, names: dict[int, str], state: dict[Any, Any]) -> dict[str, list[int]]:
-    """Return the strides of parameters whose states, of other shapes than they, may be in the order of memory."""
+    """Return the strides of parameters with states of other shapes: these may be in the order of the memory."""
     return {
         names[number]: strides_of(parameter)
         for number, parameter in enumerate(parameters_of(optimizer))

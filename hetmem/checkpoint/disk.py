@@ -1,5 +1,5 @@
-"""Files of safetensors: one that takes another's place when it is complete, those that a model's weights are in, and
-tensors to a file and back. A tensor in host memory, also a mapped file, moves without a copy.
+"""Files of safetensors: replaces one atomically, finds those of a model's weights, and moves tensors to and from them.
+A tensor in host memory, also in a mapped file, moves without a copy.
 
 Knows descriptors and errors of disks. Must not know models.
 """
@@ -33,7 +33,7 @@ from hetmem.memory.nvme_io import Move
 
 _INDEX = ".safetensors.index.json"
 _SHOWN = 5
-"""Names in a message."""
+"""The most names in a message."""
 
 
 def write_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
@@ -42,8 +42,7 @@ def write_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
 
 
 def read_at(fd: int, path: str, memory: memoryview, offset: int) -> None:
-    """Fill all of `memory` from `offset` on. Raises `StoreError` with path, offset and bytes, also at the end of the
-    file."""
+    """Fill all of `memory` from `offset` on. Raises `StoreError` with path, offset and bytes, also if the file ends."""
     _move(f"cannot read {memory.nbytes} bytes at offset {offset} of {path!r}", os.preadv, fd, memory, offset)
 
 
@@ -60,14 +59,13 @@ def _move(failure: str, move: Move, fd: int, memory: memoryview, offset: int) ->
 
 @contextmanager
 def replacing(path: str, nbytes: int) -> Iterator[int]:
-    """Yield a descriptor of a new file of `nbytes` that takes the place of `path` when the block ends without an error.
+    """Yield a descriptor of a new file of `nbytes` that replaces `path` when the block ends without an error.
 
-    What was at `path` stays whole until then, and so it does if the process is killed, the machine loses power or the
-    disk fails; what is at `path` afterwards is on the disk. The new file is `path` + ".partial" meanwhile: removed
-    after an error, and used again by the next one after a kill. Raises `StoreError`, also if another process or thread
-    is writing it.
+    The old file stays whole until then, also if the process is killed, the machine loses power or the disk fails; after
+    the block the new one is on the disk. Meanwhile it is `path` + ".partial", which is removed after an error, and
+    reused by the next save after a kill. Raises `StoreError`, also if another process or thread is writing it.
     """
-    path = os.path.realpath(path)  # a link stays one
+    path = os.path.realpath(path)  # replace the target of a link, not the link
     if os.path.isdir(path):
         raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -78,9 +76,9 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
         try:
             _reserve(fd, unfinished, nbytes)
             yield fd
-            with _told(f"cannot get {unfinished!r} onto the disk"):
+            with _store_errors(f"cannot get {unfinished!r} onto the disk"):
                 os.fsync(fd)
-            with _told(f"cannot rename {unfinished!r} to {path!r}"):
+            with _store_errors(f"cannot rename {unfinished!r} to {path!r}"):
                 os.replace(unfinished, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -88,7 +86,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
             raise
     finally:
         os.close(fd)
-    with _told(f"{path!r} is the new one, but a power failure may bring the earlier one back"):
+    with _store_errors(f"{path!r} is the new one, but a power failure may bring the earlier one back"):
         folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -99,7 +97,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
 def _open_alone(path: str) -> int:
     """Open or make `path` with a lock that ends with the process, if no other process holds it."""
     while True:
-        with _told(f"cannot write {path!r}"):
+        with _store_errors(f"cannot write {path!r}"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +107,7 @@ def _open_alone(path: str) -> int:
             os.close(fd)
             raise StoreError(error.errno, f"cannot write {path!r}: another save to it is under way") from error
         except FileNotFoundError:
-            pass  # its last owner has just given it its name
+            pass  # its last owner has just renamed it
         except OSError as error:
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
                 return fd  # a filesystem without locks
@@ -119,13 +117,13 @@ def _open_alone(path: str) -> int:
 
 
 def _reserve(fd: int, path: str, nbytes: int) -> None:
-    """Take disk blocks for all of the file, so that a full disk is known before anything is written."""
+    """Allocate disk blocks for all of the file, so that a full disk is detected before anything is written."""
     free = 0
     try:
         os.ftruncate(fd, 0)
         disk = os.fstatvfs(fd)
         free = disk.f_bavail * disk.f_frsize
-        # Asked first because a failing fallocate fills the disk, for every process on it, before it says so.
+        # Checked first because a failing fallocate fills the disk, for every process on it, before it fails.
         if nbytes > free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, nbytes)
@@ -135,8 +133,8 @@ def _reserve(fd: int, path: str, nbytes: int) -> None:
 
 
 @contextmanager
-def _told(failure: str) -> Iterator[None]:
-    """Raise errors of the disk in the block as a `StoreError` that says the `failure`."""
+def _store_errors(failure: str) -> Iterator[None]:
+    """Raise OSErrors of the block as a `StoreError` with the text `failure`."""
     try:
         yield
     except OSError as error:
@@ -150,7 +148,7 @@ def _failure(error: OSError, what: str, done: int | None = None) -> StoreError:
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """`header`: its text, without the length before it. The data, `data_nbytes`, begin at byte `data_start`."""
+    """An open file. `header`: its text, without the length before it; `data_start`: the first byte of the data."""
 
     fd: int
     path: str
@@ -192,7 +190,7 @@ def opened(path: str) -> Iterator[OpenFile]:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Name the file at `path` in each `CheckpointError` of the block."""
+    """Add `path` to the message of each `CheckpointError` of the block."""
     try:
         yield
     except CheckpointError as error:
@@ -208,7 +206,7 @@ class Source:
 
 
 def read_names(path: str, rename: Callable[[str], str | None] | None, stack: ExitStack) -> dict[str, Source]:
-    """Return the tensors of all files at `path` by what `rename` makes of their names; files stay open with `stack`."""
+    """Return the tensors of all files at `path` by their names after `rename`; files stay open until `stack` closes."""
     found: dict[str, Source] = {}
     names: dict[str, str] = {}
     for each in _files(path):
@@ -278,12 +276,12 @@ BlockJob = Callable[["_BlockBuffer"], Any]
 
 
 class _BlockBuffer(threading.local):
-    """Memory of a thread for one block at a time. Not from the allocator, which would keep it afterwards."""
+    """A thread's buffer for one block at a time; a mapping, as an allocator would not return the memory."""
 
     memory: host_memory.Mapping | None = None
 
     def like(self, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory of a block as a tensor; its contents are undefined, and it is valid until the next call."""
+        """Return the buffer as an uninitialized tensor, valid until the next call."""
         shape = tuple(shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if self.memory is None or self.memory.nbytes < nbytes:
@@ -292,13 +290,13 @@ class _BlockBuffer(threading.local):
 
 
 def run(jobs: Iterable[BlockJob]) -> list[Any]:
-    """Return what `jobs` return, in their order. After an error no further one begins; none runs any more at the end,
-    however often that is interrupted: what is still moved would go to a descriptor, or memory, that belongs to others
-    then. (A thread whose `join` is interrupted seems over.)"""
+    """Run `jobs` on threads and return their results in order. After an error no further job begins, and none runs when
+    this returns, however often it is interrupted: a job that went on would use a descriptor or memory that others have
+    by then. (A thread whose `join` is interrupted counts as ended.)"""
     buffer, futures, again = _BlockBuffer(), list[Future[Any]](), None
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="hetmem-checkpoint")
     try:
-        with HELD_BACK:  # one that was submitted is one of them
+        with HELD_BACK:  # no interrupt between a submit and its append
             for job in jobs:
                 futures.append(pool.submit(job, buffer))
         return [future.result() for future in futures]
@@ -315,7 +313,7 @@ def run(jobs: Iterable[BlockJob]) -> list[Any]:
 
 
 def _settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Let GPUs finish: threads here use other streams than those that compute with `tensors`."""
+    """Synchronize the GPUs of `tensors`: threads here use other streams than those that compute with them."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.synchronize(device)
 
@@ -323,7 +321,7 @@ def _settle(tensors: Iterable[torch.Tensor]) -> None:
 def write_tensors(
     fd: int, path: str, data_start: int, stored: Iterable[Stored], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, list[int]]:
-    """Write all `stored` ones of `tensors` to their places; returns the CRC-32 of every block of each."""
+    """Write all `stored` ones of `tensors` at their offsets; return the CRC-32 of every block of each."""
     stored = list(stored)
     _settle(tensors.values())
     jobs = [
@@ -350,9 +348,9 @@ def read_tensors(
     targets: Iterable[tuple[Stored, torch.Tensor | None]],
     checks: Mapping[str, list[int]] | None = None,
 ) -> list[int]:
-    """Fill tensors with what is stored, in place, so that their versions count; elements are cast where dtypes differ.
-    None: read, and fill nothing. Returns the CRC-32 of every block. Raises `StoreError`, and `CheckpointError` with
-    path, offset and bytes of a block that is not what `checks`, if given, say, and then has filled some of them."""
+    """Fill tensors in place with stored ones, cast where dtypes differ, and increment their versions; a target of None
+    is read only. Returns the CRC-32 of every block. Raises `StoreError`; and `CheckpointError`, with path, offset and
+    bytes, for a block that does not match `checks`. Either leaves some tensors filled."""
     targets = list(targets)
     filled = [tensor for _, tensor in targets if tensor is not None]
     _settle(filled)
@@ -364,7 +362,7 @@ def read_tensors(
         )
     finally:
         _settle(filled)
-        for tensor in filled:  # bytes that are read in place count none
+        for tensor in filled:  # reads into their memory do not increment versions
             if not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
 
@@ -378,7 +376,7 @@ def _with_checks(one: Stored, checks: Mapping[str, list[int]] | None) -> Iterato
 def _read(
     file: OpenFile, stored: Stored, block: FileBlock, check: int | None, into: torch.Tensor | None, buffer: _BlockBuffer
 ) -> int:
-    """Read one block; returns its CRC-32, which is `check` if that is given."""
+    """Read one block into `into`, if given; return its CRC-32. Raises `CheckpointError` if that is not `check`."""
     piece = None if into is None else into[block.index]
     direct = piece is not None and piece.dtype is stored.dtype and _is_memory(piece)
     shape = (block.nbytes // stored.dtype.itemsize,) if piece is None else piece.shape
@@ -398,7 +396,7 @@ def _read(
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in host memory as they do in a file."""
+    """Return whether the bytes of `tensor` lie in host memory in the order of a file."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

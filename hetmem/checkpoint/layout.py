@@ -1,4 +1,4 @@
-"""The format: which bytes of a checkpoint are what. See docs/checkpoints.md, which says the same for other programs.
+"""The file format of checkpoints; docs/checkpoints.md specifies it for other programs.
 
 A file of safetensors: eight bytes with the length of a header in JSON, the header, the tensors in row-major order. Pure
 arithmetic and text; it opens no files.
@@ -22,11 +22,11 @@ from hetmem.torch_private import is_traceable_wrapper_subclass
 
 VERSION = "1"
 OPTIMIZER, EXTRA = "optimizer:", "extra:"
-"""How names begin that are no keys of the model's `state_dict`."""
+"""The prefixes of names that are no keys of the model's `state_dict`."""
 BLOCK_BYTES = 16 << 20
 """The most bytes that are moved and checked at once."""
 MAX_HEADER_BYTES = 100_000_000
-"""What safetensors itself allows."""
+"""The limit of safetensors itself."""
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -56,7 +56,7 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class FileBlock:
-    """`tensor[index]`: `nbytes` from byte `offset` of its data on."""
+    """The part `tensor[index]` of a stored tensor: `nbytes` from byte `offset` of its data on."""
 
     index: Index
     offset: int
@@ -74,12 +74,12 @@ class Stored:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its data."""
+        """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self) -> list[FileBlock]:
-        """Return the parts that are moved and checked each by itself, in the order of their bytes. They depend on shape
-        and dtype alone."""
+        """Return the parts that are moved and checked separately, in the order of their bytes. They depend on shape and
+        dtype alone."""
         return list(_blocks(self.shape, self.nbytes, 0, ()))
 
 
@@ -101,7 +101,7 @@ def _blocks(shape: tuple[int, ...], nbytes: int, offset: int, index: Index) -> I
 
 
 def arrange(tensors: Mapping[str, torch.Tensor]) -> list[Stored]:
-    """Return places for `tensors`, wide elements first, so that each is aligned. Raises `CheckpointError` for a dtype
+    """Assign offsets to `tensors`, wide elements first, so that each is aligned. Raises `CheckpointError` for a dtype
     or layout that the format does not have."""
     stored, start = [], 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
@@ -121,7 +121,7 @@ def data_nbytes(stored: Iterable[Stored]) -> int:
 
 
 def header(stored: Iterable[Stored], metadata: Mapping[str, str], checks: Mapping[str, list[int]]) -> bytes:
-    """Return the file up to the data, as long whatever the values. `checks`: CRC-32 of each tensor's blocks."""
+    """Return the file up to the data; `checks`, the CRC-32 of each tensor's blocks, do not change its length."""
     own = {"hetmem.header_crc32": _NO_CHECK, "hetmem.version": VERSION, "format": "pt"}
     digits = {name: "".join(f"{check:08x}" for check in found) for name, found in checks.items()}
     table: dict[str, Any] = {"__metadata__": {**own, **metadata, "hetmem.crc32": json.dumps(digits)}}
@@ -142,7 +142,7 @@ def header(stored: Iterable[Stored], metadata: Mapping[str, str], checks: Mappin
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says it has: tensors by name, values by name, and the checks of every tensor's blocks."""
+    """The content of a file's header: tensors by name, values by name, and the CRC-32 of every tensor's blocks."""
 
     stored: dict[str, Stored]
     values: dict[str, Any]
@@ -150,11 +150,11 @@ class Header:
 
 
 def parse(text: bytes, data_nbytes: int) -> Header:
-    """Return what the header `text` (without its length) says of a file with `data_nbytes` behind it.
+    """Parse the header `text` (without its length) of a file with `data_nbytes` behind it.
 
     Raises `CheckpointError` if it is not that of a checkpoint of this version, or damaged.
     """
-    with nonsense_refused("its header is not that of a checkpoint"):
+    with malformed_refused("its header is not that of a checkpoint"):
         table = json.loads(text)
         metadata = table.pop("__metadata__", {})
         if "hetmem.version" not in metadata:
@@ -180,11 +180,11 @@ def parse(text: bytes, data_nbytes: int) -> Header:
 
 
 def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
-    """Return the tensors of a file of safetensors, by name, of any writer; of a checkpoint, those of the model.
+    """Parse the header `text` of any file of safetensors: its tensors by name; of a checkpoint, the model's alone.
 
-    Raises `CheckpointError` as `parse` does.
+    Raises `CheckpointError` if it is not such a header.
     """
-    with nonsense_refused("its header is not that of a checkpoint"):
+    with malformed_refused("its header is not that of a checkpoint"):
         table = json.loads(text)
         checkpoint = "hetmem.version" in table.pop("__metadata__", {})
         stored = _tensors(table, data_nbytes)
@@ -192,8 +192,8 @@ def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
 
 
 @contextmanager
-def nonsense_refused(what: str) -> Iterator[None]:
-    """Raise `CheckpointError` with `what` where text that was read is of other kinds than expected."""
+def malformed_refused(what: str) -> Iterator[None]:
+    """Raise `CheckpointError` with `what` if the block fails because data it reads are malformed."""
     try:
         yield
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError) as error:
@@ -204,7 +204,7 @@ def nonsense_refused(what: str) -> Iterator[None]:
 
 def _tensors(table: Mapping[str, Any], data_nbytes: int) -> dict[str, Stored]:
     stored = {name: _stored(name, entry) for name, entry in table.items()}
-    _check_places(stored.values(), data_nbytes)
+    _check_offsets(stored.values(), data_nbytes)
     return stored
 
 
@@ -232,7 +232,7 @@ def _stored(name: str, entry: dict[str, Any]) -> Stored:
     return stored
 
 
-def _check_places(stored: Iterable[Stored], data_nbytes: int) -> None:
+def _check_offsets(stored: Iterable[Stored], data_nbytes: int) -> None:
     """Raise `CheckpointError` unless every byte of the data belongs to one tensor."""
     end = 0
     for one in sorted(stored, key=lambda one: (one.start, one.nbytes)):

@@ -1,9 +1,9 @@
-"""Saves a model and an optimizer to one file, which is complete or is not there, and loads all of it, or nothing.
+"""Saves a model and an optimizer to one file, atomically, and loads all of it or nothing.
 
 Note "all or nothing": names, shapes, dtypes and sizes are compared first, then every byte is read and its checksum
-compared, and only then anything is written. What is written over is not kept, as that would cost a copy of the whole
-model: if the disk fails in the second reading, after it gave every byte in the first, or that is interrupted, the
-model is partly loaded, and the error says so.
+compared, and only then anything is overwritten. The old values are not backed up, which would take a copy of the whole
+model: if the disk fails in the second reading, after the first has succeeded, or that is interrupted, the model is
+partly loaded, and the error says so.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def save(
     """Save `model`, `optimizer` and `extra` to the file `path`, block by block, from whatever tier they are on.
 
     The file is in the format of safetensors: weights under the keys of `model.state_dict()`, so that any reader of that
-    format finds them; see docs/checkpoints.md. Host memory beyond what they take already: a few blocks of 16 MiB at
-    most. Model and optimizer may be managed or plain, and of any placement: `hetmem.load` does not care which it was.
+    format finds them; see docs/checkpoints.md. It takes a few blocks of 16 MiB of host memory at most. Model and
+    optimizer may be managed or plain, and in any placement, when they are saved and when they are loaded.
     `extra`: None, bool, int, float, complex, str, bytes, tensors, arrays and numbers of numpy, dtypes, and lists,
     tuples, sets and dicts of them, such as the `state_dict()` of a scheduler, of a second optimizer or of a scaler.
 
-    Crash-safe: the new file is written beside `path` (as `path` + ".partial"), reaches the disk, and then takes its
-    place in one step; until then the earlier checkpoint is whole, whatever happens. When this returns, the new one is
-    on the disk.
+    Crash-safe: the new file is written beside `path` (as `path` + ".partial"), synced to the disk, and then renamed to
+    `path`; until then the earlier checkpoint stays whole. When this returns, the new one is on the disk.
 
-    Raises `CheckpointError` (a ValueError) for what cannot be saved, during a forward, a backward or a half-done step,
-    and `StoreError` (an OSError, with path, offset, bytes and errno) when the disk is full or fails. The earlier file
-    is as it was then. Save between steps: another thread that trains waits meanwhile. Gradients are not saved.
+    Raises `CheckpointError` (a ValueError) for values that cannot be saved, and within a forward, a backward or an
+    unfinished step; `StoreError` (an OSError, with path, offset, bytes and errno) if the disk is full or fails. Both
+    leave the earlier file as it was. Save between steps; other threads that train with `model` wait meanwhile.
+    Gradients are not saved.
     """
     with all_of(model, "a checkpoint"):
         state, encoder = of_model(model), Encoder()
@@ -97,25 +97,26 @@ def save(
 Targets = list[tuple[Stored, torch.Tensor]]
 
 
-@torch.inference_mode(False)  # what is made here takes writes later
+@torch.inference_mode(False)  # tensors made here are written to later
 def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    """Load what `hetmem.save` wrote to `path` into `model` and `optimizer`; returns what `extra` was.
+    """Load the file that `hetmem.save` wrote to `path` into `model` and `optimizer`; return the saved `extra`.
 
-    Values are written in place, block by block, to whatever tier they belong: budget, chunk size and placement may be
-    others than when it was saved, and either may be plain where the other was managed. Training goes on with the bits
-    that it would have had without the break: weights, buffers, states, step counts, options of parameter groups and the
-    loss scale are as they were. Parameters are found by name. Without `optimizer` the one in the file is left alone.
+    Values are written in place, block by block, on whatever tier they live: budget, chunk size and placement may differ
+    from when it was saved, and a plain model's checkpoint loads into a managed one and the reverse. Training continues
+    with the same bits as without the break: weights, buffers, states, step counts, options of parameter groups and the
+    loss scale are restored. Parameters are matched by name. Without `optimizer` the one in the file is ignored.
     Host memory: a few blocks of 16 MiB, `extra`, and the states of an optimizer that is not hetmem's.
 
-    All or nothing: everything is compared first (names, shapes, dtypes, sizes, groups), and every byte that is wanted
-    is read and checked against its CRC-32, before anything is changed. So `CheckpointError` (a ValueError, which names
+    All or nothing: everything is compared first (names, shapes, dtypes, sizes, groups), and every byte to be loaded is
+    read and checked against its CRC-32, before anything is changed. So `CheckpointError` (a ValueError, which names
     the parameter) and `StoreError` (an OSError, with path, offset and bytes) leave model and optimizer as they were.
-    One case is left, as the bytes are read twice: a disk that fails only in the second reading, or an interrupt there,
-    leaves them partly loaded; the message says so, also that of the `KeyboardInterrupt`, and loading again, this or
-    another checkpoint, makes them whole.
+    The one exception: bytes are read twice, and a disk that fails only in the second reading, or an interrupt there,
+    leaves them partly loaded; the message says so, also that of the `KeyboardInterrupt`. Load again then, this or
+    another checkpoint.
 
-    No code of the file's choice runs. What `optimizer` has begun of a step (updates during backward) is given up; call
-    `optimizer.zero_grad()` if there are gradients. `CheckpointError` if another one has begun a step of `model`.
+    A file cannot run code. Updates that `optimizer` has begun (during backward) are discarded; call
+    `optimizer.zero_grad()` if there are gradients. Raises `CheckpointError` if another optimizer has begun a step of
+    `model`.
     """
     with all_of(model, "loading a checkpoint"), opened(os.fspath(path)) as source:
         with named(source.path):
@@ -139,7 +140,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
 
 
 class _Reader:
-    """The tensors of one checkpoint: read into those that there are, or into new ones."""
+    """The tensors of one checkpoint, read into existing tensors or into new ones."""
 
     def __init__(self, source: OpenFile, header: Header) -> None:
         self.source, self.header = source, header
@@ -151,13 +152,13 @@ class _Reader:
         read_tensors(self.source, stored, self.header.checks)
 
     def read(self, targets: Targets) -> None:
-        """Fill tensors, in the order of the file."""
+        """Fill `targets` in the order of the file."""
         targets = sorted(targets, key=lambda target: target[0].start)
         read_tensors(self.source, targets, self.header.checks)
 
     def tensor(self, name: str, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Make one for what is called `name`, which `fill` reads: in host memory, or in the strides and on the device
-        of a tensor like it."""
+        """Make a tensor for the stored one called `name`, for `fill` to read: in host memory, or on the device of
+        `like` and, if the shapes are equal, with its strides."""
         stored = self.header.stored[name]
         if like is not None and stored.shape == tuple(like.shape):
             made = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
@@ -168,7 +169,7 @@ class _Reader:
         return made
 
     def placeholder(self, name: str) -> Any:
-        """Return what stands for a state that has a home; numbers are made at once."""
+        """Return a tensor on `meta` that stands for a state with a home; for a number, as `tensor` does."""
         stored = self.header.stored[name]
         if not stored.shape:
             return self.tensor(name)
@@ -177,30 +178,30 @@ class _Reader:
         return placeholder
 
     def fill(self) -> None:
-        """Read all that were made."""
+        """Fill the tensors that `tensor` has made."""
         self.read(self._new)
         self._new = []
 
 
 @contextmanager
 def partly_loaded(what: str) -> Iterator[None]:
-    """Say in errors of the block that `what` ("the model is") partly loaded."""
-    told = f"{what} partly loaded now: load again, this or another checkpoint, before using it"
+    """Add to errors of the block that `what` ("the model is") partly loaded."""
+    warning = f"{what} partly loaded now: load again, this or another checkpoint, before using it"
     try:
         yield
     except StoreError as error:
-        raise StoreError(error.errno or errno.EIO, f"{error.strerror}; {told}") from error
+        raise StoreError(error.errno or errno.EIO, f"{error.strerror}; {warning}") from error
     except Exception as error:
-        raise CheckpointError(f"{str(error) or repr(error)}; {told}") from error
+        raise CheckpointError(f"{str(error) or repr(error)}; {warning}") from error
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(told) from error
+        raise KeyboardInterrupt(warning) from error
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def _match_model(state: ModelState, header: Header) -> Targets:
-    """Return where each tensor of the model's comes from. Raises `CheckpointError` that names what does not match."""
+    """Return the stored tensor for each of the model's. Raises `CheckpointError`, which names mismatches."""
     tied: dict[str, str] = header.values["tied"]
     objects = header.values["objects"]
     saved = {name for name in header.stored if not name.startswith((OPTIMIZER, EXTRA))} | {*tied, *objects}
@@ -234,8 +235,8 @@ def _differences(name: str, stored: Stored, tensor: torch.Tensor) -> Iterator[st
 
 
 def _match_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, file: _Reader) -> dict[str, int]:
-    """Return the numbers of the parameters of `optimizer` by all their names. Raises `CheckpointError` for what does
-    not match."""
+    """Return the numbers of the parameters of `optimizer` by all their names. Raises `CheckpointError` for a file that
+    does not match."""
     if "optimizer" not in file.header.values:
         raise CheckpointError(f"{file.source.path!r} was saved without an optimizer")
     saved = file.header.values["optimizer"]
@@ -273,8 +274,8 @@ def _match_groups(groups: list[dict[str, Any]], stored: list[dict[str, Any]], nu
 
 
 def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _Reader) -> Callable[[], Targets]:
-    """Read all but states that have homes. What is returned lets the optimizer have that, and returns those states,
-    which are still to be read. If this raises, nothing has changed."""
+    """Read all of the optimizer but states with homes. Return a function that loads it into `optimizer`, and returns
+    the states still to be read. If this raises, nothing has changed."""
     parameters, saved = list(parameters_of(optimizer)), file.header.values["optimizer"]
     offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
     state: dict[Any, Any] = {}
@@ -298,12 +299,12 @@ def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _R
             return []
         try:
             offloaded.forget_step()
-        except Exception:  # it could not finish what will be overwritten, and has forgotten that
+        except Exception:  # an update failed whose results are overwritten now; the second call does without it
             offloaded.forget_step()
         offloaded.load_state_dict(loaded)
         if beside is not None:
             offloaded.load_beside_states(beside)
-        shown = offloaded.state  # once: asking waits for all its updates
+        shown = offloaded.state  # read once: it waits for all updates
         return [
             (value.stored, shown[parameters[number]][key])
             for number, values in state.items()

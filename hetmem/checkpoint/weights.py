@@ -1,4 +1,4 @@
-"""Weights of other programs: files of safetensors, one or many, read straight into a model on whatever tiers it is.
+"""Loads weights of other programs: one or many files of safetensors, read straight into a model on any tiers.
 
 Names, shapes and dtypes of all files are compared before anything is written. Unlike a checkpoint such files have no
 checksums, no optimizer, and often other names, dtypes and tensors.
@@ -25,15 +25,15 @@ from hetmem.errors import CheckpointError
 
 
 class LoadedWeights(NamedTuple):
-    """What did not match, as `torch.nn.Module.load_state_dict` tells it."""
+    """The names that did not match, as `torch.nn.Module.load_state_dict` returns them."""
 
     missing_keys: list[str]
-    """Of the model, not in the files; tied ones count once."""
+    """Names of the model that the files lack; tied ones count once."""
     unexpected_keys: list[str]
-    """In the files, not of the model."""
+    """Names in the files that the model lacks."""
 
 
-@torch.inference_mode(False)  # what is made here takes writes later
+@torch.inference_mode(False)  # tensors made here are written to later
 def load_weights(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -45,19 +45,19 @@ def load_weights(
     """Load the weights of a pretrained model, in safetensors, into `model`, which may be managed.
 
     `path`: one file, an index (`….safetensors.index.json`, beside its files), or a directory with either, as Hugging
-    Face's `save_pretrained` and `snapshot_download` leave it. A model of transformers gets what its `from_pretrained`
-    would read: names that transformers declares others for, experts that are saved one by one, a base model's weights
-    for one with a head and the other way round. `rename` gets each name in the files first, and returns the model's,
-    or None for a tensor to leave out. `strict=False` loads what matches by name and returns the rest.
+    Face's `save_pretrained` and `snapshot_download` leave it. A model of transformers gets the same values as from its
+    `from_pretrained`: renamed tensors, experts saved one by one, a base model's weights for a model with a head and the
+    reverse. `rename` gets each name in the files first, and returns the model's, or None for a tensor to leave out.
+    `strict=False` loads the tensors whose names match and returns the other names.
 
-    Values go block by block to their homes: the model is never in host memory as a whole. What transformers makes of
-    several saved tensors (experts of a layer) is held in host memory beside them, one parameter at a time. Wider dtypes
-    take narrower ones exactly (bfloat16 files into float32 masters); a cast that rounds is refused unless
-    `rounding=True`. The optimizer keeps what states it has.
+    Values go block by block to their homes: the model is never in host memory as a whole. A parameter that transformers
+    merges from several saved tensors (experts of a layer) is in host memory with them, one parameter at a time. Casts
+    to wider dtypes (bfloat16 files into float32 masters) are exact; a cast that rounds is refused unless
+    `rounding=True`. The states of an optimizer stay as they are.
 
     Raises `CheckpointError` (a ValueError; names the tensors) and `StoreError` (an OSError; path, offset and bytes).
     Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later,
-    or an interrupt, leaves the model partly loaded, and the message says so. No code of a file's choice runs.
+    or an interrupt, leaves the model partly loaded, and the message says so. A file cannot run code.
     """
     with all_of(model, "loading weights"), ExitStack() as stack:
         state = of_model(model)
@@ -77,7 +77,7 @@ def load_weights(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """What the files have for a tensor of the model: a tensor as it is, or what a `conversion` makes of several."""
+    """The source of a tensor of the model: one tensor in the files, or the result of a `conversion` of several."""
 
     name: str
     shape: tuple[int, ...]
@@ -86,7 +86,8 @@ class _Made:
 
 
 def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
-    """Return what the files have, by the model's names. Raises `CheckpointError` for what nothing can be made of."""
+    """Return the sources of tensors by the model's names. Raises `CheckpointError` for two of one name, and for tensors
+    that cannot be converted."""
     plain, conversions = declared.sort(sources)
     made = {name: _Made(name, sources[key].stored.shape, [sources[key]], None) for name, key in plain.items()}
     for conversion in conversions:
@@ -101,7 +102,7 @@ def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
 
 
 def _read(targets: list[tuple[_Made, torch.Tensor]]) -> None:
-    """Fill the tensors, in the order of the files."""
+    """Fill the tensors in the order of the files."""
     files: dict[OpenFile, list[tuple[Stored, torch.Tensor]]] = {}
     converted: dict[Conversion, dict[str, torch.Tensor]] = {}
     for made, tensor in targets:
@@ -122,7 +123,7 @@ def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> 
 
 
 def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[tuple[_Made, torch.Tensor]]:
-    """Return which tensor of the model gets what. Raises `CheckpointError` that names what does not match."""
+    """Return the sources with the tensors to fill. Raises `CheckpointError`, which names mismatches."""
     problems: list[str] = []
     targets: list[tuple[_Made, torch.Tensor]] = []
     several: list[list[str]] = []
@@ -164,34 +165,35 @@ def _differences(made: _Made, tensor: torch.Tensor, rounding: bool) -> Iterator[
 
 
 def _is_exact(narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether every value of the one is a value of the other: as many digits, and as small a least one."""
+    """Return whether every value of dtype `narrow` is one of `wide`: by its precision, and its least subnormal."""
     less, more = torch.finfo(narrow), torch.finfo(wide)
     return more.eps <= less.eps and more.smallest_normal * more.eps <= less.smallest_normal * less.eps
 
 
-# ---- What Hugging Face's transformers declares about files of a model: other names, tensors that are merged or cut.
-# There is no table here: transformers itself is asked, about a model of its own only, so it is there already. What is
-# made of several tensors it makes in host memory, one conversion at a time.
+# ---- What Hugging Face's transformers declares about the files of its models: renamed, merged and split tensors.
+# The declarations are read from transformers itself, which any model of it has imported already. It merges tensors in
+# host memory, one conversion at a time.
 
 _BUFFERS = ("rotary_emb.inv_freq", "position_ids")
-"""That transformers once saved, and no longer does; it leaves them out of files for every model that has such."""
+"""Buffers that transformers saved once and ignores in files now, for every model that has them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Saved tensors that make others of the model: the first is `name`. `converter` is one of transformers'."""
+    """Saved tensors that are converted to others of the model, the first of which is `name`. `converter`: an object of
+    transformers."""
 
     name: str
     converter: Any
     model: Any
     patterns: list[str] = field(default_factory=list)
-    """Of the converter, one for each of `names`."""
+    """The converter's pattern for each of `names`."""
     names: list[str] = field(default_factory=list)
-    """Of the saved tensors, in the order in which they are merged."""
+    """The names of the saved tensors, in the order in which they are merged."""
     sources: list[Source] = field(default_factory=list)
 
     def planned(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model by name, without memory. Raises `CheckpointError` if nothing can be made."""
+        """Return the tensors of the model by name, on `meta`. Raises `CheckpointError` if the conversion fails."""
         try:
             with torch.device("meta"):
                 return self._convert([torch.empty(one.stored.shape, dtype=one.stored.dtype) for one in self.sources])
@@ -199,7 +201,7 @@ class Conversion:
             raise CheckpointError(f"{self.name} cannot be made of {shown(self.names)}: {error}") from error
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Make `targets`, by name, in host memory: as much of it as `sources` and what is made of them."""
+        """Convert the sources into `targets`, by name; takes the memory of both in host memory."""
         tensors = [torch.empty(one.stored.shape, dtype=one.stored.dtype, device="cpu") for one in self.sources]
         for source, tensor in zip(self.sources, tensors, strict=True):
             read_tensors(source.file, [(source.stored, tensor)])
@@ -213,12 +215,12 @@ class Conversion:
         for pattern, name, tensor in zip(self.patterns, self.names, tensors, strict=True):
             converter.add_tensor(self.name, name, pattern, tensor)
         made = converter.convert(self.name, model=self.model, config=self.model.config)
-        made = made[0] if isinstance(made, tuple) else made  # with the errors, which it raised, in 5.0
+        made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns errors too, and has raised them
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 class Declared:
-    """What is declared for `model`, whose state has `names`; nothing, if it is none of transformers."""
+    """The declarations of transformers for `model`, whose state has `names`; none for a model of another library."""
 
     def __init__(self, model: torch.nn.Module, names: set[str]) -> None:
         self._names = names
@@ -239,9 +241,9 @@ class Declared:
             (self._converters if converts else self._renamings).append(transform)
 
     def sort(self, sources: Mapping[str, Source]) -> tuple[dict[str, str], list[Conversion]]:
-        """Return which of `sources` are which names of the model, and what has to be converted.
+        """Return the keys of `sources` by the model's names, and the conversions of the others.
 
-        A name that the model does not have is one of the result too. Raises `CheckpointError` for two of one name.
+        Includes names that the model does not have. Raises `CheckpointError` for two keys of one name.
         """
         plain: dict[str, str] = {}
         conversions: dict[str, Conversion] = {}
@@ -256,12 +258,12 @@ class Declared:
                 raise CheckpointError(f"{plain[name]} and {key} in the files are both {name} of the model")
             else:
                 plain[name] = key
-        for name in conversions.keys() - self._names:  # which may need to see the tensor that they make
+        for name in conversions.keys() - self._names:  # a conversion may read the tensor of the model, missing here
             plain.setdefault(name, conversions.pop(name).names[0])
         return plain, list(conversions.values())
 
     def _renamed(self, key: str) -> tuple[str, Any, str]:
-        """Return the name of the model, the converter that makes it, if any does, and the pattern of that."""
+        """Return the model's name for `key`, its converter or None, and the converter's pattern that matched."""
         name, pattern = key, ""
         for renaming in self._renamings:
             name = str(renaming.rename_source_key(name)[0])
@@ -278,14 +280,14 @@ class Declared:
         return name, converter, pattern
 
     def _prefixed(self, name: str) -> str:
-        """Return `name` as a model with a head names what its base model saved, or the other way round."""
+        """Return `name` with the base model's prefix added or removed, where only that is a name of the model."""
         prefix = f"{self._prefix}."
         if self._prefix and name.startswith(prefix) and name[len(prefix) :] in self._names:
             return name[len(prefix) :]
         return prefix + name if self._prefix and prefix + name in self._names else name
 
     def wanted(self, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Return both without the names that transformers declares may be missing, or unexpected."""
+        """Return both without the names that transformers declares optional."""
         if self._model is None:
             return list(missing), list(unexpected)
         may_miss, may_be = ([*(getattr(self._model, f"_keys_to_ignore_on_load_{kind}", None) or ())] for kind in _KINDS)
@@ -301,8 +303,8 @@ _KINDS = ("missing", "unexpected")
 
 
 def _as_its_library_knows_it(model: torch.nn.Module) -> Any:
-    """Return `model`, if it is of transformers, seen as the class of transformers that it is derived from, as
-    declarations go by that class. None for any other model."""
+    """Return `model` as an instance of the class of transformers that it is derived from, as declarations are by class.
+    None for a model of another library."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None or not isinstance(model, library.PreTrainedModel):
         return None
@@ -315,5 +317,5 @@ def _as_its_library_knows_it(model: torch.nn.Module) -> Any:
 
 
 def shown(names: Sequence[str]) -> str:
-    """Return `names`, or their number and two of them."""
+    """Format `names`: one as it is, several as their number with the first and the last."""
     return names[0] if len(names) == 1 else f"{len(names)} tensors ({names[0]} … {names[-1]})"

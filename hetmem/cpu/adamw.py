@@ -6,24 +6,24 @@ The reference is `torch.optim.AdamW(fused=True)` on the CPU. Its kernel computes
     m = fma(1 - b1, g - m, m)        v = fma((1 - b2) * g, g, b2 * v)
     p = p * (1 - lr * wd) + (-lr / bc1 * m) / (sqrt(v) / sqrt(bc2) + eps)        bc = 1 - b ** step
 
-with scalars made in fp64 and rounded once. The loop in loops.py and the kernel of `hetmem.cuda` say the same. Each
-variant of them is compared with torch before it may touch real memory. Where the loop cannot be built, or torch was
-built without fma and rounds otherwise, torch's own kernel runs instead, with the same bits and more passes; where the
-device's kernel differs, the host updates.
+with scalars made in fp64 and rounded once. The loop in loops.py and the kernel of `hetmem.cuda` compute the same. Each
+variant of them is compared with torch before it may change real memory. If the loop cannot be built, or torch was built
+without fma and rounds otherwise, torch's own kernel runs instead, with the same bits and more passes; if the device's
+kernel differs, the host updates.
 
-Note "tail": torch's kernel on the host rounds v differently in the elements behind its last full vector. How many a
-vector has depends on the CPU and on how torch was built, so for the device it is found by trying.
+Note "tail": torch's kernel on the host rounds v differently in the elements behind its last full vector. The length of
+a vector depends on the CPU and on how torch was built, so for the device it is found by trying.
 
-Note "chance": states smaller than float32 (bfloat16 moments, moments of 8 bits, bfloat16 weights without a master) are
-updated in float32 and then rounded by chance: up or down with the probabilities that make the expected value exact. To
-the nearest would stop the second moment from ever falling, as b2 = 0.999 takes off a thousandth a step and bfloat16
-keeps 8 bits (a 256th): v would rest at its greatest value; a weight would lose every change below a 512th of itself,
-which is most of them; a first moment of 8 bits would rest at codes below 5.
+Note "stochastic rounding": states smaller than float32 (bfloat16 moments, moments of 8 bits, bfloat16 weights without a
+master) are updated in float32 and then rounded up or down with the probabilities that make the expected value exact.
+Rounding to nearest would keep the second moment from ever falling, as b2 = 0.999 takes off a thousandth a step and
+bfloat16 has 8 bits (a 256th): v would stay at its greatest value; a weight would lose every change below a 512th of
+itself, which is most of them; a first moment of 8 bits would stay at codes below 5.
 
-Chance is a hash of (key, step, element, which state) without any memory: the same for any number of threads, tile size
-or arrangement in chunks, and in a run that goes on from a checkpoint. `loops._mix` has Wellons's lowbias32 (2018). 8
-bits: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), with linear codes: -127 to 127 for the
-first moment, 0 to 255 for the root of the second.
+The random bits are a hash of (key, step, element, which state) without any memory: the same for any number of threads,
+tile size or arrangement in chunks, and in a run that continues from a checkpoint. `loops._mix` has Wellons's lowbias32
+(2018). 8 bits: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), with linear codes: -127 to 127
+for the first moment, 0 to 255 for the root of the second.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ COPIES = (None, *GRADIENTS)
 class AdamWStep:
     """The hyper-parameters of one update, as `torch.optim.AdamW` names them; `step` is the one being made, from 1.
 
-    Gradients count `grad_scale` times: each is widened to float32 and multiplied by float32(grad_scale) before
-    anything else. That is where an unscaling and a clip factor belong, as one number.
+    Each gradient is widened to float32 and multiplied by float32(grad_scale) before anything else: the product of an
+    unscaling and a clip factor.
     """
 
     lr: float
@@ -84,8 +84,9 @@ def adamw_tasks(
     exp_avg_sq: torch.Tensor,
     compute_copy: torch.Tensor | None = None,
 ) -> list[Task]:
-    """Update `param`, `exp_avg` and `exp_avg_sq` in place; write `param`, rounded, to `compute_copy` if given: as tasks
-    over disjoint elements, to be run once each, in any order, on any thread. They hold the memory.
+    """Return tasks that update `param`, `exp_avg` and `exp_avg_sq` in place, and write `param`, rounded, to
+    `compute_copy` if given. They cover disjoint elements, to be run once each, in any order, on any thread, and hold
+    the memory.
 
     All are 1-D, contiguous, on the CPU and of one length. The moments have the dtype of `param`; `grad` and
     `compute_copy` may have any floating dtype. float32 with gradient and copy in float32, bfloat16 or float16 runs in
@@ -104,17 +105,18 @@ def prepare_adamw(
     *,
     key: int | None = None,
 ) -> Callable[[AdamWStep], list[Task]]:
-    """Return what makes the `adamw_tasks` of these tensors for one step after the other. It holds the memory.
+    """Return a function that makes the `adamw_tasks` of these tensors for a step; call it once a step. It holds the
+    memory.
 
-    With a `key`, which is the parameter's own (of a seed and its name, say), `param` and each moment may be float32 or
-    bfloat16, and both moments in 8 bits; what is not float32 is rounded by chance: see note "chance". In 8 bits
+    With a `key` of the parameter's own (made from a seed and its number), `param` and each moment may be float32 or
+    bfloat16, and both moments in 8 bits; what is not float32 is rounded stochastically: see the note. In 8 bits
     `moments` are codes and scales of the first, then of the second. code * scale is the first moment (int8), or the
     root of the second (uint8), with a float32 scale for each GROUP_ELEMENTS. All zeros is the state before the first
     step. `compute_copy` gets the stored `param`. Equal bits on every CPU. A group of codes with an element that is not
-    finite decodes to NaN from then on. Raises `ManageError` where Numba cannot make that.
+    finite decodes to NaN from then on. Raises `ManageError` if Numba cannot compile the loop.
     """
     flats, numel = (param, grad, *moments, compute_copy), param.numel()
-    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # elements for one
+    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # per number
     check_flat(param, *(flat for flat, per in zip(flats, pers, strict=True) if per == 1))
     dtypes = tuple([None if flat is None else flat.dtype for flat in flats])
     loop: Any = _kernel(dtypes) if key is not None else _verified_loop(param.dtype, grad.dtype, dtypes[-1])
@@ -141,11 +143,11 @@ def adamw_on_device(
     exp_avg_sqs: list[torch.Tensor],
     counts: list[torch.Tensor],
 ) -> None:
-    """Update tensors of any layout, alike in one another, in one call for each dtype: the bits of
-    `torch.optim.AdamW(fused=True)` where they lie.
+    """Update tensors of any layout, alike in one another, in one call for each dtype: with the bits of
+    `torch.optim.AdamW(fused=True)` on their device.
 
     `counts`, in place of `step.step`: float32 numbers in host memory. A `grad_scale` other than 1 takes scaled copies
-    of the gradients, of about `_SCALED_BYTES` at a time, the largest first: one that has no room changes nothing.
+    of the gradients, of about `_SCALED_BYTES` at a time, the largest first: if one has no room, nothing has changed.
     """
     if params[0].device.type != "cpu":
         counts = _on_device(counts, params[0].device)
@@ -156,7 +158,7 @@ def adamw_on_device(
             _fused(step, *alike)
             continue
         parts = list(_batches(alike[0]))
-        for part in sorted(parts, key=lambda part: -sum(param.nbytes for param in alike[0][part])):  # or none has room
+        for part in sorted(parts, key=lambda part: -sum(param.nbytes for param in alike[0][part])):  # largest first
             some, given, *others = (tensors[part] for tensors in alike)
             scaled = [_scaled(grad, step).to(param.dtype) for grad, param in zip(given, some, strict=True)]
             _fused(step, some, scaled, *others)
@@ -164,14 +166,14 @@ def adamw_on_device(
 
 def _on_device(counts: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Return numbers in host memory as tensors on `device`, one for each value, which the kernel only reads. They are
-    filled there: a copy from pageable memory would wait for all that the device was asked for before."""
+    filled there: a copy from pageable memory would wait for all earlier work of the device."""
     numbers = torch.stack(counts).tolist()
     there = {number: torch.full((), number, dtype=torch.float32, device=device) for number in set(numbers)}
     return [there[number] for number in numbers]
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
-    """Cut `tensors` into runs of about `_SCALED_BYTES`."""
+    """Split `tensors` into runs of about `_SCALED_BYTES`."""
     start = nbytes = 0
     for index, tensor in enumerate(tensors):
         if nbytes >= _SCALED_BYTES:
@@ -182,14 +184,14 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
 
 
 def kernel_name() -> str:
-    """What updates float32 parameters here: "numba", or "torch" and why. Compiles the kernel if that is still due."""
+    """Return what updates float32 parameters here: "numba", or "torch" and why. Compiles the kernel if necessary."""
     loop = _verified_loop(torch.float32, torch.float32, None)
     return f"torch ({loop})" if isinstance(loop, str) else "numba"
 
 
 @lru_cache(maxsize=16)  # one step updates many tensors
 def scalars_of(step: AdamWStep) -> tuple[np.float32, ...]:
-    """The loops' scalars, each rounded to float32 where torch rounds it."""
+    """Return the loops' scalars, each rounded to float32 where torch rounds it."""
     lerp = np.float32(1 - step.beta1)
     scale = np.float32(step.grad_scale)
     return (
@@ -206,22 +208,22 @@ def scalars_of(step: AdamWStep) -> tuple[np.float32, ...]:
     )
 
 
-# ---- The choice between the two, and torch's kernel. ----
+# ---- The choice between loop and torch, and torch's kernel. ----
 
 _STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
-"""The one that is tried."""
+"""The step of trials."""
 
 
 @cache
 def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dtype | None) -> loops.Loop | str:
-    """The compiled loop for these dtypes once it has given torch's bits, or why torch's kernel must run."""
+    """Return the compiled loop for these dtypes once it has given torch's bits, or why torch's kernel must run."""
     if param != torch.float32 or grad not in GRADIENTS or compute_copy not in COPIES:
         return f"no loop for {param}, {grad}, {compute_copy}"
     return loops.verified(loops.adamw, lambda loop: _equals_torch(loop, grad, compute_copy))
 
 
 def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
-    """Whether `loop` and torch's kernel agree in every bit on a thousand elements."""
+    """Return whether `loop` and torch's kernel agree in every bit on a thousand elements."""
     angles = torch.linspace(0, 700, 1024, dtype=torch.float64, device="cpu")
     param, grad, exp_avg, exp_avg_sq = (angles.add(shift).sin().float() for shift in range(4))
     copy = None if copy_dtype is None else torch.empty_like(param, dtype=copy_dtype)
@@ -243,7 +245,7 @@ def update_by_torch(
     exp_avg_sq: torch.Tensor,
     compute_copy: torch.Tensor | None = None,
 ) -> None:
-    """The update of one tile by torch's fused kernel, on this thread alone; its casts stay in the cache."""
+    """Update one tile by torch's fused kernel, on this thread alone; its casts stay in the cache."""
     with one_torch_thread(), torch.no_grad():
         g = _scaled(grad.detach(), step).to(param.dtype)
         p, m, v = (tensor.detach() for tensor in (param, exp_avg, exp_avg_sq))
@@ -253,7 +255,7 @@ def update_by_torch(
 
 
 def _scaled(grad: torch.Tensor, step: AdamWStep) -> torch.Tensor:
-    """`grad` times `step.grad_scale`, in float32 unless it is wider."""
+    """Return `grad` times `step.grad_scale`, in float32 unless it is wider."""
     if step.grad_scale == 1.0:
         return grad
     return grad.to(torch.promote_types(grad.dtype, torch.float32)) * float(np.float32(step.grad_scale))
@@ -274,7 +276,7 @@ def _fused(
     )  # fmt: skip
 
 
-# ---- Smaller states: see note "chance". ----
+# ---- Smaller states: see note "stochastic rounding". ----
 
 GROUP_ELEMENTS = loops.GROUP
 """Elements that share a scale; groups start at a parameter's first element."""
@@ -283,7 +285,7 @@ _STATES = (torch.float32, torch.bfloat16)
 
 
 def check_numba() -> None:
-    """Raise `ManageError` where Numba is not installed."""
+    """Raise `ManageError` if Numba is not installed."""
     if importlib.util.find_spec("numba") is None:
         raise _needs_numba("it is not installed")
 
@@ -296,7 +298,7 @@ def _needs_numba(why: str) -> ManageError:
 
 
 def _keys(key: int, step: int, first: np.int64 | int) -> tuple[np.uint32, ...]:
-    """Two keys for the moments and two for the weight. The hash takes 32 bits of the index: the others are in here."""
+    """Return two keys for the moments and two for the weight, with the bits of the index beyond the hash's 32."""
     digest = hashlib.blake2b(f"{key} {step} {int(first) >> 32}".encode(), digest_size=16).digest()
     return tuple(np.frombuffer(digest, np.dtype("<u4")).astype(np.uint32))
 
@@ -307,7 +309,7 @@ _NO_KEYS = (np.uint32(0),) * 4
 @cache
 def _kernel(dtypes: tuple[torch.dtype | None, ...]) -> loops.Loop:
     """Return the loop as machine code for param, grad, moments (7 in all where they have scales) and copy of `dtypes`.
-    Raises `ManageError` where Numba cannot make it."""
+    Raises `ManageError` if Numba cannot compile it."""
     in_codes, grad, copy = len(dtypes) == 7, dtypes[1], dtypes[-1]
     for dtype in dtypes[:1] if in_codes else (dtypes[0], *dtypes[2:4]):
         assert dtype in _STATES, f"states are float32 or bfloat16, got {dtype}"
@@ -324,21 +326,21 @@ def _kernel(dtypes: tuple[torch.dtype | None, ...]) -> loops.Loop:
         raise _needs_numba(f"{type(error).__name__}: {error}") from error
 
 
-# ---- The device, as the host computes. ----
+# ---- On a device, with the bits of the host. ----
 
 Flats = tuple[torch.Tensor, ...]
-"""Of one parameter: itself, its gradient, the two moments and, if there is one, the 16-bit copy that gets it."""
+"""The flat tensors of one parameter: itself, its gradient, two moments and, if there is one, its 16-bit copy."""
 
 _SIMULATED = TorchBackend("the device is simulated")
 _WIDTHS = (16, 8, 4, 2, 1)
 _TRIED = (1024, *(31,) * 16)
-"""Elements of the tensors of a trial: whole vectors of any kind of element, and 16 times a tail."""
+"""Elements of the tensors of a trial: whole vectors of any dtype, and 16 times a tail."""
 _SAMPLE = 1 << 16
-"""In bfloat16 the two ways to round differ in one of some two thousand elements."""
+"""In bfloat16 the two ways to round differ in one of about two thousand elements."""
 
 
 def kernels_of(device: torch.device) -> Backend:
-    """What updates on `device`."""
+    """Return the backend that updates on `device`."""
     return backend() if device.type == "cuda" else _SIMULATED
 
 
@@ -351,25 +353,25 @@ def adamw_as_on_host(step: AdamWStep, flats: Flats) -> None:
 
 
 def equals_host(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
-    """Whether `adamw_as_on_host` of parameters of `dtype`, with a copy of `copy_dtype` (None: without), gives the bits
-    of torch's kernel on the host: tried once, on some 1500 elements. Where it cannot run at all it does not."""
+    """Return whether `adamw_as_on_host` of parameters of `dtype`, with a copy of `copy_dtype` (None: without), gives
+    the bits of torch's kernel on the host: tried once, on about 1500 elements. False if it cannot run at all."""
     return _width(device, dtype, copy_dtype) > 0
 
 
 @cache
 def _width(device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> int:
-    """Elements of a vector of torch's kernel on the host with which `device` computes the same; 0: with none."""
+    """Return the length of torch's vectors on the host with which `device` computes the same; 0 if there is none."""
     # In torch a vector of 16-bit elements has twice as many as one of float32.
     widths = _WIDTHS if dtype is torch.float32 else (2 * _width(device, torch.float32, None),)
     try:
         given = _trial(dtype, copy_dtype)
         return next((width for width in widths if width and _agrees(device, given, width)), 0)
-    except Exception:  # no compiler, no memory: whatever it is, the host updates
+    except Exception:  # no compiler or memory, say: the host updates
         return 0
 
 
 def _trial(dtype: torch.dtype, copy_dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """What is updated to try: ordinary elements first, then such that the two ways to round tell apart."""
+    """Return the tensors of a trial: ordinary elements first, then some for which the two ways to round differ."""
     generator = torch.Generator().manual_seed(0)
     normal = (torch.randn(_SAMPLE, generator=generator, device="cpu").to(dtype) for _ in range(4))
     param, grad, exp_avg, exp_avg_sq = normal

@@ -1,9 +1,9 @@
-"""The loops that Numba compiles, and the operations on single elements that they are made of.
+"""The loops that Numba compiles, and the operations on single elements that they call.
 
-They know flat numpy arrays; they must not know torch, hyper-parameters by name or threads.
-bfloat16 comes as uint16 and float16 as int16: the bits.
+They know flat numpy arrays; they must not know torch, hyper-parameters by name or threads. bfloat16 comes as uint16 and
+float16 as int16: the bits.
 
-A loop over elements keeps no state from one to the next, so that LLVM may take as many at once as the CPU can.
+A loop over elements keeps no state from one to the next, so that LLVM may vectorize it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import numpy as np
 Loop = Callable[..., Any]
 
 GROUP = 256
-"""Elements with one scale in `adamw_8_bit`."""
+"""Elements that share a scale in `adamw_8_bit`."""
 
 LANES = 64
 ROWS = 4
 BLOCK = ROWS * LANES
 RUN = 4096
-"""`square_sums` adds up in LANES sums, a BLOCK at a time, a RUN of blocks together. LANES and RUN as in
+"""`square_sums` sums RUN elements, a BLOCK at a time, in LANES partial sums. LANES and RUN as in
 hetmem.cuda.kernels."""
 
 _OPTIONS: Any = {"fastmath": False, "error_model": "numpy"}
-"""Of Numba. error_model: no check for x / 0, so that vectors can be used."""
+"""Options of Numba. error_model: no check for x / 0, which would prevent vectorization."""
 
 LINE_BYTES = 64
 AHEAD_BYTES = 2048
-"""How far ahead memory is asked for. Measured: 0.98 of the read bandwidth with it, 0.70 without, on one Zen 3 core."""
+"""Distance of prefetches. Measured: 0.98 of the read bandwidth with them, 0.70 without, on one Zen 3 core."""
 
 
 # ---- AdamW ----
 
 
 def element(scalars: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
-    """One element's update in float32. Scalars: see `hetmem.cpu.adamw.scalars_of`."""
+    """Compute one element's update in float32. Scalars: see `hetmem.cpu.adamw.scalars_of`."""
     scale, decay, lerp, beta2, square, bias, eps, negative_step = scalars
     g = scale * g
     m = _fma(lerp, g - m, m if lerp > 0 else g)
@@ -53,17 +53,17 @@ def element(scalars: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
 
 
 def adamw(scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any) -> None:
-    """`element` over arrays; `copy`, if not None, takes the new `param` in its own type.
+    """Update arrays by `element`; `copy`, if not None, gets the new `param` in its own type.
 
-    States are float32, or bfloat16 rounded by chance (see note "chance" of `hetmem.cpu.adamw`), for which element 0 is
-    the parameter's element `first`.
+    States are float32, or bfloat16 with stochastic rounding (see the note in `hetmem.cpu.adamw`), for which element 0
+    is the parameter's element `first`.
     """
     for i in range(param.size):
         state = _widen(param[i]), _widen(grad[i]), _widen(exp_avg[i]), _widen(exp_avg_sq[i])
         p, m, v = element(scalars, *state)
-        chance = _mix(first + i, keys[0], keys[1])
-        exp_avg[i] = _dither(m, exp_avg[i], chance)
-        exp_avg_sq[i] = _dither(v, exp_avg_sq[i], _upper(chance))
+        noise = _mix(first + i, keys[0], keys[1])
+        exp_avg[i] = _dither(m, exp_avg[i], noise)
+        exp_avg_sq[i] = _dither(v, exp_avg_sq[i], _upper(noise))
         stored = _dither(p, param[i], _mix(first + i, keys[2], keys[3]))
         param[i] = stored
         if copy is not None:
@@ -82,7 +82,7 @@ def adamw_8_bit(
     roots_scales: Any,
     copy: Any,
 ) -> None:
-    """`element` over moments in codes of 8 bits, GROUP of them to a scale; of the second moment it is the root."""
+    """Update arrays by `element`; moments are 8-bit codes, GROUP of them to a scale, the second one of its root."""
     means, deviations = np.empty(GROUP, np.float32), np.empty(GROUP, np.float32)
     for group in range(exp_avg_scales.size):
         here = slice(group * GROUP, min((group + 1) * GROUP, param.size))
@@ -90,24 +90,24 @@ def adamw_8_bit(
         mean_scale, root_scale = (
             exp_avg_scales[group],
             roots_scales[group],
-        )  # read in no loop: codes might overwrite them
+        )  # read outside loops, as codes might alias them
         for i in range(p.size):
             means[i] = np.float32(m[i]) * mean_scale
             deviations[i] = np.float32(r[i]) * root_scale
         most_mean, most_deviation = np.int32(0), np.int32(0)
         for i in range(p.size):
-            chance = _mix(first + here.start + i, keys[2], keys[3])
+            noise = _mix(first + here.start + i, keys[2], keys[3])
             new, mean, square = element(scalars, _widen(p[i]), _widen(g[i]), means[i], deviations[i] * deviations[i])
             means[i], deviations[i] = mean, math.sqrt(square)
             most_mean = max(most_mean, _magnitude(means[i]))
             most_deviation = max(most_deviation, _magnitude(deviations[i]))
-            p[i] = _dither(new, p[i], chance)
+            p[i] = _dither(new, p[i], noise)
         mean_scale, root_scale = _scale(most_mean, np.float32(127)), _scale(most_deviation, np.float32(255))
         exp_avg_scales[group], roots_scales[group] = mean_scale, root_scale
         for i in range(p.size):
-            chance = _mix(first + here.start + i, keys[0], keys[1])
-            m[i] = _code(means[i], mean_scale, chance, m[i])
-            r[i] = _code(deviations[i], root_scale, _upper(chance), r[i])
+            noise = _mix(first + here.start + i, keys[0], keys[1])
+            m[i] = _code(means[i], mean_scale, noise, m[i])
+            r[i] = _code(deviations[i], root_scale, _upper(noise), r[i])
         if copy is not None:
             c = copy[here]
             for i in range(p.size):
@@ -118,10 +118,10 @@ def adamw_8_bit(
 
 
 def square_sums(values: Any, sums: Any) -> None:
-    """The sum of squares of each RUN of `values`, widened to float32, in float64, in an order that a GPU can follow.
+    """Sum the squares of each RUN of `values`, widened to float32, in float64, in an order that a GPU can follow.
 
-    Element i goes to lane i % LANES, and the lanes are added by halves: the second to the first, and so on. So it is
-    the same sum whatever the CPU's vectors hold. A square is exact: a float32 has 24 bits, a float64 53.
+    Element i goes to lane i % LANES, and the lanes are added by halves: the second to the first, and so on. So the sum
+    does not depend on the CPU's vectors. A square is exact: a float32 has 24 bits, a float64 53.
     """
     lanes = np.empty(LANES)
     for run in range(sums.size):
@@ -139,7 +139,7 @@ def square_sums(values: Any, sums: Any) -> None:
 
 
 def _fetch_ahead(values: Any, start: Any) -> None:
-    """Have a later block brought to the cache: what the CPU fetches by itself ends with the page."""
+    """Prefetch a later block to the cache: the CPU's own prefetcher stops at the end of a page."""
     line = LINE_BYTES // values.itemsize
     for at in range(0, BLOCK, line):
         _prefetch(values, start + AHEAD_BYTES // values.itemsize + at)
@@ -155,7 +155,7 @@ def _add_squares(lanes: Any, block: Any) -> None:
 
 
 def _by_halves(numbers: Any) -> Any:
-    """Their sum; what they were is lost."""
+    """Return the sum of `numbers`, which are overwritten."""
     half = numbers.size // 2
     while half > 0:
         for i in range(half):
@@ -164,7 +164,7 @@ def _by_halves(numbers: Any) -> Any:
     return numbers[0]
 
 
-# ---- Operations on the bits of one element. Numbers are cut to 32 bits at each step, as vectors hold them. ----
+# ---- Operations on the bits of one element. Each step truncates to 32 bits, as vectors hold them. ----
 
 
 def _widen_bfloat16(x: Any) -> Any:
@@ -172,7 +172,7 @@ def _widen_bfloat16(x: Any) -> Any:
 
 
 def _round_bfloat16(x: Any, like: Any) -> Any:
-    """To nearest, ties to even; a NaN stays one."""
+    """Round to nearest, ties to even; a NaN stays one."""
     bits = np.float32(x).view(np.uint32)
     odd = np.uint32(bits >> np.uint32(16)) & np.uint32(1)
     rounded = np.uint32(np.uint32(bits + odd) + np.uint32(0x7FFF)) >> np.uint32(16)
@@ -180,9 +180,8 @@ def _round_bfloat16(x: Any, like: Any) -> Any:
 
 
 def _mix(index: Any, key: Any, other_key: Any) -> Any:
-    """32 bits of chance that depend on nothing but an index and two keys: a mixer after Wellons's lowbias32, with a
-    second key between its two multiplications. With one key only, the numbers of two keys would be one sequence seen
-    from two places."""
+    """Return 32 random bits that depend only on an index and two keys: a mixer after Wellons's lowbias32, with a second
+    key between its two multiplications. With one key, the numbers of two keys would be one sequence at two offsets."""
     x = np.uint32(np.uint32(index) + key)
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * np.uint32(0x7FEB352D))
     x = np.uint32(x ^ other_key)
@@ -190,84 +189,83 @@ def _mix(index: Any, key: Any, other_key: Any) -> Any:
     return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
 
 
-def _upper(chance: Any) -> Any:
-    """The upper 16 bits of a uint32 as the lower ones."""
-    return np.uint32(chance >> np.uint32(16))
+def _upper(noise: Any) -> Any:
+    """Return the upper 16 bits of a uint32 as the lower ones."""
+    return np.uint32(noise >> np.uint32(16))
 
 
-def _dither_bfloat16(x: Any, like: Any, chance: Any) -> Any:
-    """To the farther neighbour with the probability of the nearness to it: 16 bits of `chance` are added below the last
-    bit kept. An infinity has none there that could carry."""
-    bits = np.uint32(np.float32(x).view(np.uint32) + np.uint32(chance & np.uint32(0xFFFF)))
+def _dither_bfloat16(x: Any, like: Any, noise: Any) -> Any:
+    """Round stochastically, to the farther neighbour with the probability of its nearness: 16 random bits are added
+    below the last bit kept. An infinity has none there that could carry."""
+    bits = np.uint32(np.float32(x).view(np.uint32) + np.uint32(noise & np.uint32(0xFFFF)))
     return np.uint16(bits >> np.uint32(16)) if x == x else np.uint16(0x7FC0)
 
 
 def _magnitude(x: Any) -> Any:
-    """|x| of a float32 as int32 bits, which have the order of the numbers; infinities and NaNs are above all."""
+    """Return |x| of a float32 as int32 bits, which have the order of the numbers; infinities and NaNs are above all."""
     return np.int32(np.float32(x).view(np.int32) & np.int32(0x7FFF_FFFF))
 
 
 def _scale(magnitude: Any, largest: Any) -> Any:
-    """The float32 of these bits / `largest`; NaN if it is not finite."""
+    """Return the float32 of these bits / `largest`; NaN if it is not finite."""
     finite = magnitude < np.int32(0xFF << 23)
     return np.int32(magnitude).view(np.float32) / largest if finite else np.float32(np.nan)
 
 
-def _code_int8(x: Any, scale: Any, chance: Any, like: Any) -> Any:
-    return np.int8(_coded(x, scale, chance, np.float32(-127), np.float32(127)))
+def _code_int8(x: Any, scale: Any, noise: Any, like: Any) -> Any:
+    return np.int8(_coded(x, scale, noise, np.float32(-127), np.float32(127)))
 
 
-def _code_uint8(x: Any, scale: Any, chance: Any, like: Any) -> Any:
-    """A number above 0 is not 0."""
-    return np.uint8(_coded(x, scale, chance, np.float32(1) if x > 0 else np.float32(0), np.float32(255)))
+def _code_uint8(x: Any, scale: Any, noise: Any, like: Any) -> Any:
+    """Return the code of x, which is not 0 if x is above 0."""
+    return np.uint8(_coded(x, scale, noise, np.float32(1) if x > 0 else np.float32(0), np.float32(255)))
 
 
-def _coded(x: Any, scale: Any, chance: Any, least: Any, most: Any) -> Any:
-    """x / scale + 16 bits of `chance` as a fraction, rounded down and within limits; 0 where the scale is 0 or NaN."""
-    fraction = np.float32(np.int32(chance & np.uint32(0xFFFF))) * np.float32(2.0**-16)
+def _coded(x: Any, scale: Any, noise: Any, least: Any, most: Any) -> Any:
+    """Return x / scale + 16 random bits as a fraction, rounded down and clamped; 0 if the scale is 0 or NaN."""
+    fraction = np.float32(np.int32(noise & np.uint32(0xFFFF))) * np.float32(2.0**-16)
     code = np.floor(x / scale + fraction)
     code = code if code < most else most
     code = code if code > least else least
     return np.int32(code if scale > 0 else np.float32(0))
 
 
-# ---- Operations by the types of their arguments, for compiled code alone: `_teach_numba` says what they are. ----
+# ---- Operations by the types of their arguments, in compiled code only: `_teach_numba` defines them. ----
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c in float32 or float64, rounded once."""
+    """Return a * b + c in float32 or float64, rounded once."""
     raise NotImplementedError
 
 
 def _widen(x: Any) -> Any:
-    """A float32 as it is, or the bits of a bfloat16 (uint16) or float16 (int16) as a float32."""
+    """Return a float32 as it is, or the bits of a bfloat16 (uint16) or float16 (int16) as a float32."""
     raise NotImplementedError
 
 
 def _narrow(x: Any, like: Any) -> Any:
-    """A float32 rounded to the type of `like`, of which no more is used: to nearest, ties to even; a NaN stays one."""
+    """Round a float32 to the type of `like`, whose value is not used: to nearest, ties to even; a NaN stays one."""
     raise NotImplementedError
 
 
-def _dither(x: Any, like: Any, chance: Any) -> Any:
-    """A float32 rounded by chance to bfloat16, or as it is, as `like` is."""
+def _dither(x: Any, like: Any, noise: Any) -> Any:
+    """Round a float32 stochastically to bfloat16, or return it as it is, by the type of `like`."""
     raise NotImplementedError
 
 
-def _code(x: Any, scale: Any, chance: Any, like: Any) -> Any:
-    """`_coded` in the type of `like`, int8 or uint8."""
+def _code(x: Any, scale: Any, noise: Any, like: Any) -> Any:
+    """Return `_coded` in the type of `like`, int8 or uint8."""
     raise NotImplementedError
 
 
 def _prefetch(array: Any, index: Any) -> None:
-    """Have the element brought to the cache. It may lie beyond the end: nothing is read or written."""
+    """Prefetch the element to the cache. It may lie beyond the end: nothing is read or written."""
     raise NotImplementedError
 
 
 @cache
 def _teach_numba() -> None:
-    """Give Numba the signatures of the operations above and what they are, in Python or LLVM's terms, and leave to
-    inline what loops call."""
+    """Register with Numba the operations above, in Python or LLVM's terms, and let it inline what loops call."""
     from llvmlite import ir
     from numba import types
     from numba.extending import lower_builtin, register_jitable, type_callable
@@ -303,8 +301,8 @@ def _teach_numba() -> None:
     type_callable(_fma)(lambda context: lambda a, b, c: c)
     type_callable(_widen)(lambda context: lambda x: f32)
     type_callable(_narrow)(lambda context: lambda x, like: like)
-    type_callable(_dither)(lambda context: lambda x, like, chance: like)
-    type_callable(_code)(lambda context: lambda x, scale, chance, like: like)
+    type_callable(_dither)(lambda context: lambda x, like, noise: like)
+    type_callable(_code)(lambda context: lambda x, scale, noise, like: like)
     type_callable(_prefetch)(lambda context: lambda array, index: types.void)
     for operation, operands, lower in (
         (_fma, (f32, f32, f32), fma),
@@ -331,8 +329,8 @@ def _teach_numba() -> None:
 
 @cache
 def _need_float16() -> None:
-    """Raise NotImplementedError, so that torch does the work, where code is made for CPUs that do not cast to and from
-    float16: LLVM's casts become calls of library functions there, which nothing links."""
+    """Raise NotImplementedError, so that torch does the work, for CPUs without casts to and from float16: there LLVM's
+    casts become calls of library functions, which are not linked."""
     from llvmlite.binding import get_host_cpu_features
     from numba import config
 
@@ -346,8 +344,8 @@ _lock = threading.Lock()
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """One thread compiles at a time. Says on stderr what is going on if it takes over a second, as Numba's import and
-    the reading of what is kept may too."""
+    """Let one thread compile at a time. Prints a line to stderr if that takes over a second, as may Numba's import and
+    reading its cache."""
     with _lock:
         line = ["hetmem: preparing the host optimizer (it is compiled the first time, and kept) …"]
         timer = threading.Timer(1.0, print, line, {"file": sys.stderr, "flush": True})
@@ -360,7 +358,8 @@ def compiling() -> Iterator[None]:
 
 
 def compile_loop(loop: Loop) -> Loop:
-    """`loop` as machine code, compiled for each kind of arguments when first called with it, and kept on disk.
+    """Return `loop` as machine code, compiled for each combination of types when first called with it, and cached on
+    disk.
 
     Raises whatever Numba raises; ImportError without it.
     """
@@ -375,8 +374,8 @@ def compile_loop(loop: Loop) -> Loop:
 
 
 def verified(loop: Loop, gives_torchs_bits: Callable[[Loop], bool]) -> Loop | str:
-    """Return `loop` compiled, once it `gives_torchs_bits`, or why torch must do its work: with the same bits, whatever
-    Numba raises."""
+    """Return `loop` compiled, if it `gives_torchs_bits`, else the reason why torch must do its work, with the same
+    bits."""
     try:
         with compiling():
             compiled = compile_loop(loop)

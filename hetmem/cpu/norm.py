@@ -1,12 +1,12 @@
-"""The pass that sums up the squares of gradients.
+"""The pass that sums the squares of gradients.
 
 It knows flat tensors and tasks; it must not know what the results are for.
 
-Squares are summed up in float64 in one fixed order, run by run (`loops.square_sums`) and tile by tile, and the tiles'
-sums are added exactly and rounded once (Shewchuk's `math.fsum`). So the result depends neither on threads nor on the
-CPU's vectors nor on the order of the gradients, nor on whether the host or a GPU sums them up; `sum` would depend on
-the version of Python too. Squares of 24-bit numbers are exact in float64 and 2**500 of the greatest would not overflow:
-the sum is infinite or NaN if and only if an element is.
+Squares are summed in float64 in one fixed order, run by run (`loops.square_sums`) and tile by tile, and the tiles' sums
+are added exactly and rounded once (Shewchuk's `math.fsum`). So the result depends neither on threads, nor on the CPU's
+vectors, nor on the order of the gradients, nor on whether the host or a GPU sums; `sum` would depend on the version of
+Python too. Squares of 24-bit numbers are exact in float64 and 2**500 of the greatest would not overflow: the sum is
+infinite or NaN if and only if an element is.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ _RUNS = TILE_ELEMENTS // RUN_ELEMENTS
 
 
 def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], torch.Tensor]:
-    """Tasks that sum up one tile each, and the float64 tensor that they write to: one number for each run.
+    """Return tasks that sum one tile each, and the float64 tensor that they write to: one number for each run.
 
     `grad` is flat, and in float32, bfloat16 or float16; in float64 the sum of squares may overflow. The tasks may run
-    in any order on any thread, and hold the memory; `total` of the tensor is the sum once all have run. A GPU sums up
-    at once, on its current stream, and leaves no tasks. The sums belong to the tensor: parts of it summed apart may
-    differ in the last bit.
+    in any order on any thread, and hold the memory; `total` of the tensor is the sum once all have run. A GPU sums at
+    once, on its current stream, and leaves no tasks. Parts of the tensor summed apart may differ in the last bit.
     """
     grad = grad.detach()
     sums = torch.empty(-(-grad.numel() // RUN_ELEMENTS), dtype=torch.float64, device=grad.device)
@@ -52,24 +51,24 @@ def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], torch.Tensor]:
 
 
 def total(sums: Iterable[torch.Tensor]) -> float:
-    """The sum of all tensors that were summed up; inf or NaN if one of their elements is. One wait for all on a GPU."""
+    """Return the sum of all results in `sums`; inf or NaN if an element of a gradient is. Waits for a GPU once."""
     given = sorted(sums, key=lambda one: one.is_cpu)
-    there = [one for one in given if not one.is_cpu]
-    arrived = torch.cat(there).cpu().split([one.numel() for one in there]) if there else ()
-    numbers = sums_of_tiles([*arrived, *given[len(there) :]])
-    finite = all(map(math.isfinite, numbers))  # fsum refuses some of the others
+    on_device = [one for one in given if not one.is_cpu]
+    arrived = torch.cat(on_device).cpu().split([one.numel() for one in on_device]) if on_device else ()
+    numbers = sums_of_tiles([*arrived, *given[len(on_device) :]])
+    finite = all(map(math.isfinite, numbers))  # fsum raises for some infinite sums
     return math.fsum(numbers) if finite else max(numbers, key=lambda number: (math.isnan(number), number))
 
 
 def sums_of_tiles(sums: Iterable[torch.Tensor]) -> list[float]:
-    """The sum of each tile of tensors in host memory whose runs were summed up to `sums`."""
+    """Return the sum of each tile of tensors in host memory whose runs have the `sums`."""
     padded = [part for runs in sums for part in (runs, runs.new_zeros(-runs.numel() % _RUNS))]
     return by_halves(torch.cat(padded).view(-1, _RUNS)).tolist() if padded else []
 
 
 @cache
 def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
-    """The compiled loop for gradients of this dtype once it has given torch's bits, or why torch must do it."""
+    """Return the compiled loop for gradients of this dtype once it has given torch's bits, or why torch must do it."""
     if grad not in _LOOPED:
         return f"no loop for {grad}"
     values = torch.linspace(0, 700, 5500, dtype=torch.float64, device="cpu").sin().to(grad)
@@ -84,6 +83,6 @@ def _verified_loop(grad: torch.dtype) -> loops.Loop | str:
 
 
 def _by_torch(values: torch.Tensor, sums: torch.Tensor) -> None:
-    """`loops.square_sums` of one tile by torch, with the same bits."""
+    """Compute `loops.square_sums` of one tile in torch, with the same bits."""
     with one_torch_thread():
         sums.copy_(torch_square_sums(values))

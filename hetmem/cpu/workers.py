@@ -1,7 +1,7 @@
 """A small thread pool, and the tiles of host updates that it runs: flat tensors as numpy arrays, one thread for torch.
 
-It must not know what a kernel computes: a task is any callable. Tasks run in parallel only as far as they
-release the GIL, as the compiled kernels do.
+It must not know what a kernel computes: a task is any callable. Tasks run in parallel only as far as they release the
+GIL, as the compiled kernels do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetmem.base.threads import Threads
 from hetmem.base.units import round_down
 
 TILE_ELEMENTS = 512 * 1024
-"""Elements of one task: a few hundred microseconds, and what torch's kernels leave in the cache between two passes."""
+"""Elements of one task: a few hundred microseconds, and few enough to stay in the cache between torch's passes."""
 
 Array = np.ndarray[Any, Any]
 Task = Callable[[], None]
@@ -39,19 +39,19 @@ def check_flat(first: torch.Tensor, *others: torch.Tensor | None) -> None:
 
 
 def tiles_of(numel: int) -> list[slice]:
-    """`numel` elements in slices of TILE_ELEMENTS."""
+    """Split `numel` elements into slices of TILE_ELEMENTS."""
     return [slice(start, min(start + TILE_ELEMENTS, numel)) for start in range(0, numel, TILE_ELEMENTS)]
 
 
 def runs_of(numel: int) -> list[slice]:
-    """`numel` elements in some 16 slices, of TILE_ELEMENTS at least and 8 times that at most: for loops that make one
-    pass, which the cache does not bind. Each is one task, which takes the interpreter's lock once."""
+    """Split `numel` elements into about 16 slices, of TILE_ELEMENTS at least and 8 times that at most, for loops of one
+    pass, which need no cache. Each is one task, which acquires the GIL once."""
     size = min(max(TILE_ELEMENTS, round_down(numel // 16, TILE_ELEMENTS)), 8 * TILE_ELEMENTS)
     return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 def cut(whole: Sequence[Any], part: slice, pers: Sequence[int]) -> list[Any]:
-    """The elements in `part` of each tensor or array, one of which stands for `per` elements; None stays None."""
+    """Return the elements in `part` of each tensor or array, whose items stand for `per` elements; None stays None."""
     return [
         None if memory is None else memory[part.start // per : -(-part.stop // per)]
         for memory, per in zip(whole, pers, strict=True)
@@ -59,7 +59,7 @@ def cut(whole: Sequence[Any], part: slice, pers: Sequence[int]) -> list[Any]:
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """The memory of `tensor` as the loops see it: a bfloat16 as uint16, a float16 as int16."""
+    """Return the memory of `tensor` as the loops see it: bfloat16 as uint16, float16 as int16."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     dtype = tensor.dtype
@@ -74,8 +74,8 @@ def as_array(tensor: torch.Tensor) -> Array:
 def one_torch_thread() -> Iterator[None]:
     """Let torch's operators use no thread but this one.
 
-    `torch.set_num_threads` is for the whole process: threads that start later (autograd's, say) take over the number.
-    OpenMP's own setting belongs to the calling thread, and torch asks for it whenever it shares out work.
+    `torch.set_num_threads` is for the whole process: threads that start later (autograd's, say) inherit the number.
+    OpenMP's own setting belongs to the calling thread, and torch reads it whenever it splits work.
     """
     threads = torch.get_num_threads()  # also lets torch set up this thread, which would undo the next line later
     _set_openmp_threads()(1)
@@ -87,7 +87,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @cache
 def _set_openmp_threads() -> Callable[[int], object]:
-    """`omp_set_num_threads` of the OpenMP that torch has loaded; nothing where torch was built without one."""
+    """Return `omp_set_num_threads` of torch's OpenMP, or a function without effect if torch was built without one."""
     try:
         setter = ctypes.CDLL(None).omp_set_num_threads
     except (AttributeError, OSError):
@@ -98,21 +98,21 @@ def _set_openmp_threads() -> Callable[[int], object]:
 
 
 def usable_cores(cores: Collection[int] = ()) -> int:
-    """Physical cores of this machine, at most the ones that this process may run on (and `cores`); at least 1."""
-    import psutil  # here: it costs a quarter of what `import hetmem` may take
+    """Return how many physical cores this process may use, of `cores` if given; at least 1."""
+    import psutil  # imported late: it takes a quarter of the time allowed for `import hetmem`
 
     allowed = len(_allowed(cores))
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
 
 def _allowed(cores: Collection[int]) -> set[int]:
-    """The CPUs that this process may run on, of `cores` if it may use any."""
+    """Return the CPUs that this process may run on, of `cores` if it may use any."""
     all_allowed = os.sched_getaffinity(0)
     return all_allowed.intersection(cores) or all_allowed
 
 
 class Batch:
-    """Tasks under way, handed out one by one to whichever threads drain it."""
+    """Tasks under way, handed out one by one to the threads that drain it."""
 
     def __init__(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> None:
         self._tasks: Iterator[Task] = iter(tasks)
@@ -125,7 +125,7 @@ class Batch:
         self.done = False
         """Whether every task has ended, with an error or without."""
         self.error: BaseException | None = None
-        """The first one so far."""
+        """The first error so far."""
         self.ended = 0.0  # in seconds of `time.perf_counter`
         if not tasks:
             self._end()
@@ -143,11 +143,11 @@ class Batch:
 
     @property
     def all_begun(self) -> bool:
-        """Whether none is left to start."""
+        """Whether every task has been started."""
         return self._begun >= self.tasks
 
     def drain(self) -> None:
-        """Run tasks until none is left to start; others may still be running elsewhere."""
+        """Run tasks until none is left to start; other threads may still be running some."""
         while self.run_one():
             pass
 
@@ -163,7 +163,7 @@ class Batch:
             task()
         except BaseException as caught:  # `join` raises it, whatever it is
             error = caught
-        del task  # before it counts: after the end its memory must be free
+        del task  # first: its memory must be free when the batch has ended
         with self._lock:
             self.error = self.error or error
             self._unfinished -= 1
@@ -175,25 +175,25 @@ class Batch:
     def _end(self) -> None:
         after, self._after = self._after, None
         self.ended = time.perf_counter()
-        self.done = True  # first: what `after` wakes must find the batch done
+        self.done = True  # before `after` wakes a thread that checks it
         self._unended.release()
         if after is not None:
             try:
                 after()
-            except BaseException as error:  # a worker must live on
+            except BaseException as error:  # a worker must not end
                 self.error = self.error or error
 
 
 def _drain(batch: Batch, more: int, submit: Callable[[Task], None]) -> None:
-    """Run tasks of `batch`, once the next of as many `more` workers is woken: the thread that begins a batch, and
-    launches kernels, pays for one wake alone."""
+    """Run tasks of `batch`, after waking the next of `more` workers: so the thread that begins a batch, and launches
+    kernels, wakes only one."""
     if more and not batch.all_begun:
         submit(partial(_drain, batch, more - 1, submit))
     batch.drain()
 
 
 def _bind_this_thread(cores: Collection[int]) -> None:
-    """Keep this thread on `cores`, as far as the process may use them. Unbound it works as well, only slower."""
+    """Bind this thread to `cores`, as far as the process may use them. If that fails the thread is only slower."""
     with suppress(OSError, ValueError):
         if cores:
             os.sched_setaffinity(0, _allowed(cores))
@@ -202,10 +202,10 @@ def _bind_this_thread(cores: Collection[int]) -> None:
 class WorkerPool:
     """Runs the tasks of a batch on `threads` threads, the calling one included.
 
-    `threads=None` takes `usable_cores(cores)`. Workers bind to `cores` (numbers of CPUs, those near the memory, say)
-    where that is possible. They start with the first batch that can use them; the interpreter's exit waits for batches
-    under way. Who runs or joins a batch works too and needs no worker to finish it, therefore `run` may
-    be called from several threads, from a task, after `close`, or in a forked child.
+    `threads=None` takes `usable_cores(cores)`. Workers bind to `cores` (numbers of CPUs, such as those near the memory)
+    if possible. They start with the first batch that can use them; the interpreter's exit waits for batches under way.
+    A thread that runs or joins a batch works on it too, and needs no worker to finish it; so `run` may be called from
+    several threads, from a task, after `close`, or in a forked child.
     """
 
     def __init__(self, threads: int | None = None, cores: Collection[int] | None = None) -> None:
@@ -229,30 +229,30 @@ class WorkerPool:
         batch.join()
 
     def begin(self, tasks: Sequence[Task], after: Callable[[], None] | None = None) -> Batch:
-        """`run` that returns at once. Batches start in the order in which they were begun.
+        """Begin to run `tasks` and return at once. Batches start in the order in which they were begun.
 
-        The caller goes on with something else, so all but one of `threads` work, and at least one. `after` is called
-        once when the batch is done, on the thread that ended it (the caller's if there are no tasks); it must be short
-        and must not raise: its error is the batch's if no task failed, for those who join later.
+        The calling thread does not work on it, so all but one of `threads` do, and at least one. `after` is called once
+        when the batch is done, on the thread that ended it (the caller's if there are no tasks); it must be short and
+        must not raise: its error becomes the batch's if no task failed, for later joins.
         """
         batch = Batch(tasks, after)
         self._share(batch, min(max(1, self.threads - 1), len(tasks)))
-        if not self._workers:  # no thread could be started: no other thread would run them
+        if not self._workers:  # no thread could be started
             batch.drain()
         return batch
 
     def close(self) -> None:
-        """Finish what was begun and join the workers. Call it when no `run` is under way; a later one starts anew, also
-        where an interrupt has ended the wait: then the workers end by themselves."""
+        """Finish all batches and join the workers. Call it when no `run` is under way; a later one starts new workers.
+        If an interrupt ends the wait, the workers end by themselves."""
         with self._lock:
-            workers, self._workers = self._workers, self._new_workers()  # before all that an interrupt may end
+            workers, self._workers = self._workers, self._new_workers()  # before an interrupt may come
             workers.stop()
             workers.join()
 
     def _share(self, batch: Batch, helpers: int) -> None:
         if helpers > 0:
             if not self._workers:
-                with self._lock, suppress(RuntimeError):  # a limit of threads: `join` does the work
+                with self._lock, suppress(RuntimeError):  # at the limit of threads `join` does the work
                     self._workers.start()
             if self._workers:
                 self._workers.submit(partial(_drain, batch, helpers - 1, self._workers.submit))

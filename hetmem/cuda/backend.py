@@ -1,6 +1,6 @@
-"""Where the kernels run: CuPy on a GPU, or torch in their stead, and which of the two is here and why.
+"""Chooses where the kernels run, CuPy on a GPU or torch in their place, and says why.
 
-It compiles, keeps and launches kernels by name, and has what their launchers share; it does not know what any of them
+It compiles, caches and launches kernels by name, with the checks that launchers share; it does not know what a kernel
 computes.
 """
 
@@ -21,22 +21,22 @@ from hetmem.base.config import kernel_cache_directory
 from hetmem.base.whole_files import write_whole
 
 THREADS = 256
-"""Threads of every block; floats.cuh says the same."""
+"""Threads of every block; as in floats.cuh."""
 
 GROUP_ELEMENTS = 8
-"""Elements a thread handles at a time; floats.cuh says the same."""
+"""Elements a thread handles at a time; as in floats.cuh."""
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""The dtypes of the kernels, by the name that floats.cuh gives them."""
+"""The dtypes of the kernels and their names in floats.cuh."""
 
 MOST_BLOCKS = 2048
-"""Eight blocks of 256 threads are what a multiprocessor holds: enough for 256 of them."""
+"""A multiprocessor holds eight blocks of 256 threads: enough for 256 multiprocessors."""
 
 HEADERS = ("floats.cuh",)
 OPTIONS = (
     "--std=c++17",
-    "-ftz=false",  # subnormals count
-    "-fmad=false",  # a product is rounded before it is added to, unless __fmaf_rn says otherwise
+    "-ftz=false",  # keep subnormals
+    "-fmad=false",  # no contraction: only __fmaf_rn fuses
     "-prec-div=true",
     "-prec-sqrt=true",
 )
@@ -44,14 +44,14 @@ _SOURCES = Path(__file__).parent
 
 
 class Backend(Protocol):
-    """What a launcher needs. `native` is False where nothing can be launched and torch must do the work."""
+    """Launches kernels. `native` is False if nothing can be launched and torch must do the work."""
 
     name: str
     reason: str
     native: bool
 
     def address(self, tensor: torch.Tensor, what: str) -> np.uint64:
-        """Where the device finds the tensor's memory. Raises ValueError if it cannot reach it."""
+        """Return the device address of the tensor's memory. Raises ValueError if the device cannot reach it."""
 
     def launch(
         self, source: str, kernel: str, blocks: int, arguments: Sequence[np.generic], stream: torch.cuda.Stream | None
@@ -60,19 +60,19 @@ class Backend(Protocol):
 
 
 def blocks_for(threads: int) -> int:
-    """Return the grid for work of so many `threads`, at most what any device can hold at once."""
+    """Return the grid size for work of so many `threads`, at most what any device can hold at once."""
     return min(-(-threads // THREADS), MOST_BLOCKS)
 
 
 def stream_for(stream: torch.cuda.Stream | None, *tensors: torch.Tensor) -> torch.cuda.Stream | None:
-    """`stream`, or else the one that is current on the GPU of the first of `tensors` that lies on any: it need not be
-    the current GPU, where a kernel would find nothing at these addresses. None if all are in host memory."""
+    """Return `stream`, or the current stream of the GPU of the first of `tensors` that is on one: that need not be the
+    current GPU, whose kernels could not reach these addresses. None if all are in host memory."""
     device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
     return stream if stream is not None or device is None else torch.cuda.current_stream(device)
 
 
 def check_flat(tensor: torch.Tensor, what: str, dtypes: Collection[torch.dtype], numel: int) -> None:
-    """Refuse anything but contiguous memory of one of `dtypes` with at least `numel` elements, by a ValueError."""
+    """Raise ValueError for anything but contiguous memory of one of `dtypes` with at least `numel` elements."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{what}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if not tensor.is_contiguous():
@@ -82,7 +82,7 @@ def check_flat(tensor: torch.Tensor, what: str, dtypes: Collection[torch.dtype],
 
 
 class TorchBackend:
-    """No kernels here: the launchers call the torch reference, which gives the same results more slowly."""
+    """Has no kernels: the launchers call the torch reference, which gives the same results more slowly."""
 
     name = "torch"
     native = False
@@ -101,7 +101,7 @@ class TorchBackend:
 
 
 class CupyBackend:
-    """Kernels compiled by NVRTC at first use, kept in `cache_directory`, loaded and launched by CuPy.
+    """Launches by CuPy the kernels that NVRTC compiles at first use and `cache_directory` keeps.
 
     A launch allocates nothing and never waits for the device. May be used from several threads.
     """
@@ -130,12 +130,12 @@ class CupyBackend:
     ) -> None:
         stream = torch.cuda.current_stream() if stream is None else stream
         device = stream.device.index
-        there = nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device)
-        with there, self._external(stream, device):
+        on_device = nullcontext() if device == torch.cuda.current_device() else torch.cuda.device(device)
+        with on_device, self._external(stream, device):
             self._kernel(device, source, kernel)((blocks,), (THREADS,), tuple(arguments))
 
     def works(self, device: str = "cuda") -> bool:
-        """Whether a kernel gets through compiler, driver and device, and gives the right bits. Waits for it."""
+        """Return whether a kernel compiles, runs and gives the right bits. Waits for it."""
         numbers = torch.linspace(-4, 4, 2 * THREADS + 1, dtype=torch.float32, device=device)
         rounded = torch.zeros_like(numbers, dtype=torch.bfloat16)
         arguments = (np.int64(numbers.numel()), *(np.uint64(x.data_ptr()) for x in (numbers, rounded)))
@@ -143,7 +143,7 @@ class CupyBackend:
         return torch.equal(rounded, numbers.bfloat16())
 
     def _external(self, stream: torch.cuda.Stream, device: int) -> Any:
-        """The torch stream as CuPy knows it: one for each handle, which is all that it goes by."""
+        """Return CuPy's object for a torch stream, one for each handle."""
         key = stream.cuda_stream, device
         found = self._streams.get(key)
         if found is None:
@@ -168,17 +168,17 @@ class CupyBackend:
 
 
 def compiled(source: str, capability: int, cache_directory: Path | None) -> bytes:
-    """Return the machine code of `source` for a device of that compute capability (90 is 9.0): what an earlier process
-    left in `cache_directory`, if text, options and compiler are the same; else it is compiled, and kept there if that
-    can be written."""
+    """Return the machine code of `source` for a device of that compute capability (90 is 9.0): from `cache_directory`,
+    if an earlier process compiled the same text with the same options and compiler; else it is compiled, and cached
+    there if that is writable."""
     nvrtc, texts = _compiler(), [(_SOURCES / name).read_text(encoding="utf-8") for name in (source, *HEADERS)]
     architecture = _target(capability, nvrtc)
     identity = repr((texts, architecture, OPTIONS, nvrtc.getVersion()))
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    kept = None if cache_directory is None else cache_directory / f"{Path(source).stem}-{architecture}-{digest}.bin"
-    if kept is not None:
+    cached = None if cache_directory is None else cache_directory / f"{Path(source).stem}-{architecture}-{digest}.bin"
+    if cached is not None:
         with suppress(OSError):
-            return kept.read_bytes()
+            return cached.read_bytes()
     program = nvrtc.createProgram(
         texts[0], source, [text.encode() for text in texts[1:]], list(map(str.encode, HEADERS))
     )
@@ -187,23 +187,23 @@ def compiled(source: str, capability: int, cache_directory: Path | None) -> byte
         code: bytes = (nvrtc.getPTX if architecture.startswith("compute_") else nvrtc.getCUBIN)(program)
     finally:
         nvrtc.destroyProgram(program)
-    if kept is not None:
-        with suppress(OSError):  # it is compiled again, by the next process
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, code)
+    if cached is not None:
+        with suppress(OSError):  # the next process will compile it again
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(cached, code)
     return code
 
 
 def _compiler() -> Any:
-    """Return NVRTC as CuPy binds it, which takes neither a driver nor a GPU. `cupy.RawModule` compiles too, but appends
-    `-ftz=true` to whatever options it is given, and subnormals would be lost."""
+    """Return CuPy's binding of NVRTC, which needs neither a driver nor a GPU. `cupy.RawModule` compiles too, but
+    appends `-ftz=true` to all options, which would flush subnormals."""
     from cupy.cuda import nvrtc
 
     return nvrtc
 
 
 def _target(capability: int, nvrtc: Any) -> str:
-    """What to compile for: the device's own architecture, or the newest one known as PTX, which drivers finish."""
+    """Return the device's own architecture, or the newest known one as PTX, which drivers compile further."""
     known = sorted(nvrtc.getSupportedArchs())
     older = [number for number in known if number <= capability]
     if not older:
@@ -213,23 +213,23 @@ def _target(capability: int, nvrtc: Any) -> str:
 
 @cache
 def backend() -> Backend:
-    """The kernels' home in this process: CuPy where a GPU, CuPy and an NVRTC that compiles for it are at hand and
-    work, else torch; `.reason` says why."""
+    """Return the backend of this process: CuPy if a GPU, CuPy and a suitable NVRTC are installed and work, else torch;
+    `.reason` says why."""
     if not torch.cuda.is_available():
         return TorchBackend("torch sees no GPU")
     try:
-        home = CupyBackend(kernel_cache_directory())
-    except Exception as error:  # also of a CuPy that another package has broken: torch gives the same results
+        found = CupyBackend(kernel_cache_directory())
+    except Exception as error:  # of any kind, as of a broken CuPy: torch gives the same results
         return TorchBackend(f"{type(error).__name__}: {error}")
     try:
-        well = home.works()
-    except Exception as error:  # of CuPy, the driver or the compiler, each with its own kinds
+        well = found.works()
+    except Exception as error:  # of CuPy, the driver or the compiler, of any kind
         return TorchBackend(f"{type(error).__name__}: {error} ({_versions()})")
-    return home if well else TorchBackend(f"a kernel gave wrong bits here ({_versions()})")
+    return found if well else TorchBackend(f"a kernel gave wrong bits here ({_versions()})")
 
 
 def _versions() -> str:
-    """Which CuPy is installed beside which torch: one for another CUDA imports well and launches nothing."""
+    """Return which CuPy is installed beside which torch: one for another CUDA can be imported but launches nothing."""
     names = (f"cupy-cuda{major}x" for major in (11, 12, 13))
     found = [f"{name} {version}" for name in names if (version := _version_of(name))]
     wanted = (torch.version.cuda or "?").split(".")[0]

@@ -1,10 +1,10 @@
-"""The kernels of the `.cu` files: a launcher for each, and the same work in torch, with the same bits on any device (a
-NaN is a NaN of any payload).
+"""Launchers of the kernels in the `.cu` files, each with the same work in torch, which has the same bits on any device
+(a NaN is a NaN of any payload).
 
 Without a GPU or CuPy the launchers run torch's; the tests compare the two. All tensors are flat, on the GPU or in
 pinned memory; accesses take 16 bytes where tensors start at multiples of 16. A launcher checks its arguments, raises
-ValueError with nothing started, and starts its work on the stream given or else on the current one of the tensors' GPU;
-the tensors must stay until it has passed.
+ValueError with nothing started, and starts its work on the given stream or else on the current one of the tensors' GPU;
+the tensors must stay allocated until it is done.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from hetmem.cuda.backend import GROUP_ELEMENTS, NAMES, Backend, blocks_for, check_flat, stream_for
 
 RUN_ELEMENTS, LANES = 4096, 64
-"""Elements whose squares are summed up together, in so many lanes; squares.cu says the same."""
+"""A run of so many elements has one sum of squares, in so many partial sums; as in squares.cu."""
 
 _TEAM = 8
-"""Threads that do one run; squares.cu says the same."""
+"""Threads per run; as in squares.cu."""
 
 _PART_ELEMENTS = 1 << 20
-"""What torch computes at a time: the temporaries of AdamW take some 80 bytes an element."""
+"""Elements that torch computes at a time: the temporaries of AdamW take about 80 bytes an element."""
 
 # ---- Casts. ----
 
@@ -39,7 +39,7 @@ def cast(
     *,
     stream: torch.cuda.Stream | None = None,
 ) -> None:
-    """Copy all of `source` to the begin of `destination`, in its dtype: float32 to bfloat16 or float16, or back.
+    """Copy all of `source` to the start of `destination`, in its dtype: float32 to bfloat16 or float16, or back.
 
     Rounds to nearest, ties to even; keeps subnormals; overflows to infinity. A NaN becomes a quiet NaN without its
     payload.
@@ -69,7 +69,7 @@ ADAMS = {
     *((torch.float32, grad, copy) for grad in NAMES for copy in (None, torch.bfloat16, torch.float16)),
     *((dtype, dtype, None) for dtype in (torch.bfloat16, torch.float16)),
 }
-"""The dtypes of state, gradient and copy (None: there is none) that there is a kernel for."""
+"""The dtypes of state, gradient and copy (None: no copy) with a kernel."""
 
 
 def adamw(
@@ -85,9 +85,9 @@ def adamw(
 ) -> None:
     """Update `param`, `exp_avg` and `exp_avg_sq` in place; write `param`, rounded, to `compute_copy` if given.
 
-    Bit for bit what the host computes, `m = fma(lerp, g - m, m)` and so on in float32: see `hetmem.cpu`. The last
-    `tail` elements are rounded as torch's kernel on the host rounds those behind its last full vector. See `SCALARS`,
-    and `ADAMS` for the dtypes; the moments have that of `param`.
+    Has the bits of the host, `m = fma(lerp, g - m, m)` and so on in float32: see `hetmem.cpu`. The last `tail` elements
+    are rounded as torch's kernel on the host rounds those behind its last full vector. See `SCALARS`, and `ADAMS` for
+    the dtypes; the moments have that of `param`.
     """
     tensors = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "compute_copy": compute_copy}
     names, numel = _check_adamw(scalars, tensors, tail), param.numel()
@@ -127,7 +127,7 @@ def torch_adamw(
     compute_copy: torch.Tensor | None,
     tail: int = 0,
 ) -> None:
-    """`adamw` in torch, of tensors that were checked."""
+    """Compute `adamw` in torch, for checked tensors."""
     sign, decay, lerp, beta2, square, bias, eps, negative_step = map(float, scalars)
     body = param.numel() - tail
     starts = [*range(0, body, _PART_ELEMENTS), *range(body, param.numel(), _PART_ELEMENTS)]
@@ -147,7 +147,7 @@ def torch_adamw(
 
 
 def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a * b + c in float32, rounded once.
+    """Return a * b + c in float32, rounded once.
 
     In float64 the product is exact; the sum is rounded to odd there (Boldo and Melquiond, 2008), so that rounding it
     once more to float32 gives the correctly rounded result.
@@ -166,9 +166,10 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def square_sums(backend: Backend, values: torch.Tensor, sums: torch.Tensor) -> None:
-    """sums[i] = the sum of squares of the i-th RUN_ELEMENTS of `values`; infinite or NaN if and only if one of them is.
+    """Write to sums[i] the sum of squares of the i-th RUN_ELEMENTS of `values`; inf or NaN if and only if one of them
+    is.
 
-    Added in float64 in the order that squares.cu says, which is the host's: see `hetmem.cpu.loops`. `values`: float32,
+    Added in float64 in the order of squares.cu, which is the host's: see `hetmem.cpu.loops`. `values`: float32,
     bfloat16 or float16. `sums`: float64, one for each run, the last of which may be shorter.
     """
     runs = -(-values.numel() // RUN_ELEMENTS)
@@ -183,7 +184,7 @@ def square_sums(backend: Backend, values: torch.Tensor, sums: torch.Tensor) -> N
 
 
 def torch_square_sums(values: torch.Tensor) -> torch.Tensor:
-    """`square_sums` in torch, of values of any dtype. In parts, as temporaries take half a byte an element."""
+    """Compute `square_sums` in torch, for values of any dtype, in parts: temporaries take half a byte an element."""
     whole = values.numel() // RUN_ELEMENTS * RUN_ELEMENTS
     parts = [*values[:whole].split(16 * _PART_ELEMENTS), torch.nn.functional.pad(values[whole:], (0, RUN_ELEMENTS))]
     sums = []
@@ -197,7 +198,7 @@ def torch_square_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def by_halves(numbers: torch.Tensor) -> torch.Tensor:
-    """The sums over the last dimension, of a power of two: the second half is added to the first, and so on."""
+    """Return the sums over the last dimension, a power of two, by adding its second half to the first repeatedly."""
     while numbers.shape[-1] > 1:
         first, second = numbers.chunk(2, dim=-1)
         numbers = first + second

@@ -1,8 +1,8 @@
-"""The room of chunks on the device.
+"""Limits what chunks may take of the device, by what everything else needs.
 
-On a watched device every tensor is counted as it is made; of a GPU its allocator's peaks count, and what it refused,
-and tensors are seen for the report alone. Everything else comes before chunks: slots are given back, homes that moved
-to the device go back to host memory. Copies come before homes that moved.
+On a watched device every tensor is counted as it is made; of a GPU the allocator's peaks and refusals count, and
+tensors are counted for the report alone. Everything else has priority over chunks: slots are freed, and homes that
+moved to the device go back to host memory. Copies have priority over homes that moved.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hetmem.schedule.tracer import StepTracer
 
 
 class DeviceRoom(ChunkLimit):
-    """Of one managed module. `sanitize`: see `DeviceMonitor`."""
+    """The chunk limit of one managed module. `sanitize`: see `DeviceMonitor`."""
 
     def __init__(
         self, memory: Memory, traffic: Traffic, tracer: StepTracer, statistics: Statistics, *, sanitize: bool
@@ -42,21 +42,22 @@ class DeviceRoom(ChunkLimit):
             strict=sanitize and memory.device.watched,
         )
         self.shortage = Shortage(memory, traffic.residency, tracer)
-        self.give_way: Callable[[int], None] = _nothing_to_give
-        """Homes of so many bytes at least, or all of a model that is whole on the device (0), leave it if they can."""
+        self.give_way: Callable[[int], None] = _no_homes_moved
+        """Called with bytes: moves at least so many bytes of homes off the device, if it can; with 0, all homes of a
+        model that is whole on the device."""
         self.leaving: dict[int, int] = {}
-        """Device memory of activations on their way home, by number; that keeps it."""
+        """Device bytes of activations in flight to host memory, by number of the storage."""
         self.ahead: dict[int, int] = {}
-        """The same of those that have come, or are coming, and that no node has asked for yet."""
+        """Device bytes of activations that are fetched, or in flight back, before a node needs them."""
         self._most_non_model = 0
         self._harmless = 0
-        """So much of anything else takes nothing of what chunks may have, or of what all copies need."""
+        """Bytes that anything but chunks may take without reducing the chunk limit, or the room of all copies."""
         self._left = -1
-        """The bytes of homes on the device when nothing took any of that."""
-        memory.device.peak_bytes()  # what the process had there before is no need of this model
+        """`device_home_bytes` as of the last moment within `_harmless`; -1: the limit has changed since."""
+        memory.device.peak_bytes()  # resets the peak: earlier allocations of the process are no need of this model
         traffic.gradients.sent = WeakMethod(self.gradient_sent)
 
-    # ---- what is needed ----------------------------------------------------------------------------------------
+    # ---- needs ------------------------------------------------------------------------------------------------
 
     def _homes(self) -> int:
         return self._memory.device_home_bytes
@@ -73,16 +74,16 @@ class DeviceRoom(ChunkLimit):
 
     @property
     def non_model_bytes(self) -> int:
-        """What anything but chunks needs: now, or at most where only peaks are known."""
+        """Bytes that anything but chunks needs: now, or at most where only peaks are known."""
         return self.monitor.live_bytes if self._memory.device.watched else self._most_non_model
 
     @property
     def non_model_peak_bytes(self) -> int:
-        """The most that anything but chunks has ever needed of the device."""
+        """The most bytes that anything but chunks has ever needed of the device."""
         return max(self.statistics.non_model_peak_bytes, self._room_seen)
 
     def look_at_allocator(self) -> int:
-        """The bytes beside chunks now; where the device's allocator knows their peak, the last moment gets that."""
+        """Return the bytes beside chunks now, or on a GPU their peak since the last call, which the moment gets."""
         if self._memory.device.watched:
             return self.monitor.live_bytes
         chunks = self._memory.device_pool.held_bytes() + self._memory.device_home_bytes
@@ -102,24 +103,24 @@ class DeviceRoom(ChunkLimit):
 
     @property
     def _room_wanted(self) -> int:
-        """For the segment that runs, whose inputs may be larger than any that were seen."""
+        """Bytes to leave beside chunks in the running segment, whose inputs may be larger than any before."""
         return min(int(self._room_seen * self._tracer.unseen_growth), self._memory.usable_bytes)
 
     def _least_room(self) -> int:
-        """What a GPU must leave beside chunks: the most that was ever seen, so that slots stay where they are, or what
-        would have been enough when its allocator refused memory.
+        """Return the bytes that a GPU must leave beside chunks: the most ever seen, so that slots stay where they are,
+        or what would have been enough when its allocator refused memory.
 
-        What a segment unlike any before needs is unknown, so chunks keep to a quarter of the device; if they need more
-        than that at once, `widen` takes it.
+        The need of a segment unlike any before is unknown, so chunks get a quarter of the device; if they need more
+        than that at once, `widen` gives it.
         """
         return max(self._room_seen, self._guess) if self._tracer.is_unseen else self._room_wanted
 
     # ---- when it changes ---------------------------------------------------------------------------------------
 
     def before_segment(self) -> None:
-        """A segment has begun, and nothing of it has run."""
+        """Make room for a segment that has begun, before anything of it runs."""
         if self._tracer.is_unseen and self._tracer.known is None and not self._memory.device.watched:
-            self._let_homes_go(self._guess)  # a part of a backward cannot be tried again with more room
+            self._let_homes_go(self._guess)  # a node of a backward cannot be called again with more room
         if self.shortage.refused_room_bytes:
             self._leave_device(self.shortage.refused_room_bytes)
         known = self._tracer.known
@@ -129,18 +130,18 @@ class DeviceRoom(ChunkLimit):
                 self.before_moment(opening)
 
     def is_as_left(self, expected: Moment) -> bool:
-        """Whether `before_moment` would find that chunks may have all that they may ever have, as they did before."""
+        """Return whether `before_moment` would change nothing: the chunk limit is the largest, and stays so."""
         if self._left != self._memory.device_home_bytes:
             return False
         return (expected.non_model_bytes if self._memory.device.watched else self._room_wanted) <= self._harmless
 
     def has_room_for(self, expected: Moment, slots: int | None = None) -> bool:
-        """Whether chunks may have `slots` slots, or one for each copy, beside what is `expected`."""
+        """Return whether chunks may have `slots` slots (None: one for each copy) beside the bytes `expected`."""
         needed = expected.non_model_bytes if self._memory.device.watched else self._least_room()
         return self._memory.device_slots(needed) >= (self._all_slots if slots is None else slots)
 
     def before_moment(self, expected: Moment) -> None:
-        """Anything but chunks is expected to need what it says in the moment that begins."""
+        """Set the chunk limit for a moment that begins, in which anything but chunks needs what is `expected`."""
         watched = self._memory.device.watched
         needed = expected.non_model_bytes if watched else self._room_wanted
         self._let_homes_go(needed)
@@ -148,17 +149,17 @@ class DeviceRoom(ChunkLimit):
         self._wait_for_leaving()
         memory, homes = self._memory, self._memory.device_home_bytes
         chunks = memory.device_chunk_bytes
-        if self.shortage.activations is None:  # for which copies may have to leave some room
+        if self.shortage.activations is None:  # copies may have to leave room for activations
             chunks = min(chunks, homes + self._all_slots * memory.device_pool.slot_bytes)
         self._harmless = memory.usable_bytes - chunks
         if needed <= self._harmless and not self._tracer.measured:
             self._left = homes
 
     def gradient_sent(self) -> None:
-        """A gradient has begun its way home: from here on the trace knows what else there is."""
+        """Note that a gradient was sent home, and of a measured segment the live bytes beside it."""
         if self._memory.device.watched:
             if self._tracer.measured:
-                live_bytes = self.monitor.live_bytes  # before the others, which may die any time
+                live_bytes = self.monitor.live_bytes  # read first: those in flight may be freed any time
                 self._tracer.sent(live_bytes - self.leaving_bytes)
             else:
                 self._tracer.gradients_sent += 1
@@ -167,18 +168,18 @@ class DeviceRoom(ChunkLimit):
 
     @property
     def leaving_bytes(self) -> int:
-        """Device memory of gradients and activations on their way, which is needed no more, or not yet."""
+        """Device bytes of gradients and activations in flight, or fetched ahead."""
         gradients = self._traffic.gradients
         leaving = gradients.leaving_bytes if gradients.leaving else 0
         return leaving + sum(self.leaving.values()) + sum(self.ahead.values())
 
     def _wait_for_leaving(self) -> None:
-        """Wait for what is on its way, of which there may be more than in the segment that was measured, until there is
-        room for it beside what chunks may take."""
+        """Wait for gradients and activations in flight, of which there may be more than in the measured segment, until
+        they have room beside the chunk limit."""
         if not self._memory.device.watched or self._tracer.measured:
             return
         room = self.beside_chunks()
-        while 0 < self.leaving_bytes > room:  # what has come ahead would have to come once more
+        while 0 < self.leaving_bytes > room:  # activations fetched ahead last: they would be fetched again
             if self._traffic.gradients.under_way or self.leaving or not self._give_way():
                 self._traffic.wait_for_one()
 
@@ -191,11 +192,11 @@ class DeviceRoom(ChunkLimit):
         return None if self.shortage.activations is None else self.shortage.activations()
 
     def transit_grew(self) -> None:
-        """An activation has begun its way home."""
+        """Note that an activation has begun to leave the device."""
         self._wait_for_leaving()
 
     def has_room_ahead(self, nbytes: int) -> bool:
-        """Whether an activation of `nbytes` may come before it is asked for."""
+        """Return whether an activation of `nbytes` may be fetched ahead."""
         if not self._memory.device.watched:
             return True
         if self._tracer.measured:
@@ -203,16 +204,16 @@ class DeviceRoom(ChunkLimit):
         return super().has_room_ahead(nbytes)
 
     def count(self, what: str, tensor: torch.Tensor) -> None:
-        """`what` takes the memory of `tensor` from now on, which no operator has made."""
+        """Count the memory of `tensor`, which no operator has made, as of `what`, in a measured segment."""
         if self._memory.device.watched and self._tracer.measured:
             self.monitor.count(what, (tensor,))
 
     def non_model_grew(self, operator: str, live_bytes: int) -> None:
-        """An operator of a measured segment needs memory: give up idle chunks, as a GPU's allocator would be made to,
-        and wait for gradients on their way home. The trace has what is left beside chunks then.
+        """Make room for an operator of a measured segment: free idle chunks, as on a GPU, and wait for gradients in
+        flight. The trace notes what is live beside chunks then.
 
-        Raises `DeviceOutOfMemoryError` if what is left in use does not fit beside it. Of a GPU, whose allocator says
-        what chunks may have, it is noted for the report alone.
+        Raises `DeviceOutOfMemoryError` if chunks in use do not fit beside it. On a GPU, where the allocator's peaks
+        count, this only notes `live_bytes` for the report.
         """
         if not self._memory.device.watched:
             self.monitor.peak.reached(live_bytes, self.statistics.steps + 1)
@@ -230,12 +231,11 @@ class DeviceRoom(ChunkLimit):
             moves.needs(live_bytes - self.leaving_bytes)
 
     def own_bytes(self) -> int:
-        """What is needed now beside chunks, and beside what crosses the links where that is known."""
+        """Return the bytes needed now beside chunks, without those in flight where these are known."""
         return self.look_at_allocator() - (self.leaving_bytes if self._memory.device.watched else 0)
 
     def saved_bytes(self) -> int:
-        """What the device has for all but homes that must be there and as many copies as let some come before their
-        use."""
+        """Return the device's bytes beside homes that must stay and enough copies for prefetching."""
         memory, slots = self._memory, 0
         if memory.uses_copies:
             blocks = self._traffic.residency.blocks
@@ -254,7 +254,7 @@ class DeviceRoom(ChunkLimit):
         return leaves
 
     def _anything_leaves(self) -> bool:
-        """Whether something is under way at whose end less of the device is taken."""
+        """Return whether a transfer is in flight at whose end device memory becomes free."""
         leaving = self._traffic.gradients.under_way or bool(self.leaving or self.ahead)
         return leaving or bool(self._traffic.residency.in_flight())
 
@@ -263,8 +263,8 @@ class DeviceRoom(ChunkLimit):
         return moves is not None and moves.make_room(nbytes)
 
     def widen(self) -> bool:
-        """Chunks in use at once need more than they may have, and nothing is under way any more: let them have what was
-        only guessed to be needed beside them, or what gradients have left that were on their way when the moment began.
+        """Raise the chunk limit for chunks that are used at once and have no room, with nothing in flight: to what was
+        only guessed to be needed beside them, or what gradients in flight have left since the moment began. Returns
         False if there is no such room."""
         watched = self._memory.device.watched
         before = self.leaving_bytes, self.non_model_bytes
@@ -285,7 +285,7 @@ class DeviceRoom(ChunkLimit):
         return True
 
     def out_of_memory(self) -> None:
-        """The device's allocator has no room for an operator: give it all that no chunk in use needs."""
+        """Free all device memory that no chunk in use needs, as the allocator has no room for an operator."""
         self.look_at_allocator()
         self._let_activations_go(self._memory.device_bytes)
         while self._give_way():
@@ -295,13 +295,13 @@ class DeviceRoom(ChunkLimit):
         before = self._limit
         try:
             self._set_slots(0, before=before)
-            self._traffic.executor.drain()  # where an interrupt or a transfer's error is raised
-            self._traffic.gradients.wait()  # they are on the device as long as they are on their way
+            self._traffic.executor.drain()  # an interrupt or a transfer's error is raised here
+            self._traffic.gradients.wait()  # gradients in flight take device memory
             self._traffic.executor.wait_while(lambda: bool(self.leaving))
             self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), 0)
         finally:
             self._set_slots(before, before=before)
-            self._memory.device.peak_bytes()  # what was given back by this is no peak of anything else
+            self._memory.device.peak_bytes()  # resets the peak, which counts freed chunks
 
     def _limit_chunks(self, slots: int, *, before: int) -> None:
         self.look_at_allocator()
@@ -309,14 +309,14 @@ class DeviceRoom(ChunkLimit):
         self._memory.device.peak_bytes()  # as above
 
     def _set_slots(self, slots: int, *, before: int) -> None:
-        """Let chunks have `slots` slots from now on; what is less than `before` is given back."""
+        """Limit chunks to `slots` slots, and free memory of slots if that is less than `before`."""
         self._traffic.execute(self._traffic.residency.limit(Tier.DEVICE, slots))
         if slots < before:
             self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), slots)
 
     @contextmanager
     def moving_homes(self) -> Iterator[None]:
-        """Homes move within: what they take, or took, of the device is no peak of anything else."""
+        """Move homes in the body, without counting their memory as a peak of anything else."""
         self.look_at_allocator()
         try:
             with self.monitor.unwatched(), torch.no_grad():
@@ -324,22 +324,22 @@ class DeviceRoom(ChunkLimit):
         finally:
             self._memory.device.peak_bytes()
 
-    # ---- who gives way -----------------------------------------------------------------------------------------
+    # ---- giving way -------------------------------------------------------------------------------------------
 
     def _let_homes_go(self, non_model_bytes: int) -> None:
-        """Homes that moved to the device give way where copies would have less room for them."""
+        """Move homes off the device if they take room that copies need beside `non_model_bytes`."""
         if self._memory.moved_bytes:
             missing = self._all_slots * self._memory.device_pool.slot_bytes - self._memory.room_bytes(non_model_bytes)
             if missing > 0:
                 self.give_way(missing)
 
     def _leave_device(self, non_model_bytes: int) -> bool:
-        """A model that was put whole on the device makes room for `non_model_bytes`: what has none there goes to host
-        memory, now and from now on. False if it is not, or if it must stay."""
+        """Have a model that is whole on the device make room for `non_model_bytes`: homes without room there move to
+        host memory, now and later. Returns False if it is not whole there, or must stay."""
         if self._memory.resident:
             self.give_way(0)
             if not self._memory.resident:
-                self._tracer.forget_traces()  # operators were not seen to use it
+                self._tracer.forget_traces()  # they have no uses of weights
                 with self.monitor.unwatched():
                     self._let_homes_go(non_model_bytes)
                     self.set_limit(non_model_bytes)
@@ -352,5 +352,5 @@ class DeviceRoom(ChunkLimit):
         super().set_limit(non_model_bytes, needs_all=needs_all)
 
 
-def _nothing_to_give(nbytes: int) -> None:
-    """No homes have moved to the device."""
+def _no_homes_moved(nbytes: int) -> None:
+    """Do nothing, as no homes have moved to the device."""

@@ -1,23 +1,23 @@
-"""What happened when, for reports: a bounded log that only observes. Appending is safe from any thread.
+"""The event log for reports: bounded, and only observing. Appending is safe from any thread.
 
 Times are seconds of the device's clock (`time.perf_counter`, where time is not simulated). An entry costs about a
-microsecond; the oldest are forgotten first.
+microsecond; the oldest are dropped first.
 
-Note "plain entries": a log keeps tuples of numbers and strings. Python's garbage collector forgets such tuples at its
-first look, while it goes through all named ones, and through those that hold a member of an enumeration, again and
-again. They get names as they are read.
+Note "plain entries": a log keeps tuples of numbers and strings. Python's garbage collector untracks such tuples the
+first time it visits them, but visits named tuples, and tuples with a member of an enumeration, in each collection. So
+entries become named tuples as they are read.
 
-Note "compute behind the host": a GPU computes later than it is asked to. When it has come where is told by timed marks
-in the stream of compute: where a segment begins and ends, before compute waits for a copy, and where the host begins to
-wait. They are read once they are passed, and waited for only by a report. Between two marks lies a stretch. At its end
-compute may have caught up with the thread that asks for it: then that thread, not the device, made the stretch as long
-as it is. Where compute is over when it is asked for, a mark is a time, and all of this is what the thread did.
+Note "asynchronous compute": a GPU computes later than the host launches. Timed marks in the stream of compute tell when
+it has come where: at the begin and end of a segment, before compute waits for a copy, and where the host begins to
+wait. They are read once compute has passed them; only a report waits for them. If compute, at the end of the stretch
+between two marks, has caught up with the launching thread, that thread and not the device set the stretch's length.
+Where compute is synchronous, a mark is a time, and a stretch is what the thread did.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -27,16 +27,16 @@ from hetmem.schedule.chunk_limit import DevicePeaks
 from hetmem.schedule.trace import Tier
 
 ENTRIES = 100_000
-"""Kept of each kind: some steps of a model with ten thousand operators."""
+"""The most entries of each kind: some steps of a model with ten thousand operators."""
 _UNREAD = 256
-"""Marks that are not looked at before the next segment begins."""
+"""The most marks that are left unread within a segment."""
 CAUGHT_UP = 0.1
-"""Compute has caught up where it ends a stretch later than it was asked to by less than this share of the stretch."""
+"""Compute has caught up if it ends a stretch at most this share of the stretch's length after the launch."""
 
 
 class Transfer(NamedTuple):
-    """`nbytes` of block number `block` (-1: of no block, a gradient) crossed `link`. Of NVMe, `start` is when it was
-    asked for."""
+    """A transfer of `nbytes` of block number `block` (-1: of no block, a gradient) over `link`. On NVMe, `start` is the
+    time of the request."""
 
     link: Link
     block: int
@@ -46,7 +46,7 @@ class Transfer(NamedTuple):
 
 
 class Span(NamedTuple):
-    """`what` took from `start` to `end`: a segment ("forward", "backward", "step"), a wait, an update of a chunk."""
+    """A segment ("forward", "backward", "step"), a wait, or an update of a chunk, from `start` to `end`."""
 
     what: str
     start: float
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Compute waited from `start` to `end` for a copy of `block` (-1: for something else)."""
+    """A wait of compute from `start` to `end` for a copy of `block` (-1: for something else)."""
 
     start: float
     end: float
@@ -62,7 +62,7 @@ class Stall(NamedTuple):
 
 
 class MomentSeen(NamedTuple):
-    """An operator was about to run; `non_model_bytes` is what the trace expects beside chunks up to the next one."""
+    """A moment as it began; `non_model_bytes` is what the trace expects beside chunks until the next one."""
 
     at: float
     operator: str
@@ -72,7 +72,7 @@ class MomentSeen(NamedTuple):
 
 
 class CopyChange(NamedTuple):
-    """A copy of `block` on `tier` (0 the device, 1 host staging) appeared (its fetch was asked for) or went away."""
+    """A copy of `block` on `tier` (0 the device, 1 host staging) appeared (its fetch was requested) or was dropped."""
 
     at: float
     block: int
@@ -81,20 +81,20 @@ class CopyChange(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A use of `block` found no copy on the device, nor one on its way there."""
+    """A use of `block` that found no copy on the device, nor one in flight to it."""
 
     at: float
     block: int
 
 
 ON_DEVICE, ON_HOST, ON_NVME = 1, 2, 4
-"""Bits of the tiers on which the bytes of a saved storage lie, or which they are on their way to."""
+"""Bits for the tiers that hold the bytes of a saved storage, or to which they are in flight."""
 Held = dict[int, int]
-"""By such bits, the bytes that lie so."""
+"""Bytes of saved storages, by the bits of their tiers."""
 
 
 class SavedMove(NamedTuple):
-    """A storage of `nbytes` that autograd has saved lay `before` on those tiers, and lies on those `after` it."""
+    """A change of the tiers of a storage of `nbytes` that autograd has saved, from the bits `before` to `after`."""
 
     at: float
     nbytes: int
@@ -103,9 +103,9 @@ class SavedMove(NamedTuple):
 
 
 class _Mark(NamedTuple):
-    """A timed mark in the stream of compute, what of, and the time at which it was asked for. `other`: the mark, or the
-    time, that compute waits for there, or the mark where the update began that ends there; `since`: when the segment
-    that ends there began on the host."""
+    """A timed mark in the stream of compute, its kind, and the time when the host launched it. `other`: the mark, or
+    the time, that compute waits for there, or the mark at the begin of the update that ends there; `since`: when the
+    segment that ends there began on the host."""
 
     kind: str
     asked: float
@@ -116,8 +116,8 @@ class _Mark(NamedTuple):
     since: float = 0.0
 
 
-class Fed(NamedTuple):
-    """A forward of the whole model began, with so many `tokens`; `trains`: a backward may follow."""
+class ForwardBegan(NamedTuple):
+    """The begin of a forward of the whole model, with that many `tokens`; `trains`: a backward may follow."""
 
     at: float
     tokens: int
@@ -128,7 +128,7 @@ Entry = TypeVar("Entry")
 
 
 class Log(deque[Any], Generic[Entry]):
-    """The last `maxlen` entries, each of which `named` makes of a plain tuple: see note "plain entries"."""
+    """The last `maxlen` entries, made of plain tuples by `named` as they are read: see note "plain entries"."""
 
     def __init__(self, named: Callable[[Any], Entry], maxlen: int) -> None:
         super().__init__((), maxlen)
@@ -142,106 +142,100 @@ class Log(deque[Any], Generic[Entry]):
 
 
 def _transfer(plain: tuple[Any, ...]) -> Transfer:
-    """Return a transfer of what has the name of its link, or the link, in front."""
+    """Return the transfer of a tuple that begins with a link or its name."""
     return Transfer(Link(plain[0]), *plain[1:])
 
 
 class EventLog:
     """The last entries of each kind, oldest first.
 
-    `clock` tells when compute has come where; `behind` says that it runs behind the host: see note "compute behind the
-    host".
+    `clock` makes and reads timed marks; `asynchronous`: compute is asynchronous, see note "asynchronous compute".
     """
 
-    def __init__(self, entries: int = ENTRIES, clock: ComputeClock = HOST_CLOCK, *, behind: bool = False) -> None:
-        self._clock, self.behind = clock, behind
+    def __init__(self, entries: int = ENTRIES, clock: ComputeClock = HOST_CLOCK, *, asynchronous: bool = False) -> None:
+        self._clock, self.asynchronous = clock, asynchronous
         self.now = clock.now
         self.began = clock.now()
         self.transfers = Log(_transfer, entries)
         self.moments = Log(MomentSeen._make, entries)
         self.copies = Log(CopyChange._make, entries)
         self.saved = Log(SavedMove._make, entries)
-        """Of a model whose activations move."""
+        """Filled for a model whose activations move."""
         self.faults = Log(Fault._make, entries)
         self.stalls = Log(Stall._make, entries)
         self.updates = Log(Span._make, entries)
         self.segments = Log(Span._make, entries)
-        """As the device ran them."""
+        """Segments as the device ran them."""
         self.launched = Log(Span._make, entries)
-        """The same as the host asked for them, where compute is behind it."""
+        """Segments as the host launched them, if compute is asynchronous."""
         self.host_waits = Log(Span._make, entries)
-        """When the host waited, where compute is behind it; else these are the stalls."""
+        """Waits of the host, if compute is asynchronous; else these are the stalls."""
         self.caught_up = Log(Span._make, entries)
         """Stretches at whose end compute had caught up with the host."""
         self.stall_seconds = self.host_wait_seconds = 0.0
         self.awaited = -1
-        """The block that waits are for."""
-        self.fed = Log(Fed._make, entries)
+        """The block that the thread which trains waits for; -1: none."""
+        self.forwards = Log(ForwardBegan._make, entries)
         self.tokens = 0
         self._segment: tuple[str, float] | None = None
         self._begin_marked = False
         self._unread: deque[_Mark] = deque()
         self._running = ("", 0.0)
         self._resumed: float | None = None
-        """When the stretch began whose end is read next; None outside of segments."""
+        """When the stretch began whose end is read next; None between segments."""
 
-    def feed(self, tokens: int, *, trains: bool) -> None:
-        """Note that a forward of the whole model begins; see `Fed`."""
-        self.fed.append((self.now(), tokens, trains))
+    def begin_forward(self, tokens: int, *, trains: bool) -> None:
+        """Note that a forward of the whole model begins; see `ForwardBegan`."""
+        self.forwards.append((self.now(), tokens, trains))
         self.tokens += tokens
 
     def begin_segment(self, what: str) -> None:
-        """`what` begins, and what ran before is over."""
+        """End the running segment, and begin the segment `what`."""
         self.end_segment()
         self._segment = (what, self.now())
-        if self.behind:
+        if self.asynchronous:
             self._begin_marked = self._marked(_Mark("begin", self._segment[1], self._clock.timed_mark(), what))
             self.read_marks()
 
-    def newest(self) -> Hashable:
-        """What is another thing whenever something else has happened."""
-        logs = (self.moments, self.transfers, self.updates)
-        return tuple(log[-1] if log else None for log in logs)
-
     def end_segment(self) -> None:
-        """No segment runs."""
+        """End the running segment, if there is one."""
         if self._segment is None:
             return
         (what, since), self._segment = self._segment, None
         if self._begin_marked:
             self._marked(_Mark("end", self.now(), self._clock.timed_mark(), what, since=since))
-        elif not self.behind:
+        elif not self.asynchronous:
             self.segments.append((what, since, self.now()))
 
     def running(self) -> tuple[str, float] | None:
-        """The segment that runs now and when it began, on the host."""
+        """Return the running segment and when it began on the host, or None."""
         return self._segment
 
     # ---- waits and updates -------------------------------------------------------------------------------------
 
     def here(self) -> tuple[float, Any]:
-        """The time, and a mark behind compute so far where that is behind the host."""
-        return self.now(), self._clock.timed_mark() if self.behind else None
+        """Return the time, and a mark behind all launched compute if that is asynchronous."""
+        return self.now(), self._clock.timed_mark() if self.asynchronous else None
 
     def updated(self, what: str, since: tuple[float, Any]) -> None:
-        """The device was asked to update `what`, where it lives there, since `here`."""
-        if not self.behind:
+        """Log an update of `what` by the device, launched since `here` returned `since`."""
+        if not self.asynchronous:
             self.updates.append((what, since[0], self.now()))
         elif since[1] is not None:
             self._marked(_Mark("update", self.now(), self._clock.timed_mark(), what, since[1]))
 
     def waited(self, since: tuple[float, Any]) -> None:
-        """The host has waited since `here`."""
+        """Log a wait of the host since `here` returned `since`."""
         (start, mark), end = since, self.now()
         self.host_wait_seconds += end - start
-        if not self.behind:
+        if not self.asynchronous:
             self._stalled(start, end, self.awaited)
             return
         self.host_waits.append(("wait", start, end))
         self._marked(_Mark("wait", start, mark, other=end, block=self.awaited))
 
     def waits_for(self, block: int, end: Any) -> None:
-        """Compute, which is behind the host, waits here for the copy of `block` that is over at the mark `end`."""
+        """Mark where asynchronous compute waits for the copy of `block`, which ends at the mark `end`."""
         self._marked(_Mark("copy", self.now(), self._clock.timed_mark(), other=end, block=block))
 
     def _stalled(self, start: float, end: float, block: int) -> None:
@@ -259,8 +253,7 @@ class EventLog:
         return True
 
     def read_marks(self, *, wait: bool = False) -> None:
-        """Take note of the marks that are passed; with `wait`, of all of them. Those of a device that has failed, which
-        answers with errors, are forgotten."""
+        """Log the marks that compute has passed; with `wait`, wait for all. If the device has failed, drop them."""
         unread, clock = self._unread, self._clock
         try:
             all_passed = bool(unread) and not wait and self._passed(unread[-1])  # compute passes them in order
@@ -306,4 +299,4 @@ class Statistics(DevicePeaks):
 
     steps: int = 0
     updated_bytes: Counter[Tier] = field(default_factory=Counter)
-    """Of parameters, by where they were updated."""
+    """Bytes of parameters, by the tier where they were updated."""

@@ -1,6 +1,6 @@
-"""Carries out what the residency commands, in its order, and takes note of what has ended: copies, gradients, jobs.
+"""Carries out the residency's commands, in its order, and handles the ends of copies, gradients and jobs.
 
-What follows from the end of a transfer is carried out before anything else goes on, always on the thread that trains.
+The commands that follow from the end of a transfer are carried out first, always on the thread that trains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import WeakOnes
+from hetmem.base.weak import WeakList
 from hetmem.engine.events import EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
@@ -33,11 +33,11 @@ from hetmem.schedule.trace import DEVICE, NVME, Tier
 
 
 class _ClearsFrames(ContextDecorator):
-    """Clears the frames of an error that a transfer raises: some of their variables hold the error, and such a circle
-    would keep all that is above, the program's tensors too, until garbage is collected."""
+    """Clears the frames of an error that a transfer raises: some of their variables refer to the error, and such a
+    cycle would keep the callers' frames, and the program's tensors, until garbage is collected."""
 
     def __enter__(self) -> None:
-        """Clear nothing yet."""
+        """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if at is not None:
@@ -48,21 +48,20 @@ _CLEARS_FRAMES = _ClearsFrames()
 
 
 class Worker(Protocol):
-    """Updates of one optimizer, behind what the program does."""
+    """Runs the updates of one optimizer in the background."""
 
     def give_way(self, *, again: bool) -> bool:
-        """Give memory up; return False if there is none to give, or if nothing came of it `again` and again."""
+        """Free memory; return False if there is none to free, or if that helped nothing `again` and again."""
 
     def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
+        """Go on as far as possible without waiting."""
 
     def close(self) -> None:
         """End all work."""
 
 
 class Executor:
-    """Tells `engine` to copy, and `residency` what became of it; waits for copies and for jobs, which are no
-    commands."""
+    """Begins the transfers of commands, reports their ends to `residency`, and waits for transfers and other jobs."""
 
     def __init__(
         self,
@@ -77,10 +76,10 @@ class Executor:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
         self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
-        """Chunks whose parameters other threads write at home."""
-        self._standing: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
-        self.workers: WeakOnes[Worker] = WeakOnes()
-        """They go on whenever something has ended."""
+        """Chunks whose parameters are being written at home by other threads."""
+        self._working_copies: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
+        self.workers: WeakList[Worker] = WeakList()
+        """Pumped whenever something has ended."""
         self._memory = memory
         self._residency = residency
         self._engine = engine
@@ -96,11 +95,10 @@ class Executor:
         self._jobs: dict[int, Callable[[BaseException | None], None]] = {}
         self._tags = itertools.count()
         self._fetching: dict[int, Fetch] = {}
-        self._met: set[int] = set()
-        """Blocks among those that compute is behind already."""
+        self._ordered: set[int] = set()
+        """Blocks in `_fetching` behind whose copy compute is ordered already."""
         self._compute_marks: dict[int, Any] = {}
-        self._made: dict[int, Any] = {}
-        """By slot, marks behind the compute that made the copy: a program may go on on another stream."""
+        """By slot, marks behind the compute that last used the slot."""
         engine.observe = partial(_observe, events)
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
@@ -114,9 +112,9 @@ class Executor:
     # ---- jobs and workers --------------------------------------------------------------------------------------
 
     def expect(self, ended: Callable[[BaseException | None], None]) -> int:
-        """Return a tag for something that begins and is no command, and that waiting for memory may have to wait for:
-        the thread that trains calls `ended`, with its error, once the engine has reported the tag. The engine, which
-        threads and a finalizer hold, never holds `ended`: a dropped model would live until then."""
+        """Return a tag for a job that begins, and that a wait for memory may have to wait for. Once the engine reports
+        the tag, the thread that trains calls `ended` with the error, or None. The engine, to which threads and a
+        finalizer refer, never refers to `ended`, so that a dropped model is freed at once."""
         tag = next(self._tags)
         self._jobs[tag] = ended
         return tag
@@ -129,15 +127,15 @@ class Executor:
         done: Callable[[BaseException | None], None],
         after: Sequence[Any] = (),
     ) -> int:
-        """Begin `work`, which moves `nbytes` that are no block's over `link`, behind the marks in `after`; see `expect`
-        for `done`. Return its tag."""
+        """Begin `work`, which moves `nbytes` of no block over `link`, behind the marks in `after`; `done` is called as
+        in `expect`. Returns its tag."""
         tag = self.expect(done)
         self._engine.copy(tag, link, work, nbytes, after)
         return tag
 
     def keep_in(self, at_work: set[object]) -> None:
-        """Let `keep` count as long as `at_work` is held, where the model is: the work of a worker holds the runtime,
-        which must not hold it."""
+        """Have `keep` add to `at_work`, which lives as long as the model: the work of a worker refers to the runtime,
+        which must not refer to it."""
         self._at_work = weakref.ref(at_work)
 
     def keep(self, owner: object) -> None:
@@ -146,12 +144,12 @@ class Executor:
             at_work.add(owner)
 
     def forget(self, owner: object) -> None:
-        """End `keep`: its worker has finished everything."""
+        """End `keep`, as its worker has finished everything."""
         if (at_work := self._at_work()) is not None:
             at_work.discard(owner)
 
     def make_way(self, worker: object = None, *, again: bool = False) -> bool:
-        """Have one worker, other than `worker`, give memory up (see `Worker.give_way`); return False if none does."""
+        """Have one worker, other than `worker`, free memory (see `Worker.give_way`); return False if none does."""
         return any(other.give_way(again=again) for other in self.workers if other is not worker)
 
     def end_workers(self) -> None:
@@ -174,18 +172,18 @@ class Executor:
                     noted = True
                     self._note(finished)
             finally:
-                finished = None  # its error would hold itself, by this function's variables
+                finished = None  # else its error would refer to itself, by this function's variables
         return noted
 
     def poll(self) -> None:
-        """Take note of what has ended meanwhile; workers go on if anything has."""
+        """Handle what has ended meanwhile, and pump workers if anything has."""
         if not self._engine.nothing_over() and self._note_all():
             self.pump()
 
     @_CLEARS_FRAMES
     @HELD_BACK
     def wait_for_one(self) -> None:
-        """Wait until one transfer, or job, has ended. Its error is raised here, with the residency told."""
+        """Wait until one transfer or job has ended. Raises its error, after the residency was told."""
         finished = self._engine.take(wait=False)
         if finished is None:
             before = self._events.here()
@@ -195,7 +193,7 @@ class Executor:
         self._note(finished)
 
     def wait_while(self, under_way: Callable[[], bool]) -> None:
-        """Wait until `under_way` is False; what fails meanwhile is raised at the end."""
+        """Wait until `under_way` is False; an error meanwhile is raised then."""
         try:
             while under_way():
                 self.wait_for_one()
@@ -213,7 +211,7 @@ class Executor:
             self.wait_for_one()
 
     def quiesce(self) -> None:
-        """Wait until nothing is under way, whatever fails; then the first error is raised."""
+        """Wait until nothing is under way, also after errors; then raise the first one."""
         first: BaseException | None = None
         while self.busy():
             try:
@@ -229,26 +227,16 @@ class Executor:
     # ---- order of compute --------------------------------------------------------------------------------------
 
     def mark_use(self, slot: int) -> None:
-        """Mark the end of what compute was asked to do with the copy in `slot`."""
+        """Mark the end of the launched compute that uses the copy in `slot`."""
         self._compute_marks[slot] = self._engine.mark()
 
-    def mark_making(self, slot: int) -> None:
-        """Mark the end of the compute that makes the copy in `slot`. A fetch into that slot comes behind it, too."""
-        self.mark_use(slot)
-        self._made[slot] = self._compute_marks[slot]
-
-    def order_behind_making(self, slot: int) -> None:
-        """Order compute behind `mark_making` of `slot`, if that may not be over."""
-        if slot in self._made and not self._engine.order_compute_behind(self._made[slot]):
-            del self._made[slot]
-
     def order_compute_after(self, block: int) -> bool:
-        """Order compute behind the copy of `block` that is in flight to the device; return False if that cannot be."""
+        """Order compute behind the copy of `block` in flight to the device; return False if that is impossible."""
         fetch = self._fetching.get(block)
         if fetch is None or not self._engine.ordered:
             return False
-        if block not in self._met and (end := self._engine.end_of(fetch)) is not None:
-            self._met.add(block)
+        if block not in self._ordered and (end := self._engine.end_of(fetch)) is not None:
+            self._ordered.add(block)
             self._events.waits_for(block, end)
         return self._engine.order_compute_after(fetch)
 
@@ -261,33 +249,28 @@ class Executor:
             return None
         return self.on_device(chunk, self._residency.slot_taken(block, DEVICE))
 
-    def stand(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
-        """The copies of `chunks`, whose homes are on the device too, are leased in `slots` until this is called again:
-        all are made anew in one call."""
+    def set_working_copies(self, chunks: Sequence[Chunk], slots: Sequence[int]) -> None:
+        """Note that the copies of `chunks`, whose homes are on the device too, are leased in `slots` until the next
+        call: `copy_homes_again` remakes them in one operator."""
         copies = [self.on_device(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True)]
-        self._standing = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
+        self._working_copies = list(chunks), list(slots), copies, [chunk.flat(Role.PARAM) for chunk in chunks]
 
     @property
-    def stands(self) -> bool:
-        """Return whether copies `stand`: then all homes are on the device, and each has a copy that is in use."""
-        return bool(self._standing[1])
+    def has_working_copies(self) -> bool:
+        """Whether there are working copies: then all homes are on the device, and each has a copy in use."""
+        return bool(self._working_copies[1])
 
-    def order_behind_standing(self) -> None:
-        """Order compute behind the making of the copies that `stand`."""
-        for slot in self._standing[1] if self._engine.ordered else ():
-            self.order_behind_making(slot)
-
-    def all_stand(self, chunks: list[Chunk]) -> bool:
-        """Return whether the copies of `chunks` `stand`, and of no others, and nothing updates any."""
-        standing, slots = self._standing[:2]
-        if not slots or chunks != standing or self.updating:
+    def are_working_copies(self, chunks: list[Chunk]) -> bool:
+        """Return whether exactly `chunks` have working copies, and none of them is being updated."""
+        working, slots = self._working_copies[:2]
+        if not slots or chunks != working or self.updating:
             return False
         return self._residency.all_on_device([chunk.homes[Role.PARAM].block for chunk in chunks])
 
     def copy_homes_again(self, chunks: list[Chunk]) -> None:
-        """Make the copies of `chunks`, whose homes are on the device too, anew. Waits for nothing."""
-        _, slots, copies, homes = self._standing
-        if not self.all_stand(chunks):
+        """Remake the copies of `chunks`, whose homes are on the device too. Waits for nothing."""
+        _, slots, copies, homes = self._working_copies
+        if not self.are_working_copies(chunks):
             slots, copies, homes = [], [], []
             for chunk in chunks:
                 if chunk in self.updating:
@@ -302,16 +285,16 @@ class Executor:
             if copies:
                 torch_private.foreach_copy(copies, homes)
         for slot in slots if self._engine.ordered else ():
-            self.mark_making(slot)
+            self.mark_use(slot)
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def execute(self, commands: list[Command], urgent: int | None = None) -> None:
-        """Carry `commands` out, in the order in which the residency gave them. The fetch of `urgent` to the device is
-        done here and now where nothing is gained by another thread.
+        """Carry out `commands`, in the order in which the residency gave them. The fetch of the block `urgent` to the
+        device runs on this thread if another one gains nothing.
 
-        What follows from a command that is done at once goes behind the commands that were given with it: otherwise a
-        slot could be filled before the drop of what it held. All are begun, also if one fails, as each is waited for;
+        Commands that follow from one that is done at once are queued behind those given with it: otherwise a slot could
+        be filled before its old copy is dropped. All are begun, also if one fails, as the residency waits for each;
         then the first error is raised.
         """
         waiting = self._commands
@@ -332,7 +315,7 @@ class Executor:
             if first is not None:
                 raise first
         finally:
-            del first  # the error would hold itself, by this function's variables
+            del first  # the error would refer to itself, by this function's variables
 
     def _note(self, finished: Finished) -> None:
         command = finished.tag
@@ -348,12 +331,12 @@ class Executor:
         no_memory = isinstance(finished.error, torch.OutOfMemoryError) and kind is Fetch
         ahead = no_memory and not self._residency.uses(command.block, DEVICE)
         self.execute(self._residency.failed(command))
-        if not ahead:  # else its use asks again, and has idle chunks give memory up
+        if not ahead:  # else its use fetches it again, and frees memory of idle chunks
             raise finished.error
 
     def _fetched(self, block: int) -> None:
         self._fetching.pop(block, None)
-        self._met.discard(block)
+        self._ordered.discard(block)
 
     def _carry_out_all(self) -> BaseException | None:
         first: BaseException | None = None
@@ -366,7 +349,7 @@ class Executor:
         try:
             return first
         finally:
-            del first  # the error would hold itself, by this function's variables
+            del first  # the error would refer to itself, by this function's variables
 
     def _carry_out(self, command: Command) -> None:
         events = self._events
@@ -386,7 +369,7 @@ class Executor:
             if tier is DEVICE:
                 try:
                     arrived = self._fetch_to_device(command, block, slot)
-                except BaseException:  # it cannot begin (the allocator has no memory for the slot, say): it has failed
+                except BaseException:  # it cannot begin: the allocator has no memory for the slot, say
                     self._fetched(block)
                     self.execute(self._residency.failed(command))
                     raise
@@ -404,10 +387,8 @@ class Executor:
             self._engine.read(command, extent, memory)
 
     def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> bool:
-        """Begin to copy `block` into `slot`; return whether it is there already."""
+        """Begin to copy `block` into `slot`; return whether the copy has ended already."""
         memory, engine, pool = self._memory, self._engine, self._memory.device_pool
-        if slot in self._made:
-            del self._made[slot]
         chunk, role = self.chunk_of_block[block]
         tier = chunk.homes[role].tier
         if tier is not NVME:
@@ -418,9 +399,9 @@ class Executor:
             self._prepare(slot, chunk.spec.span)
         work = partial(memory.device.copy_in, pool.whole(slot, chunk.compute_dtype, chunk.numel), source)
         now, nbytes = block == self._urgent, source.nbytes
-        if tier is DEVICE:  # a cast by compute, in its order; nothing crosses a link
+        if tier is DEVICE:  # a cast on the compute stream; nothing crosses a link
             work()
-            self.mark_making(slot)
+            self.mark_use(slot)
         elif (now or nbytes < SMALL_BYTES) and engine.unlimited(Link.HOST_TO_DEVICE):
             before = self._events.here() if now else None
             engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
@@ -434,7 +415,7 @@ class Executor:
         return True
 
     def _prepare(self, slot: int, span: int) -> None:
-        """Have memory for `span` slots at `slot`, which other compute may still use."""
+        """Allocate memory for `span` slots at `slot`; launched compute may still use that memory."""
         pool, keep = self._memory.device_pool, self._residency.allowed_slots(DEVICE) - span
         if pool.held_slots > keep:
             pool.give_back(self._residency.free_slots(DEVICE), keep)
@@ -443,6 +424,6 @@ class Executor:
 
 
 def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
-    """A function of the log alone: the engine's threads must not keep a model alive."""
+    """Log a transfer; refers to the log alone, as the engine's threads must not keep a model alive."""
     block = -1 if tag is None or type(tag) is int else tag.block
     events.transfers.append((link._value_, block, start, end, nbytes))

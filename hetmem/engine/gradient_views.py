@@ -1,6 +1,6 @@
-"""What `p.grad` is at each moment: the home of the gradient, one that arrives, a sign that an update has used it up.
+"""Sets `p.grad`: to the home of the gradient, or to a stand-in for a gradient that an update has consumed.
 
-The one writer of `p.grad`. Below are the copies of gradients that are on their way from the device to their homes.
+The one writer of `p.grad`. Also carries out the copies of gradients in flight from the device to their homes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")
 
 
 def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-    """Set `p.grad`. For one on another device, or of another dtype, `parameter` is that gradient for as long: torch
-    refuses it from anything but autograd otherwise."""
+    """Set `p.grad`. For a gradient on another device, or of another dtype, `.data` is that gradient meanwhile, as torch
+    accepts such a gradient from autograd only."""
     if gradient is None or (gradient.device == parameter.device and gradient.dtype is parameter.dtype):
         parameter.grad = gradient
         return
     home = parameter.data
-    if type(gradient) is HiddenGradient:  # it has no memory that a parameter could have
+    if type(gradient) is HiddenGradient:  # has no memory that a parameter could show
         parameter.data = torch.empty((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
     else:
         parameter.data = gradient
@@ -50,11 +50,11 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
 
 
 def to_host_memory(managed: ManagedParameter) -> None:
-    """Make the parameter, and its gradient, ordinary tensors in host memory, as the model is released."""
+    """Make the parameter and its gradient ordinary tensors in host memory, as the model is released."""
     parameter = managed.parameter
     gradient = take_gradient(parameter)
     parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
-    if gradient is not None and not isinstance(gradient, UsedUp):
+    if gradient is not None and not isinstance(gradient, ConsumedGradient):
         gradient = stored(gradient).to("cpu", gradient.dtype, copy=True, memory_format=torch.preserve_format)
         parameter.grad = gradient
 
@@ -68,8 +68,8 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def hide_gradients(bound: Iterable[ManagedParameter]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Take away each `p.grad` of `bound` that is on another device, or of another dtype, than the parameter is now, as
-    a compiler takes both for tensors of one device. Returns what `show_gradient` gives back."""
+    """Take away each `p.grad` of `bound` whose device or dtype differs from the parameter's now, as a compiler expects
+    them to be equal. Returns parameters and gradients, for `show_gradient`."""
     hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
     for managed in bound:
         parameter = managed.parameter
@@ -87,22 +87,22 @@ def is_home_gradient(managed: ManagedParameter) -> bool:
 
 
 def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Return whether `gradient` is, or shows, the home of that of `managed`, and where that was made."""
-    kept: torch.Tensor = stored(gradient)
-    return kept is managed.grad_home and kept.data_ptr() == managed.grad_address
+    """Return whether `gradient` is, or shows, `managed.grad_home`, at the address where hetmem made it."""
+    tensor: torch.Tensor = stored(gradient)
+    return tensor is managed.grad_home and tensor.data_ptr() == managed.grad_address
 
 
 def are_home(gradients: Sequence[torch.Tensor], managed: Sequence[ManagedParameter]) -> list[bool]:
-    """Return `is_home` of each of `gradients`: of those of a chunk by C alone."""
-    kept = [*map(stored, gradients)] if HiddenGradient in set(map(type, gradients)) else gradients
-    same = map(is_, kept, map(_GRAD_HOME, managed))
-    there = map(eq, map(torch.Tensor.data_ptr, kept), map(_GRAD_ADDRESS, managed))
-    return [*map(and_, same, there)]
+    """Return `is_home` of each of `gradients`, of a chunk in C alone."""
+    tensors = [*map(stored, gradients)] if HiddenGradient in set(map(type, gradients)) else gradients
+    same = map(is_, tensors, map(_GRAD_HOME, managed))
+    in_place = map(eq, map(torch.Tensor.data_ptr, tensors), map(_GRAD_ADDRESS, managed))
+    return [*map(and_, same, in_place)]
 
 
 def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> None:
-    """Make `gradient` the home of that of `managed`, at the present place of the role: the tensor that the program may
-    hold stays the same one."""
+    """Make `gradient` a view of the role's present memory, and `managed.grad_home`: a tensor that the program may hold
+    stays the same object."""
     if gradient is not None:
         gradient.data = managed.view(Role.GRAD)
         managed.grad_address = gradient.data_ptr()
@@ -112,7 +112,7 @@ def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> N
 
 
 def show_widened(managed: ManagedParameter) -> None:
-    """Let the gradient of `managed`, which was kept in fewer bits and has a home in all of them now, be `p.grad`."""
+    """Make the gradient's home `p.grad`, where that was a view of a gradient kept in 16 bits and is float32 now."""
     view, managed.grad_view = managed.grad_view, None
     if view is not None and managed.parameter.grad is view:
         show_gradient(managed.parameter, managed.grad_home)
@@ -120,15 +120,15 @@ def show_widened(managed: ManagedParameter) -> None:
 
 _alone = SimpleNamespace(grad_home=object())
 _REFERENCES = sys.getrefcount(_alone.grad_home)
-"""Of what one attribute alone refers to, as they are counted here."""
+"""`getrefcount` of an object to which one attribute alone refers."""
 
 
 def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, others: int = 0) -> None:
     """Give a gradient of an earlier backward that the program keeps (`kept = p.grad; p.grad = None`) memory of its own,
-    as the next one goes to the same home: torch makes a new tensor. Views of it (`p.grad.detach()`) cannot be told from
-    the memory that they show: of the first there is a warning, in `warned`. `others`: how often hetmem itself refers to
-    the tensor elsewhere, as the update that has used it does."""
-    if managed.grad_home is None or not managed.numel or not is_kept(managed, others=others):
+    as the next gradient goes to the same home, where torch would make a new tensor. Views of it (`p.grad.detach()`)
+    keep showing the home: the first one gets a warning, noted in `warned`. `others`: how many other references hetmem
+    has to the tensor, as the update that has used it."""
+    if managed.grad_home is None or not managed.numel or not is_held(managed, others=others):
         return
     if is_shared(managed.grad_home) and not warned:
         warned.append(managed.name)
@@ -142,8 +142,9 @@ def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, o
     managed.close_grad_home()
 
 
-def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
-    """Return whether the program holds the home of the gradient of `managed`, which is no `p.grad`, or a view of it."""
+def is_held(managed: ManagedParameter, *, others: int = 0) -> bool:
+    """Return whether the program holds the gradient's home, which is not `p.grad` now, or a view of it. `others`: how
+    many other references hetmem has to it."""
     view = managed.grad_view is not None
     if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES + others:
         return managed.grad_home is not None
@@ -151,21 +152,21 @@ def is_kept(managed: ManagedParameter, *, others: int = 0) -> bool:
 
 
 Given = tuple[ManagedParameter, torch.Tensor, torch.Tensor | None, int, bool]
-"""A working weight (see `placing.working`) of a parameter, what its gradient is added to in the backward that runs
-(None: it is handed over at the end), which version that has, and whether there was no gradient before."""
+"""A parameter, its working weight (see `placing.working`), the tensor to which the running backward adds its gradient
+(None: it is added at the end), that tensor's version, and whether there was no gradient before."""
 
 
 def let_arrive(
     used: Iterable[tuple[ManagedParameter, torch.Tensor]], fresh: Container[ManagedParameter] | None
 ) -> list[Given]:
-    """Have autograd add gradients of the working weights in `used` to what `p.grad` is; for those `fresh` that is the
-    home, which it becomes here. None: nothing is added, what arrives is handed over."""
+    """Have autograd add gradients of the working weights in `used` to `p.grad`, which for those in `fresh` becomes the
+    home here. `fresh` None: autograd adds to nothing, and `take_arrived` returns the gradients."""
     given: list[Given] = []
     for managed, weight in used:
         parameter, is_fresh = managed.parameter, fresh is not None and managed in fresh
         if is_fresh and parameter.dtype is managed.chunk.dtype:
             parameter.grad = managed.grad_home
-        elif is_fresh:  # it rests, in a forward around
+        elif is_fresh:  # the parameter rests, as a forward is around
             show_gradient(parameter, managed.grad_home)
         gradient = parameter.grad if fresh is not None else None
         if type(gradient) is not torch.Tensor:
@@ -180,8 +181,8 @@ def let_arrive(
 
 
 def take_arrived(given: Iterable[Given]) -> list[tuple[ManagedParameter, torch.Tensor, torch.Tensor | None]]:
-    """End `let_arrive`: where nothing has arrived there is no gradient, or the one from before. Return what was not
-    added to what was given for it, with that."""
+    """End `let_arrive`: a parameter without a new gradient has none, or the one from before. Return parameters and new
+    gradients that autograd did not add in place, with the tensors they belong to."""
     others: list[tuple[ManagedParameter, torch.Tensor, torch.Tensor | None]] = []
     for managed, weight, gradient, version, is_fresh in given:
         arrived, weight.grad = weight.grad, None
@@ -193,8 +194,8 @@ def take_arrived(given: Iterable[Given]) -> list[tuple[ManagedParameter, torch.T
 
 
 def are_own(homes: list[torch.Tensor | None], addresses: list[int]) -> bool:
-    """Return whether the program holds none of `homes` of gradients, none of which is a `p.grad`, nor a view of one,
-    and all are at `addresses`: `is_kept` of many, by C alone."""
+    """Return whether the program holds none of `homes` of gradients, which are not `p.grad` now, nor views of them, and
+    all are at `addresses`: `is_held` of many, in C alone."""
     if any(map(is_, homes, repeat(None))):
         return False
     found: Any = homes
@@ -209,16 +210,16 @@ def _references_of_listed() -> int:
 
 
 _REFERENCES_OF_LISTED = _references_of_listed()
-"""Of what one attribute and one list alone refer to, as they are counted there."""
+"""`getrefcount` of an object to which one attribute and one list alone refer."""
 
 
-# ---- gradients that an update has used up ------------------------------------------------------------------------
+# ---- gradients that an update has consumed -----------------------------------------------------------------------
 
 
-class UsedUp(torch.Tensor):
-    """Stands in `p.grad` for a gradient that an update has used up: its shape, no memory, and an error for all that
-    computes with it but `zero_grad` (`hetmem_zeroed`). None would make a clip in between clip by a norm of 0, and,
-    behind the step (`hetmem_stepped`), the next backward forget to add to it."""
+class ConsumedGradient(torch.Tensor):
+    """Stands in `p.grad` for a gradient that an update has consumed: it has the shape and no memory, and raises where
+    anything but `zero_grad` (`hetmem_zeroed`) computes with it. With None a clip before `step()` would use a norm of 0,
+    and after it (`hetmem_stepped`) the next backward would not add to the gradient."""
 
     exist = False
     """Whether one was ever made."""
@@ -227,10 +228,10 @@ class UsedUp(torch.Tensor):
     hetmem_stepped: bool
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> UsedUp:
-        """Make one in the shape of `like`, all of it the one `element`, for the parameter called `name`."""
+    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> ConsumedGradient:
+        """Make one in the shape of `like`, expanded from `element`, for the parameter called `name`."""
         made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
-        UsedUp.exist = True
+        ConsumedGradient.exist = True
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
         return made
 
@@ -264,9 +265,10 @@ class UsedUp(torch.Tensor):
 
 
 def clear_zeroed(parameter: torch.Tensor) -> None:
-    """Raise RuntimeError where a gradient of `parameter` arrives, and one that a step has used up was not cleared."""
+    """Clear a zeroed stand-in for a consumed gradient, as a new gradient of `parameter` arrives. Raises RuntimeError if
+    the program has not zeroed it."""
     gradient = parameter.grad
-    if not isinstance(gradient, UsedUp):
+    if not isinstance(gradient, ConsumedGradient):
         return
     if not gradient.hetmem_zeroed:
         raise RuntimeError(
@@ -277,10 +279,10 @@ def clear_zeroed(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise RuntimeError if a step would begin with gradients in `parameters` that the step before has used up."""
-    for gradient in map(_GRADIENT, parameters) if UsedUp.exist else ():
-        if isinstance(gradient, UsedUp) and gradient.hetmem_stepped:
+def refuse_consumed(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise RuntimeError if a step would begin with gradients of `parameters` that the step before has consumed."""
+    for gradient in map(_GRADIENT, parameters) if ConsumedGradient.exist else ():
+        if isinstance(gradient, ConsumedGradient) and gradient.hetmem_stepped:
             raise RuntimeError(
                 f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "
                 f"(overlap='forward' or gradients='streamed'), and torch would step with it, or with zeros, once more: "
@@ -289,8 +291,8 @@ def refuse_used_up(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
-    """Return whether `gradient`, which a parameter has, is `used`, or what stands for that once it is used up."""
-    return gradient is used or (isinstance(gradient, UsedUp) and not gradient.hetmem_zeroed)
+    """Return whether a parameter's `gradient` is `used`, the one that an update reads, or its stand-in, not zeroed."""
+    return gradient is used or (isinstance(gradient, ConsumedGradient) and not gradient.hetmem_zeroed)
 
 
 def updated_by_another(name: str) -> str:
@@ -301,7 +303,7 @@ def updated_by_another(name: str) -> str:
     )
 
 
-# ---- on their way home -----------------------------------------------------------------------------------------------
+# ---- gradients in flight -------------------------------------------------------------------------------------------
 
 
 class GradientCopies:
@@ -312,23 +314,23 @@ class GradientCopies:
         self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
         self.arriving = self.sends.arriving
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
-        self.told_of_losses: Iterable[Any] = ()
-        """The `GradientListener`s, whose `lost` is called where a gradient of a chunk was sent and did not arrive."""
+        self.loss_listeners: Iterable[Any] = ()
+        """The `GradientListener`s, whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
         self.sent: Callable[[], Callable[[], None] | None] = lambda: None
-        """Refers to what is called where a gradient was sent."""
+        """A weak reference to the function that is called after each gradient sent."""
         self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """The memory of gradients in flight, by the number of each send."""
+        """The device memory of gradients in flight, by number of the send."""
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which takes `nbytes` from the device to `home`, here and now."""
+        """Run `work`, which copies `nbytes` from the device to `home`, on this thread."""
         if home.tier is Tier.DEVICE:
             work()
         else:
             self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
     def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
-        """Run `work`, which takes `gradient`, of `nbytes` at home, to `chunk`: a small one at once, others behind the
-        backward, and until then they take memory of the device. At the end the lease of the staged role is over."""
+        """Run `work`, which copies `gradient`, of `nbytes` at home, to the home of `chunk`: a small one on this thread,
+        others while the backward goes on. Then end the lease of the staged role, if it is on NVMe."""
         home = chunk.homes[Role.GRAD]
         if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
             try:
@@ -360,19 +362,19 @@ class GradientCopies:
         if home.tier is Tier.NVME:
             self._end_lease(home)
         if error is not None:
-            for listener in self.told_of_losses:
+            for listener in self.loss_listeners:
                 listener.lost(chunk)
             raise error
         if home.tier is Tier.NVME:
             self._write_back(chunk, home)
 
     def _end_lease(self, home: Home) -> None:
-        """End the lease of the staged role that was open before its gradient was sent."""
+        """End the lease of the staged role that was opened before the gradient was sent."""
         assert home.block is not None
         self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
 
     def _write_back(self, chunk: Chunk, home: Home) -> None:
-        """Write the gradients of `chunk` to NVMe once all are there: see note "writes of gradients" in
+        """Write the gradients of `chunk` to NVMe once all have arrived: see note "writes of gradients" in
         `schedule.gradients`."""
         if self.sends.to_be_written(chunk):
             assert home.block is not None
@@ -385,12 +387,12 @@ class GradientCopies:
 
     @property
     def leaving_bytes(self) -> int:
-        """Device memory that gradients in flight still take, also if their end was not noted yet."""
+        """Device bytes that gradients in flight still take; one that has arrived is free before its end is handled."""
         if not self.leaving:
             return 0
         storages = [memory() for memory in self.leaving.values()]
         return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
 
     def wait(self) -> None:
-        """Wait until every gradient has arrived; an error is raised when all others have."""
+        """Wait until every gradient has arrived; then raise the first error, if there was one."""
         self._executor.wait_while(lambda: self.sends.under_way)

@@ -1,4 +1,4 @@
-"""Gradients on their way out: taken from autograd as they arrive, added up at home, shown to the user as `p.grad`.
+"""Takes gradients from autograd as they arrive, adds them at home, and shows them to the user as `p.grad`.
 
 Autograd must never add into a home itself (on a GPU it is the wrong device, with mixed precision the wrong dtype). So
 `p.grad` is taken away just before a gradient is accumulated, which leaves the new gradient alone in `p.grad`, and given
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import WeakOnes, weakly
+from hetmem.base.weak import WeakList, weakly
 from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
+    is_held,
     is_home,
     is_home_gradient,
-    is_kept,
     leave_gradient_to_holders,
     move_gradient,
     show_gradient,
@@ -36,13 +36,13 @@ _HOOKS = attrgetter("_backward_hooks")
 
 
 GradientListener = Any
-"""Hears of gradients and of homes that move, as it may update while a backward runs: the `Stepper` of an optimizer of
-hetmem's, which imports this."""
+"""The `Stepper` of an optimizer of hetmem's: called for gradients and for homes that move, as it may update while a
+backward runs. It imports this module."""
 
 
 class ArrivalHooks(NamedTuple):
-    """Makes hooks of autograd, for before and after a gradient of the parameter with an `id` is accumulated, and orders
-    them among the user's."""
+    """Factories of autograd hooks that run before and after a gradient of the parameter with an `id` is accumulated,
+    and the function that orders these among the user's."""
 
     before: Callable[[GradientSink, int], Callable[[torch.Tensor], None]]
     after: Callable[[GradientSink, int], Callable[[torch.Tensor], None]]
@@ -53,33 +53,33 @@ class GradientSink:
     """Takes the gradients of one model from autograd, and sends them home."""
 
     def __init__(self, runtime: Runtime, segments: Any, hooks: ArrivalHooks) -> None:
-        """`segments`: the `StepSegments` of the model."""
+        """Connect to `segments`, the `StepSegments` of the model."""
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
-        self.listeners: WeakOnes[GradientListener] = WeakOnes()
+        self.listeners: WeakList[GradientListener] = WeakList()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""
-        self.told = True
-        """Whether any of `listeners` has to be told of each gradient of this backward."""
+        self.notifies = True
+        """Whether `listeners` are called for each gradient of this backward."""
         self.sent_home: list[ManagedParameter] = []
-        """Those that hooks of the user find at home, until something is computed once more."""
+        """Parameters that are at home for hooks of the user, until a recomputation begins."""
         self.lends = False
-        """Whether gradients have homes only from their arrival to the update: `retire` ends them."""
+        """Whether gradients have homes only from their arrival to the update (streamed); `retire` ends a home."""
         self.lent: set[Chunk] = set()
-        """Chunks whose gradients lie in memory that was lent for them."""
+        """Chunks whose gradients lie in lent memory."""
         self._handles: list[Any] = []
         self._unhooked = runtime.parameters
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
-        """Parameters whose gradient is being accumulated, and the `p.grad` that was there before."""
+        """Parameters whose gradient is being accumulated, and their `p.grad` before."""
         self.is_simple = False
-        """Whether nothing but the parameter of a gradient has to know that this is about to be accumulated."""
+        """Whether the hook before an accumulation only has to take `p.grad` away."""
         self._arrived: list[ManagedParameter] = []
         self._warned: list[str] = []
         self.are_dense = True
-        """Whether every gradient so far was one that can be added to its home."""
+        """Whether every gradient so far was dense, and could be added to its home."""
         self._sends = runtime.traffic.gradients.sends
-        runtime.traffic.gradients.told_of_losses = self.listeners
+        runtime.traffic.gradients.loss_listeners = self.listeners
 
     def install_all(self) -> None:
         """Hook all that require a gradient by now."""
@@ -89,7 +89,7 @@ class GradientSink:
         self._unhooked = [managed for managed in self._unhooked if not managed.grad_hooked]
 
     def install(self, managed: ManagedParameter) -> None:
-        """Hook `managed`, once, as soon as it requires a gradient."""
+        """Register the hooks of `managed`, once, if it requires a gradient."""
         if managed.grad_hooked or not managed.parameter.requires_grad:
             return
         managed.grad_hooked = True
@@ -98,11 +98,11 @@ class GradientSink:
         handle = managed.parameter.register_post_accumulate_grad_hook(self._hooks.after(self, key))
         hooks: Any = managed.parameter._post_accumulate_grad_hooks
         self._handles += (before, handle)
-        for key in [key for key in hooks if key != handle.id]:  # go behind ours, as C reads them (not `move_to_end`):
+        for key in [key for key in hooks if key != handle.id]:  # move behind ours (C ignores `move_to_end`):
             hooks[key] = hooks.pop(key)  # the user's hooks see the gradient that torch would show them
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -113,7 +113,7 @@ class GradientSink:
             self.runtime.bindings.end_rest()
         if type(parameter) is managed.watched_kind:
             self.send_home(managed)
-        if self.told or self.runtime.traffic.updating:
+        if self.notifies or self.runtime.traffic.updating:
             for listener in self.listeners:
                 listener.coming(managed)
         if parameter.grad is not None:
@@ -128,7 +128,7 @@ class GradientSink:
         if managed in self.taken:
             previous = self.taken[managed]
             del self.taken[managed]
-        if arrived is None:  # frozen since the forward: torch leaves what was there
+        if arrived is None:  # frozen since the forward: torch leaves `p.grad`
             show_gradient(parameter, previous)
             return
         was_sparse = previous is not None and previous.layout is not torch.strided
@@ -142,10 +142,10 @@ class GradientSink:
             show_gradient(parameter, arrived)
             return
         unseen = self.segments.unseen and not torch.is_grad_enabled()
-        if unseen and not self.told and type(parameter) is managed.kind:
+        if unseen and not self.notifies and type(parameter) is managed.kind:
             self._take(managed, arrived, previous)
             return
-        with torch_private.NoFunctionsOfSubclasses():  # each look at a parameter that is not bound would be one
+        with torch_private.NoFunctionsOfSubclasses():  # else each attribute of a watched parameter would be a use
             if unseen:
                 self._take(managed, arrived, previous)
                 return
@@ -158,15 +158,15 @@ class GradientSink:
             try:
                 self._send(managed, arrived, adds=previous is not None)
             except BaseException:
-                show_gradient(parameter, previous)  # what has been added up so far is still the user's
+                show_gradient(parameter, previous)  # the sum so far is not lost
                 raise
             show_gradient(parameter, managed.grad_view if managed.grad_view is not None else managed.grad_home)
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
         self._arrived += (managed,)
         if len(parameter._post_accumulate_grad_hooks) > 1:
-            self.arrive()
-        if self.told or self.runtime.traffic.updating:
+            self.wait_until_home()
+        if self.notifies or self.runtime.traffic.updating:
             for listener in self.listeners:
                 listener.arrived(managed)
 
@@ -183,11 +183,11 @@ class GradientSink:
 
     @property
     def half_stepped(self) -> bool:
-        """Whether a step has begun to update weights and is not over."""
+        """Whether updates of weights have begun, in a backward or a step, and the step has not ended."""
         return any(True for listener in self.listeners for _ in listener.begun())
 
-    def use_again(self, used: list[ManagedParameter]) -> None:
-        """Tell listeners that `used` are computed with between the begin of a backward and the end of the step."""
+    def notify_use(self, used: list[ManagedParameter]) -> None:
+        """Tell listeners that compute uses `used` between the begin of a backward and the end of the step."""
         for listener in self.listeners:
             for managed in used:
                 listener.used_again(managed)
@@ -196,17 +196,18 @@ class GradientSink:
         """Begin a backward."""
         self._sends.complete.begin()
         runtime = self.runtime
-        self.told = any(listener.is_to_be_told for listener in self.listeners)
-        self.is_simple = not (self.told or runtime.traffic.updating or runtime.bindings.rests)
+        self.notifies = any(listener.wants_each_gradient for listener in self.listeners)
+        self.is_simple = not (self.notifies or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
         if runtime.tracer.measured:
             runtime.uses.release_working()
-        if not (self.told or runtime.traffic.updating):
+        if not (self.notifies or runtime.traffic.updating):
             runtime.uses.begin_backward()
 
     def _look_at_parameters(self) -> None:
-        """Order hooks, and give gradients that the program exchanged between parameters memory of their own."""
+        """Order hooks, and give each `p.grad` that shows the memory of another one memory of its own, of parameters
+        whose hooks or `grad` the program may have changed."""
         bindings = self.runtime.bindings
         met, bindings.met = bindings.met | bindings.exposed, set()
         hooks = map(_HOOKS, [managed.parameter for managed in met])
@@ -225,7 +226,7 @@ class GradientSink:
                 show_gradient(managed.parameter, gradient.clone())
 
     def finish(self) -> None:
-        """End a backward: wait until all gradients are at home, and give back each `p.grad` to which none was added."""
+        """End a backward: wait until all gradients are at home, and restore each `p.grad` to which none was added."""
         self.runtime.uses.end_backward()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self.taken else ():
@@ -233,16 +234,16 @@ class GradientSink:
                     previous = self.taken.pop(managed)
                     if managed.parameter.grad is None:
                         show_gradient(managed.parameter, previous)
-        self.arrive()
-        self.told, self.is_simple = True, False
+        self.wait_until_home()
+        self.notifies, self.is_simple = True, False
         with torch_private.NoFunctionsOfSubclasses():
             for listener in self.listeners:
                 listener.backward_over()
             self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
 
-    def arrive(self) -> None:
-        """Wait until all gradients are at home, also on NVMe; an error is raised when the others are."""
+    def wait_until_home(self) -> None:
+        """Wait until all gradients are at home, also on NVMe; then raise the first error, if there was one."""
         traffic = self.runtime.traffic
         homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
         try:
@@ -253,34 +254,34 @@ class GradientSink:
         traffic.wait_until_written(homes)
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
-        """Overwrite or add to the home of the gradient of `managed`."""
+        """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite."""
         chunk = managed.chunk
         if Role.GRAD not in chunk.homes:
             if self.lends:
                 self._sends.find_place(chunk, self)
             else:
                 self.give_own(chunk)
-        kept = chunk.gradient_dtype  # in which a sum, or what a hook of the program makes of it, may not be exact
-        if kept is not None and (adds or arrived.dtype is not kept or has_hooks_of_the_user(managed.parameter)):
+        dtype = chunk.gradient_dtype  # 16 bits: a sum, or the result of a hook of the program, may not be exact
+        if dtype is not None and (adds or arrived.dtype is not dtype or has_hooks_of_the_user(managed.parameter)):
             self._widen(chunk)
-        if not adds and managed.grad_home is not None and is_kept(managed):
+        if not adds and managed.grad_home is not None and is_held(managed):
             leave_gradient_to_holders(managed, self._warned)
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()
         assert managed.grad_home is not None
         home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
         if traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
-            # Autograd could not hand the gradient over and copied it to the host: an earlier one may be on its way.
+            # Autograd copied the gradient to the host, not ordered behind an earlier one that may be in flight.
             traffic.gradients.wait()
         on_nvme = home.tier is Tier.NVME
         if on_nvme and not any(listener.begins_early for listener in self.listeners):
-            self._sends.complete.comes(chunk, id(managed), _awaited)
+            self._sends.complete.add(chunk, id(managed), _awaited)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
 
     def open_homes(self, fresh: list[ManagedParameter]) -> None:
-        """Make `grad_home` of each of `fresh`, which have no gradient now, a view that only hetmem holds."""
+        """Give each of `fresh`, which have no gradient now, a `grad_home` that only hetmem holds."""
         homes = [managed.grad_home for managed in fresh]
         if are_own(homes, [managed.grad_address for managed in fresh]):
             return
@@ -290,16 +291,16 @@ class GradientSink:
             if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
                 managed.open_grad_home()
 
-    # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
+    # ---- memory: see `schedule.gradients.GradientMemory` ---------------------------------------------------------
 
     def lend(self, chunk: Chunk) -> bool:
-        """Give gradients of `chunk` memory that was set aside; False if all that is large enough is lent."""
+        """Lend gradients of `chunk` memory that was set aside; return False if all that is large enough is lent."""
         if lent := self.runtime.memory.lend(chunk):
             self.lent.add(chunk)
         return lent
 
     def may_lend(self, chunk: Chunk) -> bool:
-        """Whether memory for gradients of `chunk` was set aside, lent or not."""
+        """Return whether memory for gradients of `chunk` was set aside, lent or not."""
         return self.runtime.memory.lends(chunk)
 
     def give_own(self, chunk: Chunk) -> None:
@@ -307,7 +308,7 @@ class GradientSink:
         self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
 
     def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
-        """Take the gradients of `used`, which are in `chunk`, and give their home to another chunk."""
+        """End the loan of `chunk`, unless its update has not used all its gradients; `used`: those that it has."""
         if chunk not in self.lent:
             return
         shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
@@ -324,8 +325,8 @@ class GradientSink:
             listener.consumed(chunk, shown)
 
     def _widen(self, chunk: Chunk) -> None:
-        """Give gradients of `chunk`, kept in the dtype in which they arrive, a home in which a sum is exact and the
-        program may write. If this raises they are where they were."""
+        """Move gradients of `chunk`, kept in the dtype in which they arrive, to a home of full precision, where sums
+        are exact and the program may write. If this raises nothing has moved."""
         memory, traffic = self.runtime.memory, self.runtime.traffic
         traffic.gradients.wait()
         if chunk not in self.lent:
@@ -352,9 +353,9 @@ class GradientSink:
             show_widened(managed)
 
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
-        """`managed`'s part of the staged gradients of its chunk, which are read from NVMe only if any still count."""
+        """Return the part of `managed` in its chunk's staged gradients, which are read from NVMe only if needed."""
         chunk = managed.chunk
-        if not self.runtime.traffic.gradients.arriving(chunk):  # else staging, which is in use, is newer than the home
+        if not self.runtime.traffic.gradients.arriving(chunk):  # else staging is in use, and newer than the home
             self.runtime.writes.wait_for_staged_gradients((chunk,))
             self.runtime.writes.honour_written_gradients(chunk, taken=(managed,) if adds else ())
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
@@ -364,7 +365,7 @@ class GradientSink:
 
 
 def _awaited(chunk: Chunk) -> set[int]:
-    """The `id`s of what gets a gradient in `chunk`."""
+    """Return the `id`s of the managed parameters in `chunk` that get a gradient."""
     return {id(managed) for managed in chunk.parameters if managed.grad_hooked and managed.parameter.requires_grad}
 
 

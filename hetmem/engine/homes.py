@@ -1,6 +1,6 @@
-"""The memory of one managed module: pools, homes, and what they take of each tier.
+"""Owns the memory of one managed module: pools and homes, and their bytes on each tier.
 
-The one writer of `Chunk.homes`. It reserves and gives back; it knows neither operators nor copies, and moves no bytes.
+The one writer of `Chunk.homes`. It reserves and frees memory, moves no bytes, and knows neither operators nor copies.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hetmem.schedule.trace import Tier
 _NAMES = {"param": "parameters", "grad": "gradients", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 ALLOCATOR_SHARE = 0.03
-"""Of a GPU's budget: torch's allocator rounds up and cannot join what lies apart."""
+"""Share of a GPU's budget left to torch's allocator, which rounds sizes up and fragments memory."""
 
 
 @dataclass(slots=True, eq=False)
 class Memory:
-    """All memory of one managed module, and the addresses that tell homes and slots from everything else."""
+    """All memory of one managed module, and the address ranges of its homes and slots."""
 
     layout: Layout
     chunks: list[Chunk]
@@ -47,26 +47,26 @@ class Memory:
     staging_slots: int
     mixed_precision: torch.dtype | None
     pins: list[Callable[[], None]]
-    """What ends page-locking, and the exclusion of host memory from forked processes."""
+    """Functions that end page-locking, and the exclusion of host memory from forked processes."""
     resident: bool
-    """Whether all homes are on the device and have no other place, until `leave_device`."""
+    """Whether all homes are on the device, without memory reserved elsewhere, until `leave_device`."""
     copied: bool = True
-    """Whether copies use host memory, which is page-locked then."""
+    """Whether copies use host memory, which must be page-locked then."""
     _pinned: bool = False
     device_home_bytes: int = 0
     bound_to_device: bool = False
     """Whether another optimizer than hetmem's has stepped, whose states would stay where parameters were."""
     staying: dict[Chunk, None] = field(default_factory=dict)
-    """The chunks whose homes are on the device for want of room elsewhere."""
+    """The chunks whose homes are on the device because no other tier has room."""
     _staying_bytes: int = 0
     uses_copies: bool = field(init=False)
-    """Whether operators see copies, not the homes, which are all on the device in the dtype that computes then."""
+    """Whether operators see copies; else they see the homes, which are all on the device in the compute dtype."""
     usable_bytes: int = field(init=False)
-    """The device's bytes less those that an allocator cannot use, where one hands out what chunks leave."""
-    _gradient_places: dict[Chunk, Home] = field(default_factory=dict)
+    """The device's bytes without `ALLOCATOR_SHARE`, on a GPU."""
+    _gradient_reserves: dict[Chunk, Home] = field(default_factory=dict)
     _lending: Lending = field(default_factory=Lending)
     _spare: dict[int, list[memoryview]] = field(default_factory=dict)
-    """What `_lending` has to lend, by its bytes."""
+    """Memory that `_lending` can lend, by its bytes."""
     _lent: dict[Home, memoryview] = field(default_factory=dict)
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Memory:
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
 
     def __del__(self) -> None:
-        """Part chunks from their parameters, each of which holds the other: memory is free without a collection."""
+        """Break the reference cycles of chunks and their parameters, so that memory is freed without a collection."""
         for chunk in self.chunks:
             chunk.parameters.clear()
 
@@ -91,13 +91,13 @@ class Memory:
             self.pins.pop()()
 
     def page_lock(self) -> None:
-        """Page-lock host memory, if copies use it and it is not yet. Raises what `Device.pin` does."""
+        """Page-lock host memory, if copies use it and it is not locked yet. Raises what `Device.pin` does."""
         if self.copied and not self._pinned:
             self._pinned = True
             self.pins.append(self.device.pin(self.host_pool.mapping))
 
     def parameters(self) -> Iterator[ManagedParameter]:
-        """Yield the parameters that have moved home by now."""
+        """Yield the parameters whose values have been moved to their homes by now."""
         return (managed for chunk in self.chunks for managed in chunk.parameters)
 
     @property
@@ -108,8 +108,8 @@ class Memory:
     # ---- reserving ---------------------------------------------------------------------------------------------
 
     def reserve(self, chunks: Iterable[Chunk], role: Role) -> None:
-        """Give `role` of each of `chunks` a home. Raises `BudgetError`, or `DeviceOutOfMemoryError` where the others
-        are on the device, with nothing reserved, if there is no room."""
+        """Give `role` of each of `chunks` a home. Raises `BudgetError` if there is no room, or `DeviceOutOfMemoryError`
+        where the chunk's other homes are on the device; nothing is reserved then."""
         chunks = [chunk for chunk in chunks if role not in chunk.homes]
         settled: list[Chunk] = []
         try:
@@ -138,7 +138,7 @@ class Memory:
             ) from error
 
     def homes_on_device(self) -> str:
-        """Return what homes take of the device, by role, as a part of a sentence; "" if there are none."""
+        """Return the bytes of homes on the device, by role, as a part of a sentence; "" if there are none."""
         found: Counter[str] = Counter()
         for chunk in self.chunks:
             for role, home in chunk.homes.items():
@@ -157,12 +157,12 @@ class Memory:
         self._place(Role.COMPUTE, placed)
 
     def room(self) -> Room:
-        """Return what is left for homes in host memory and on NVMe."""
+        """Return the room for homes in host memory and on NVMe."""
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store and self.staging_slots else 0
         return Room(self.host_pool.free_bytes, nvme)
 
     def _place(self, role: Role, placed: list[tuple[Chunk, int, Tier]]) -> None:
-        """Take memory for homes of so many bytes on those tiers."""
+        """Reserve memory for homes of `role`: chunk, bytes and tier of each are in `placed`."""
         on_disk = [(chunk, size) for chunk, size, tier in placed if tier is Tier.NVME]
         if on_disk:
             assert self.store is not None
@@ -176,7 +176,7 @@ class Memory:
                 chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(size))
 
     def _settle(self, chunk: Chunk, role: Role, memory: RawMemory) -> Home:
-        """Make `memory`, which is the device's, the home of `role`."""
+        """Make `memory`, on the device, the home of `role`."""
         home = chunk.homes[role] = Home(Tier.DEVICE, memory)
         nbytes = chunk.home_nbytes(role)
         self._device_ranges.append(_range(memory, nbytes))
@@ -195,7 +195,7 @@ class Memory:
     # ---- homes that move to the device and back ----------------------------------------------------------------
 
     def move_in(self, chunk: Chunk, memories: Mapping[Role, RawMemory]) -> None:
-        """Make `memories` of the device the homes of `chunk`, which keeps the places that it had."""
+        """Make `memories`, on the device, the homes of `chunk`; the memory of its old homes stays reserved."""
         for role, memory in memories.items():
             before = chunk.homes.get(role)
             home = self._settle(chunk, role, memory)
@@ -203,15 +203,15 @@ class Memory:
                 home.away, home.block, home.written = before, before.block, before.written
 
     def move_back(self, chunk: Chunk, role: Role) -> None:
-        """End `move_in` of one role: its home is the place that it had, or there is none."""
+        """End `move_in` of one role: its home is its old one again, or there is none."""
         home = self._unsettle(chunk, role)
         if home.away is not None:
             home.away.written, home.away.block = home.written, home.block
             chunk.homes[role] = home.away
 
     def open_way_back(self, chunk: Chunk, *, gradients: bool) -> bool:
-        """Reserve places in host memory for all homes of `chunk`, which stays on the device, and room for its
-        `gradients`; False if there is none."""
+        """Reserve host memory for all homes of `chunk`, which stays on the device, if there is room for these and, with
+        `gradients`, for its gradients. Returns whether there is."""
         wanted = dict.fromkeys((*chunk.homes, *((Role.GRAD,) if gradients else ())))
         if sum(map(chunk.home_nbytes, wanted)) > self.host_pool.free_bytes:
             return False
@@ -226,35 +226,35 @@ class Memory:
 
     @property
     def may_leave_device(self) -> bool:
-        """Whether the model is whole on the device, and may become one that has moved there."""
+        """Whether the model is whole on the device, and may leave it."""
         return self.resident and not self.bound_to_device and self.has_room_away
 
     @property
     def away_bytes(self) -> int:
-        """What all homes, and gradients, take in host memory."""
+        """Bytes that all homes and gradients would take in host memory."""
         return sum(chunk.home_nbytes(role) for chunk in self.chunks for role in _roles_away(chunk))
 
     def leave_device(self) -> None:
-        """Make a model that is whole on the device one whose homes have moved there: each gets a place in host memory
-        that it may go back to, and so do gradients (see `gradient_place`)."""
+        """Let the homes of a model that is whole on the device leave it: reserve host memory for each, and for
+        gradients (see `gradient_place`)."""
         for chunk in self.chunks:
             for role in _roles_away(chunk):
                 away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
                 if role in chunk.homes:
                     chunk.homes[role].away = away
                 else:
-                    self._gradient_places[chunk] = away
+                    self._gradient_reserves[chunk] = away
         self.resident, self.uses_copies = False, True
         self.copied = True
         self.page_lock()
 
     def gradient_place(self, chunk: Chunk) -> Home | None:
-        """Return the place that `leave_device` reserved for gradients of `chunk`, if it is unused."""
-        return self._gradient_places.get(chunk)
+        """Return the memory that `leave_device` reserved for gradients of `chunk`, if it is unused."""
+        return self._gradient_reserves.get(chunk)
 
     def use_gradient_place(self, chunk: Chunk) -> bool:
-        """Use `gradient_place`, if there is one: as the place of gradients on the device, or as their home."""
-        place = self._gradient_places.pop(chunk, None)
+        """Make `gradient_place`, if there is one, the home of gradients, or where they go from the device."""
+        place = self._gradient_reserves.pop(chunk, None)
         if place is None:
             return False
         home = chunk.homes.setdefault(Role.GRAD, place)
@@ -271,17 +271,17 @@ class Memory:
     def set_aside(self, chunks: Iterable[Chunk]) -> int:
         """Reserve host memory for gradients of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
 
-        Return how many of `chunks` have no place while all others have one."""
+        Returns how many of `chunks` have no memory while all others have."""
         sizes = [chunk.lent_nbytes for chunk in chunks]
-        places = set_aside(sizes, self.host_pool.free_bytes)
-        for nbytes in places:
+        granted = set_aside(sizes, self.host_pool.free_bytes)
+        for nbytes in granted:
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)
-        return len(sizes) - len(places)
+        return len(sizes) - len(granted)
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of host memory that were set aside and are no home now."""
+        """Bytes of host memory that were set aside and are not lent now."""
         return self._lending.free_bytes
 
     def lends(self, chunk: Chunk) -> bool:
@@ -300,7 +300,7 @@ class Memory:
         return True
 
     def keep_gradients(self, chunk: Chunk, home: Home) -> None:
-        """Make `home`, which is lent, that of gradients of `chunk`, in the dtype in which they arrive, until
+        """Make the lent `home` that of gradients of `chunk`, in the dtype in which they arrive, until
         `take_gradients`."""
         chunk.homes[Role.GRAD] = home
         chunk.gradient_dtype = None if chunk.compute_dtype is chunk.dtype else chunk.compute_dtype
@@ -311,29 +311,29 @@ class Memory:
         return chunk.homes.pop(Role.GRAD)
 
     def end_loan(self, home: Home) -> None:
-        """Let others have the memory of `home`, if it was lent."""
+        """Free the memory of `home` for other loans, if it was lent."""
         place = self._lent.pop(home, None)
         if place is not None:
             self._spare[place.nbytes].append(place)
             self._lending.give(place.nbytes)
 
     def number(self, chunk: Chunk, role: Role, block: int) -> None:
-        """Note the number under which the residency knows the home of `role`."""
+        """Note the residency's block number of the home of `role`."""
         chunk.homes[role].block = block
         if role is chunk.operand:
             chunk.operand_block = block
 
     def block(self, chunk: Chunk, role: Role) -> Block:
-        """Return what the residency has to know of `role` of `chunk`. A copy in 16 bits is one step from a home on the
-        device, as from one in host memory."""
+        """Return the residency's description of `role` of `chunk`. A home on the device counts as one in host memory,
+        as a 16-bit copy is one transfer from either."""
         home = chunk.homes[role].tier
         span = chunk.spec.span
-        if role.dtype is not None:  # it is only ever staged, in slots that are for elements of the widest dtype
+        if role.dtype is not None:  # only ever staged, in slots sized for the widest dtype
             span = -(-chunk.home_nbytes(role) // self.host_pool.slot_bytes) if self.host_pool.slot_bytes else 1
         return Block(chunk.label(role), Tier.HOST if home is Tier.DEVICE else home, span)
 
     def device_slots(self, non_model_bytes: int) -> int:
-        """Return how many slots chunks may take while everything else takes `non_model_bytes`."""
+        """Return how many device slots chunks may take while everything else takes `non_model_bytes`."""
         room = self.room_bytes(non_model_bytes)
         return max(0, room // self.device_pool.slot_bytes) if self.uses_copies else 0
 
@@ -351,7 +351,7 @@ class Memory:
 
 
 def _roles_away(chunk: Chunk) -> dict[Role, None]:
-    """The roles of `chunk` that need a place where its homes may go from the device."""
+    """Return the roles of `chunk` that need memory elsewhere before its homes may leave the device."""
     trained = any(managed.parameter.requires_grad for managed in chunk.parameters)
     return dict.fromkeys((*chunk.homes, *((Role.GRAD,) if trained else ())))
 

@@ -1,10 +1,10 @@
-"""What `p.data` is at each moment: a home, the device copy for the length of an operator, a stand-in.
+"""Sets `p.data`: to the home, to the device copy while the parameter is bound, or to a stand-in without memory.
 
 Owns the views of device slots and the maps from storages to parameters. It moves no bytes and decides nothing.
 
-Note "use counts": a view of a weight, a tensor that autograd or a checkpoint saved, `ctx.weight` of a custom function
-hold the storage of a slot. Every device view has a storage of its own, so the storage's reference count is the truth
-about use: above what it was when the view was made, it is in use.
+Note "use counts": a view of a weight, a tensor saved by autograd or a checkpoint, and `ctx.weight` of a custom function
+refer to the storage of a slot. Every device view has a storage of its own, so a copy is in use while the reference
+count of its storage is above what it was when the view was made.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 
 
 class Bindings:
-    """The managed parameters of one model, by identity and by storage, and what each `p.data` is."""
+    """The managed parameters of one model, by identity and by storage; sets the `.data` and the class of each."""
 
     def __init__(self, parameters: Iterable[ManagedParameter]) -> None:
         self.by_id: dict[int, ManagedParameter] = {}
         self.by_address: dict[int, ManagedParameter] = {}
         self.by_storage: dict[int, ManagedParameter] = {}
-        """The handles of the storages that hetmem itself made for the same memory: faster to ask, and all that an
-        operator's result may share. One that a program made of an address is in `by_address` alone."""
+        """Parameters by the handle of a storage that hetmem made: faster to look up, and enough for results of
+        operators. A storage that the program made of an address is found in `by_address` alone."""
         self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
         """Parameters that rest in a backward: see `end_rest`."""
@@ -42,9 +42,9 @@ class Bindings:
         """See `DeviceMonitor.unwatched`."""
         self._layouts: dict[Chunk, int] = {}
         self._numbers: dict[Any, int] = {}
-        """Of layouts of parameters in a chunk: chunks of one layout take turns with the same views of a slot."""
+        """Numbers of layouts of parameters in a chunk: chunks of one layout reuse the views of a slot."""
         self._watching = self._stands_in = False
-        """Whether any parameter is something else than its home while the model computes."""
+        """Whether `watch` was called; and whether `rest` is another tensor than the home for any parameter."""
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)
@@ -62,7 +62,7 @@ class Bindings:
                 self.by_storage[storage_address(managed.rest)] = managed
 
     def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
-        """Give `managed` another home, with the same values, and another `rest`; device views stay."""
+        """Give `managed` another home with the same values, and another `rest`; device views stay."""
         parameter = managed.parameter
         unbound, parameter.__class__ = type(parameter), managed.kind
         at = parameter.data_ptr()
@@ -71,7 +71,7 @@ class Bindings:
             self.by_address.pop(tensor.untyped_storage().data_ptr(), None)
             self.by_storage.pop(storage_address(tensor), None)
         managed.home, managed.rest = home, rest
-        if at_home or resting:  # both, where it was on the device
+        if at_home or resting:  # both, if the home was on the device
             parameter.data = rest if self.rests or not at_home else home
         managed.home_address = home.data_ptr()
         managed.home_storage = storage_address(home)
@@ -83,11 +83,11 @@ class Bindings:
         """Return the parameter whose home, stand-in or device slot `tensor` is a view of, or None."""
         try:
             return self.by_address.get(tensor.untyped_storage().data_ptr())
-        except RuntimeError:  # it has no memory: sparse, of a transform, of code that is being traced
+        except RuntimeError:  # it has no storage: sparse, of a transform, or traced
             return None
 
     def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Have the views of all parameters of `chunk`, whose copy is in device slot `slot`: those kept there, or new
+        """Set the device views of all parameters of `chunk`, whose copy is in device slot `slot`: cached or new
         ones."""
         layout = self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)
         known: Any = pool.views[slot].pop(layout, ()) if slot in pool.views else ()
@@ -106,13 +106,13 @@ class Bindings:
             del flat
             storage = view.untyped_storage()
             handle, address = storage._cdata, storage.data_ptr()
-            del storage  # which counts; that it was asked for once does, too
+            del storage  # a reference; the Python object stays counted
         return view, None, handle, address, references(handle)
 
     def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Forget the device views of `chunk`, whose `slot` goes to another one. Making a view takes some ten calls of
-        torch, so those that no program holds are kept for the next chunk of this layout, as long as `slot` has its
-        memory."""
+        """Clear the device views of `chunk`, whose `slot` another chunk gets. Making a view takes some ten calls of
+        torch, so views that the program does not hold are cached for the next chunk of this layout, as long as `slot`
+        has its memory."""
         views: list[Any] = [None] * len(chunk.parameters)
         for at, managed in enumerate(chunk.parameters):
             view, made = managed.device, managed.device_view
@@ -129,16 +129,16 @@ class Bindings:
             pool.views[slot][self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)] = views
 
     def _layout(self, chunk: Chunk) -> int:
-        """Return the number of the layout of `chunk`: that of no other one."""
-        places = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
-        number = self._numbers.setdefault((chunk.compute_dtype, *places), len(self._numbers))
+        """Return the number of the layout of `chunk`; chunks with equal layouts have one number."""
+        fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
+        number = self._numbers.setdefault((chunk.compute_dtype, *fields), len(self._numbers))
         self._layouts[chunk] = number
         return number
 
     @staticmethod
     def device_view(managed: ManagedParameter, *shaped: Any) -> torch.Tensor:
-        """Return `as_strided(*shaped)` of the device copy of `managed`. The first one is kept: the same is asked for
-        again and again."""
+        """Return `as_strided(*shaped)` of the device copy of `managed`. The first view is cached, as most calls ask for
+        the same one."""
         known, device = managed.device_view, managed.device
         assert device is not None
         if known is None:
@@ -146,7 +146,7 @@ class Bindings:
             managed.device_references += 1
         return known[1] if known[0] == shaped else device.as_strided(*shaped)
 
-    # ---- what a parameter is now -------------------------------------------------------------------------------
+    # ---- data and class ---------------------------------------------------------------------------------------
 
     def bind(self, used: Iterable[ManagedParameter]) -> None:
         """Bind `used` to their device copies."""
@@ -159,18 +159,18 @@ class Bindings:
 
     @staticmethod
     def as_ordinary(used: Iterable[ManagedParameter]) -> None:
-        """Give `used` the class that they had before they were managed, as what is compiled knows no other."""
+        """Give `used` the classes they had before they were managed, the only ones that compiled code accepts."""
         for managed in used:
             managed.parameter.__class__ = managed.kind
 
     def lose(self, kind: type) -> None:
-        """Give all parameters the class `kind`: the memory of their homes is not in this process."""
+        """Give all parameters the class `kind`, as the memory of their homes is not in this process."""
         for managed in self.by_id.values():
             managed.parameter.__class__ = kind
 
     def watch(self, *, but_trained: bool = False) -> None:
-        """Watch all that are not bound, perhaps but those that are trained. It takes a look at those alone that may be
-        ordinary."""
+        """Watch all that are not bound; with `but_trained`, not those that are trained. Looks only at `exposed`, as
+        this runs at the begin and end of each forward and backward."""
         self._watching = True
         self.met |= self.exposed
         ordinary = [each for each in self.exposed if each.parameter.__class__ is each.kind and not each.bound]
@@ -195,7 +195,7 @@ class Bindings:
         return [each for each in compress(among, map(gt, now, map(_EXPECTED, among))) if each.numel]
 
     def unbind(self, used: Iterable[ManagedParameter]) -> None:
-        """End `bind`: each of `used` rests, or is its home if nothing computes."""
+        """End `bind`: each of `used` rests, or is its home outside of compute."""
         for managed in used:
             parameter = managed.parameter
             parameter.__class__ = managed.kind
@@ -209,7 +209,7 @@ class Bindings:
                 self.resting.append(managed)
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
-        """Return whether the program has set `managed.parameter.data`, which was bound."""
+        """Return whether the program has set `.data` of `managed.parameter`, which was bound."""
         at = managed.parameter.data_ptr()
         if at == managed.home_address or (managed.device is not None and at == managed.device.data_ptr()):
             return False
@@ -217,7 +217,7 @@ class Bindings:
 
     @property
     def away(self) -> bool:
-        """Return whether the model computes: then a parameter that is not bound is watched."""
+        """Whether the model computes: then a parameter that is not bound is watched."""
         return self._away > 0
 
     def is_resting(self, managed: ManagedParameter) -> bool:
@@ -225,10 +225,10 @@ class Bindings:
         return self._away > 0 and type(managed.parameter) is managed.watched_kind
 
     def leave_home(self, *, stay: bool = False) -> None:
-        """Begin compute: parameters that are not bound rest. A custom function of autograd takes a parameter as it is,
-        and expects its gradient on the device, and of the dtype, that it then has. `stay`: they stay at home, in a
-        backward, as a graph from outside of forwards has saved the parameters themselves, and where modules have
-        working weights in their place."""
+        """Begin compute: parameters that are not bound rest (`.data` is a stand-in). A custom autograd function gets
+        the parameter itself, and expects its gradient on the device and of the dtype that it has then. `stay`: `.data`
+        stays the home, in a backward, as a graph made outside of forwards has saved the parameters themselves, and
+        where modules have working weights instead."""
         self._away += 1
         if self._away == 1:
             self.rests = not stay
@@ -237,7 +237,7 @@ class Bindings:
                 self.rest([managed for managed in self.by_id.values() if not managed.bound])
 
     def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
-        """Let `managed_ones`, which are at home, rest as all others do while the model computes."""
+        """Have `managed_ones`, which are at home, rest again while the model computes."""
         with torch_private.NoFunctionsOfSubclasses():
             for managed in managed_ones:
                 if self.rests and managed.rest is not managed.home:
@@ -245,8 +245,8 @@ class Bindings:
                 managed.parameter.__class__ = managed.watched_kind
 
     def end_rest(self) -> None:
-        """Send parameters home that a recomputation within a backward has left at rest. Until that is over they must
-        not change their dtype, or torch adds their gradients up in another order."""
+        """Send parameters home that a recomputation in a backward has left at rest. Before its end a change of dtype
+        would have torch add gradients in another order."""
         while self.resting:
             managed = self.resting.pop()
             parameter = managed.parameter
@@ -256,9 +256,9 @@ class Bindings:
                 parameter.__class__ = managed.watched_kind
 
     def go_home(self) -> None:
-        """End compute: every parameter is its home again, unless a forward around it still computes."""
+        """End compute: every parameter is its home again, unless an enclosing forward still computes."""
         if not self._away:
-            return  # those that are watched are so for another reason
+            return  # parameters may be watched between calls
         self._away -= 1
         if not self._away:
             self.end_rest()
@@ -270,12 +270,12 @@ class Bindings:
                         parameter.data = managed.home
 
     def all_home(self) -> None:
-        """End all compute, also what was interrupted."""
+        """End all compute, also after an interrupt."""
         self._away = min(1, self._away)
         self.go_home()
 
     def send_home(self, managed: ManagedParameter) -> bool:
-        """Make `managed`, if it is watched, its home and an ordinary parameter; return whether it was watched."""
+        """Make `managed`, if it is watched, an ordinary parameter whose `.data` is its home; return whether it was."""
         parameter = managed.parameter
         if type(parameter) is not managed.watched_kind:
             return False
@@ -287,12 +287,12 @@ class Bindings:
 
     @staticmethod
     def show_home(managed: ManagedParameter, tensor: torch.Tensor | None = None) -> None:
-        """Set `managed.parameter.data`, which the program has set, to its home, or to `tensor`."""
+        """Set `.data` of `managed.parameter`, which the program has set, to its home, or to `tensor`."""
         set_data(managed.parameter, managed.home if tensor is None else tensor)
 
     def leave_to_holders(self, managed: ManagedParameter) -> None:
-        """Leave the memory of the device view of `managed`, which gets other values, to tensors of the program that
-        show it. Raises `ManageError` where that is impossible."""
+        """Give the memory of the device view of `managed`, which gets other values, to tensors of the program that show
+        it. Raises `ManageError` where that is impossible."""
         if managed.device is None or not managed.numel:
             return
         if references(managed.device_storage) <= managed.device_references:
@@ -308,25 +308,25 @@ class Bindings:
 
 get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-"""Of a parameter that is bound: its own `data` tells of who asks."""
+"""Access `.data` of a bound parameter, whose own `data` property notes each access."""
 _NO_MEMORY = torch.empty(0, device="cpu")
 references: Any = torch_private.storage_references
 storage_address: Any = torch_private.storage_address
 
 
 def storage_references(tensor: torch.Tensor) -> int:
-    """Return how often the memory of `tensor` is referred to, by tensors and by what C++ holds."""
+    """Return the reference count of the storage of `tensor`, with references in C++."""
     return references(tensor.untyped_storage()._cdata)  # type: ignore[no-any-return]
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether any other tensor holds the memory of `tensor`, which is no view (the handle that counts does)."""
+    """Return whether any other tensor has the storage of `tensor`, which is no view."""
     return references(tensor.untyped_storage()._cdata) > 2  # type: ignore[no-any-return]
 
 
 def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return what `managed` is between operators that run on `device`: `home`, or its stand-in. That was made when it
-    was managed: a home comes back from the device just when there is no memory for one."""
+    """Return the `.data` of `managed` at rest, with operators on `device`: `home`, or its stand-in. The stand-in was
+    made at the start, as homes come back from the device when that has no memory left."""
     if managed.chunk.compute_dtype is managed.chunk.dtype and home.device == device:
         return home
     assert managed.stand_in is not None
@@ -340,15 +340,15 @@ def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> to
 
 
 def show_cast(cast: torch.Tensor, values: torch.Tensor | None) -> None:
-    """Let `cast`, which torch keeps of a weight for later uses, have the weight's `values`; with None it takes no
-    memory, and any function that computes with it raises."""
+    """Give `cast`, a weight's cast in the cache of autocast, the weight's `values`; with None it takes no memory, and
+    any function that computes with it raises."""
     with torch.no_grad():
         missing = torch.empty((0,) * 5, dtype=cast.dtype, device=cast.device)
         cast.data = missing if values is None else values.to(cast.dtype)
 
 
 def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
-    """Make `home`, which holds the values of `managed`, what `.data` is; operators run on `device`."""
+    """Make `home`, which has the values of `managed`, its home and `.data`; operators run on `device`."""
     dtype = managed.chunk.compute_dtype
     if managed.stand_in is None and (dtype is not managed.chunk.dtype or device.type != "cpu"):
         managed.stand_in = stand_in(home, dtype, device)
@@ -367,13 +367,13 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
 
 
 def leave_ordinary(parameter: Any) -> None:
-    """Give `parameter`, which is watched, and whose model is gone, the class that it had before."""
-    parameter.__class__ = type(parameter).__mro__[2]  # behind its own and the one that watches
+    """Give `parameter`, which is watched, and whose model is gone, its own class."""
+    parameter.__class__ = type(parameter).__mro__[2]  # behind the watched class and `Watched`
 
 
 @contextmanager
 def of_class(parameter: torch.Tensor, kind: type) -> Iterator[None]:
-    """Have `parameter` be of the class `kind` for the body."""
+    """Give `parameter` the class `kind` in the body."""
     before, parameter.__class__ = type(parameter), kind
     try:
         yield
@@ -392,6 +392,6 @@ def working_weight(managed: ManagedParameter) -> torch.Tensor:
 
 
 def leave_working(managed: ManagedParameter, weight: torch.Tensor) -> None:
-    """Have `weight`, a working weight that nothing computes with any more, take no memory."""
+    """Free the memory of `weight`, a working weight that nothing computes with any more."""
     if managed.stand_in is not None:
         set_data(weight, managed.stand_in)

@@ -1,12 +1,12 @@
-"""What one managed module is made of, the segments of its steps, and which thread computes with it: one at a time.
+"""Connects the parts of one managed module, begins its segments, and lets one thread at a time compute with it.
 
 It knows nothing of torch's hooks and modes.
 
-Note "turns": a forward, a backward, a step, and whatever else reads or writes what a model has on its tiers, is a
-section of one thread; those of the same thread lie within each other. Another thread's comes when the outermost is
-over, in the order in which the threads asked. Between the sections of a step another thread may have its turn, so that
-any program gets what it would get if each of these calls were made by one thread, in the same order. A section that
-ends without a word, as a forward does that Ctrl-C ends, is over once its call is not on the stack of its thread.
+Note "turns": a forward, a backward, a step, and any other access to a model's memory is a section of one thread;
+sections of the same thread nest. Another thread waits until the outermost section ends; threads are served in order.
+Between the sections of a step another thread may have its turn, so a program gets the results that it would get if one
+thread made all these calls in the same order. A section that no hook sees end, as a forward that Ctrl-C ends, is over
+once its call is not on the stack of its thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hetmem.schedule.tracer import StepTracer
 
 
 class Runtime:
-    """Everything hetmem knows of one managed module. One thread at a time calls it: the one that has the `turn`.
+    """The state of one managed module. Only the thread that has the `turn` calls it.
 
     `residency` owns where copies are, the pools own bytes, `engine` owns threads; the runtime owns the order of events.
     Guarantees after every public method, also one that raised: every parameter outside compute is its home, no capacity
@@ -52,7 +52,7 @@ class Runtime:
         self.sanitize = sanitize
         self.tracer = StepTracer()
         self.statistics = Statistics()
-        self.events = EventLog(clock=engine.clock, behind=engine.ordered)
+        self.events = EventLog(clock=engine.clock, asynchronous=engine.ordered)
         self.parameters = [managed for chunk in self.chunks for managed in chunk.parameters]
         self.bindings = Bindings(self.parameters)
         self._engine = engine
@@ -62,18 +62,18 @@ class Runtime:
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.bindings.unwatched = self.monitor.unwatched
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
-        self.turn = Turn(self.events.newest)
+        self.turn = Turn()
         self.in_backward = False
         """Whether a backward of the model runs."""
         self.marks = ParameterMarks(memory, self.bindings, self.writes, self.uses.read_at_home)
         self.hardware: HardwareProfile | None = None
-        """What the machine can do, if that was given."""
+        """The rates of the machine, if they were given."""
         self.prediction: Mapping[str, object] | None = None
-        """What the run's plan, if it has one, expects of it; for its report."""
+        """The forecast of the run's plan, if it has one, for reports."""
         self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
 
     def close(self) -> None:
-        """Wait for what is in flight and stop all threads; the homes stay readable as long as tensors hold them."""
+        """Wait for transfers in flight and stop all threads; homes stay readable as long as tensors hold them."""
         self.traffic.engine.close()
         self.memory.close()
         self._finalizer()
@@ -81,14 +81,13 @@ class Runtime:
     # ---- segments and moments ----------------------------------------------------------------------------------
 
     def enter(self, *, backward: bool = False, step: bool = False) -> None:
-        """Note that a `backward` or a `step` runs from here on; neither: it is the program's turn, also within a
-        forward, to write to weights and gradients. A read of gradients that is under way then may be torn."""
+        """Note that a `backward` or a `step` runs from here on; neither: the program may write to weights and
+        gradients, also within a forward, and a read of gradients in flight may be torn."""
         self.in_backward = backward
         self.traffic.executor.torn_reads.allow_writes(allowed=not (backward or step))
 
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
-        """A forward, a backward or a step begins; `key` says which, so that its trace can be found again. `size`: the
-        bytes of its inputs."""
+        """Begin a forward, a backward or a step. `key` identifies its trace; `size`: the bytes of its inputs."""
         self.room.look_at_allocator()
         self.tracer.begin(key, measured=measured, size=size)
         self.room.before_segment()
@@ -97,38 +96,40 @@ class Runtime:
             self.traffic.executor.poll()
             self.expect(key)
             if key != STEP:
-                self.uses.renew_what_is_held()
+                self.uses.renew_held_copies()
 
     def expect(self, key: Hashable) -> None:
-        """Plan for the segment `key` and what usually comes after it."""
-        if not self.traffic.residency.blocks or self.traffic.executor.stands:
+        """Give the residency the schedules of the segment `key` and of those that usually follow it."""
+        if not self.traffic.residency.blocks or self.traffic.executor.has_working_copies:
             return  # nothing moves
         self.traffic.execute(self.traffic.residency.expect(self.tracer.book.schedules(key)))
 
     def forget_copies(self) -> None:
-        """Drop every copy on every tier, those of which a write to NVMe failed once it is done; none may be in use."""
+        """Drop every copy on every tier, after writing dirty ones to NVMe (again, if a write failed); none may be in
+        use."""
         self.traffic.wait_until_written(home for chunk in self.chunks for home in chunk.homes.values())
         self.uses.release_working()
         self.uses.end_backward()
-        self.uses.let_go()
+        self.uses.release_unheld()
         self.traffic.forget_copies()
 
     def renew_touched(self) -> None:
-        """A backward begins."""
+        """Remake copies of weights that the program may have written to since the forward, as a backward begins."""
         if not self.memory.uses_copies:
             return
         with self.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if self.writes.renew_touched():
-                self.uses.renew_what_is_held()
+                self.uses.renew_held_copies()
 
     def after_step(self) -> None:
-        """The weights are new: plan for what usually follows, and start to fetch for it. A step that is over must not
-        look as if it had failed: what cannot be fetched ahead is asked for again, or refused, where it is used."""
+        """End a step, which has updated the weights, and begin to fetch for the segment that usually follows. Errors
+        are dropped, as the step itself has succeeded: a failed fetch is repeated, or raises, where the weight is
+        used."""
         self.room.look_at_allocator()
         self.tracer.end()
         self.events.end_segment()
         with suppress(Exception), self.unwatched():
-            self.uses.renew_what_is_held()
+            self.uses.renew_held_copies()
         self.writes.stepped = True
         follower = self.tracer.book.follower(STEP)
         if follower is not None and not self.writes.handed_out:
@@ -137,9 +138,8 @@ class Runtime:
 
 
 def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
-    """End a runtime that no object holds any more. The garbage collector calls this in the middle of anything, on any
-    thread, so it joins no thread and takes no lock: a thread that collected a model while it started has waited for
-    itself."""
+    """End a runtime to which nothing refers any more. The garbage collector may call this anywhere, on any thread, so
+    it joins no thread and takes no lock: a thread that collects a model while it starts would wait for itself."""
     engine.abandon()
     for unpin in pins:
         unpin()
@@ -149,27 +149,25 @@ def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
+    """Return whether autograd is running a backward on this thread."""
     return bool(torch_private.current_graph_task() != -1)
 
 
 _POLL_SECONDS = 0.05
 _NUMBERS = itertools.count()
-_WAITING: dict[int, Turn] = {}
-"""By thread, the turn that it waits for."""
 
 
 class Section:
-    """`what` a thread does with a model, until it gives the turn back, or `runs` says that it does so no more."""
+    """One use of a model by a thread, called `what` in messages. Ends as the thread gives the turn back, or once `runs`
+    returns False."""
 
-    __slots__ = ("native", "runs", "thread", "what")
+    __slots__ = ("runs", "thread", "what")
 
     def __init__(self, what: str, thread: int, runs: Callable[[], bool | None] | None) -> None:
         self.what, self.thread, self.runs = what, thread, runs
-        self.native = threading.get_native_id()
 
     def is_over(self) -> bool:
-        """Whether it has ended without a word."""
+        """Return whether the section has ended without giving the turn back."""
         return self.thread not in sys._current_frames() or (self.runs is not None and not self.runs())
 
     def __str__(self) -> str:
@@ -178,14 +176,13 @@ class Section:
 
 
 class Turn:
-    """That of one model. `progress` says something else whenever the model's transfers and updates have moved on."""
+    """The turn of one model: the exclusive right of a thread to compute with it."""
 
-    def __init__(self, progress: Callable[[], Hashable]) -> None:
+    def __init__(self) -> None:
         self.number = next(_NUMBERS)
-        """Several turns are taken in this order."""
+        """Its place in the order in which several turns are taken."""
         self.trainers: set[int] = set()
-        """The threads that have computed forwards with a graph: a backward of theirs may be of this model."""
-        self._progress = progress
+        """Threads that have computed forwards with a graph, so that a backward of theirs may be of this model."""
         self._changed = threading.Condition()
         self._sections: list[Section] = []
         self._queue: list[Section] = []
@@ -195,10 +192,9 @@ class Turn:
     def take(
         self, what: str, runs: Callable[[], bool | None] | None = None, ready: Callable[[], bool] | None = None
     ) -> Section:
-        """Begin a section of this thread once no other one has the turn, and `ready` says that it may begin.
+        """Begin a section of this thread once no other thread has the turn, and `ready` returns True.
 
-        Raises `ManageError` if that would be never: two threads wait for each other, or the one that has the turn has
-        done nothing for as long as `turn_timeout_seconds` says.
+        Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other.
         """
         section = Section(what, get_ident(), runs)
         while True:
@@ -214,7 +210,7 @@ class Turn:
                 self._wait(section, lambda given=given: self._given != given)  # type: ignore[misc]
 
     def give(self, section: Section) -> None:
-        """`section` is over."""
+        """End `section`."""
         with self._changed:
             if section in self._sections:
                 self._sections.remove(section)
@@ -224,7 +220,7 @@ class Turn:
 
     @contextmanager
     def held(self, what: str, ready: Callable[[], bool] | None = None) -> Iterator[None]:
-        """A section that is the body of a `with`."""
+        """Hold the turn in the body; see `take`."""
         section = self.take(what, ready=ready)
         try:
             yield
@@ -232,7 +228,7 @@ class Turn:
             self.give(section)
 
     def is_mine(self) -> bool:
-        """Whether this thread has it."""
+        """Return whether this thread has the turn."""
         return self._has(get_ident())
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -258,55 +254,18 @@ class Turn:
 
     def _wait(self, section: Section, over: Callable[[], bool]) -> None:
         patience = turn_timeout_seconds()
-        seen, since = None, time.monotonic()
-        _WAITING[section.thread] = self
-        try:
-            while not over():
-                HELD_BACK.raise_here()
-                other = self._who_has_it(section)
-                now = (other, _worked(other), self._given, self._progress())
-                if now != seen:
-                    seen, since = now, time.monotonic()
-                elif time.monotonic() - since >= patience:
-                    raise ManageError(_stuck(section, other, patience, ready=bool(self._sections)))
-                self._changed.wait(min(_POLL_SECONDS, patience / 4))
-        finally:
-            del _WAITING[section.thread]
-
-    def _who_has_it(self, section: Section) -> Section | None:
-        """The one that `section` waits for, or that one waits for itself, and so on. Raises `ManageError` if that is of
-        the same thread."""
-        last = next(iter(self._sections), self._last)
-        for _ in tuple(_WAITING):
-            turn = None if last is None else _WAITING.get(last.thread)
-            following = None if turn is None else next(iter(tuple(turn._sections)), None)
-            if following is None:
-                break
-            if following.thread == section.thread:
-                raise ManageError(
-                    f"{section} waits for {last}, which waits for {following}: have both take their models in the same "
-                    f"order"
-                )
-            last = following
-        return last
-
-
-def _worked(section: Section | None) -> Hashable:
-    """What is another thing whenever the thread of `section` has run meanwhile."""
-    if section is None or section.thread not in sys._current_frames():
-        return None
-    try:
-        with open(f"/proc/self/task/{section.native}/schedstat", "rb") as file:
-            return file.read()
-    except OSError:
-        return None
+        until = time.monotonic() + patience
+        while not over():
+            HELD_BACK.raise_here()
+            if time.monotonic() >= until:
+                other = next(iter(self._sections), self._last)
+                raise ManageError(_stuck(section, other, patience, ready=bool(self._sections)))
+            self._changed.wait(min(_POLL_SECONDS, patience / 4))
 
 
 def _stuck(section: Section, other: Section | None, patience: float, *, ready: bool) -> str:
     if ready:
-        waits = (
-            f"it waits for {other}, which has done nothing meanwhile: does that wait for this thread (a lock, a join)?"
-        )
+        waits = f"it waits for {other}: does that wait for this thread (its model, a lock, a join)?"
     else:
         waits = (
             f"{other} has begun to update weights (overlap=) and no step() has followed: hold the lock around backward "

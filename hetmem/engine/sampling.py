@@ -1,4 +1,4 @@
-"""Samples of gradients: an element of each, by which it is seen that the program has changed them without a version.
+"""Samples of gradients: one element of each, to detect writes by the program that count no version.
 
 Note "torn reads": a read of gradients from NVMe that is under way while the program scales them (`p.grad.data.mul_`)
 returns some blocks from before the write and others from after. One sampled element does not show that, so the staging
@@ -18,7 +18,7 @@ from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
-_TAKEN = 1024  # elements, of which the greatest is the sample
+_TAKEN = 1024  # elements of which the greatest is the sample
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Sample = tuple[int, bytes] | tuple[torch.Tensor, torch.Tensor]
 """The index of an element and its bits; of a tensor on the device, tensors there of one element each."""
@@ -30,8 +30,8 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 
 
 def sample_of(flat: torch.Tensor) -> Sample | None:
-    """Return an element of a gradient that changes if the gradient is scaled: the greatest of a thousand, of all where
-    those are zero. Of a tensor on the device nothing is waited for. None if `flat` is empty."""
+    """Return an element of a gradient that changes if the gradient is scaled: the greatest of a thousand, or of all if
+    those are zero. Does not wait for the device. None if `flat` is empty."""
     if not flat.numel():
         return None
     step = max(1, flat.numel() // _TAKEN)
@@ -42,28 +42,27 @@ def sample_of(flat: torch.Tensor) -> Sample | None:
             at = int((bits & magnitude).argmax())
         return at, bits[at].tobytes()
     flat = flat.detach()
-    there = flat[::step].abs().argmax().mul(step).view(1)
-    return there, flat.index_select(0, there)
+    index = flat[::step].abs().argmax().mul(step).view(1)
+    return index, flat.index_select(0, index)
 
 
 def _on_host(flat: torch.Tensor) -> tuple[Array, Any]:
-    """View `flat` as integers of numpy's, whose calls take less than torch's, and return what masks the sign: what is
-    left has the order of magnitudes, with NaN above all."""
+    """Return `flat` as NumPy integers (NumPy's calls take less time than torch's) and a mask of all bits but the sign:
+    masked values order by magnitude, with NaN above all."""
     bits = flat.detach().view(_INTEGERS[min(flat.itemsize, 8)]).numpy()
     return bits, bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
 
 
 def as_sampled(samples: Sequence[tuple[Sample, torch.Tensor]]) -> list[bool]:
-    """Return for each sample whether the tensor beside it still has those bits. All that are on the device are waited
-    for at once."""
+    """Return for each sample whether the tensor beside it still has those bits. Waits for the device once."""
     same = [_is_same(*one) for one in samples]
-    there = [one for one in same if isinstance(one, torch.Tensor)]
-    found = iter(torch.stack(there).tolist() if there else ())
+    on_device = [one for one in same if isinstance(one, torch.Tensor)]
+    found = iter(torch.stack(on_device).tolist() if on_device else ())
     return [next(found) if isinstance(one, torch.Tensor) else one for one in same]
 
 
 def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
-    """Compare on the device where the sample is there, whether or not the gradient has moved since."""
+    """Return whether `flat` has the bits of `sample`; compares on the device if the sample is there."""
     at, bits = sample
     if isinstance(at, int):
         return bits == bits_at(flat, at)
@@ -73,7 +72,7 @@ def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
 
 
 def bits_at(flat: torch.Tensor, at: int) -> bytes:
-    """Return the bits of one element, also where its home has moved to the device."""
+    """Return the bits of the element `at` of `flat`, on any device."""
     if flat.is_cpu:
         found: bytes = _on_host(flat)[0][at].tobytes()
         return found
@@ -81,24 +80,25 @@ def bits_at(flat: torch.Tensor, at: int) -> bytes:
 
 
 class TornReads:
-    """The staging copies of gradients that may be torn: see note "torn reads"."""
+    """Tracks the staging copies of gradients that may be torn: see note "torn reads"."""
 
     def __init__(self, residency: Residency, chunk_of_block: dict[int, tuple[Chunk, Role]]) -> None:
         self._residency, self._chunk_of_block = residency, chunk_of_block
         self.torn: set[int] = set()
-        """The blocks whose staging copy may be from before and after a write."""
+        """The blocks whose staging copy may be partly from before a write and partly from after it."""
         self._may_be_written = True
 
     def allow_writes(self, *, allowed: bool) -> None:
-        """Note whether the program may write to gradients from now on: outside backward and step. Reads that are under
-        way as that begins may be torn."""
+        """Note whether the program may write to gradients from now on: outside backward and step. Reads in flight as it
+        becomes `allowed` may be torn."""
         before, self._may_be_written = self._may_be_written, allowed
         for block, (chunk, role) in self._chunk_of_block.items() if allowed and not before else ():
             if role is Role.GRAD and self._residency.state(block, Tier.HOST) is CopyState.LOADING:
                 self.begin_read(block, chunk, role)
 
     def begin_read(self, block: int, chunk: Chunk, role: Role) -> None:
-        """Note that a read of the home of `block` begins. Gradients that no `p.grad` shows are not written to."""
+        """Note that a read of the home of `block` begins; only gradients that are a `p.grad` may be written
+        meanwhile."""
         self.torn.discard(block)
         shown = (each for each in chunk.parameters if each.grad_home is not None) if role is Role.GRAD else ()
         if self._may_be_written and any(each.parameter.grad is each.grad_home for each in shown):

@@ -1,4 +1,4 @@
-"""The errors that say what holds the memory of the device, and which changes would be enough, the cheapest first."""
+"""Builds the errors that say what holds the device's memory, and which changes would be enough, the cheapest first."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MOST_PARTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The device at one moment, in bytes.
+    """What one moment needs of the device, in bytes.
 
-    `live_bytes` is what is neither copies nor homes of chunks, `lasting_bytes` the part of it that does not depend on
-    the batch; `copy_bytes` are all copies that the moment uses at once; `home_bytes` are homes on the device.
-    `whole_bytes` is what keeping the model whole there takes, 0 if it is streamed, and `largest_bytes` the copy of its
+    `live_bytes`: tensors that are neither copies nor homes of chunks; `lasting_bytes`: the part of these that does not
+    depend on the batch; `copy_bytes`: all copies that the moment uses at once; `home_bytes`: homes on the device;
+    `whole_bytes`: all homes of a model that is kept whole there, 0 if it is streamed; `largest_bytes`: the copy of the
     largest parameter, or a slot.
     """
 
@@ -41,15 +41,15 @@ class Needs:
     whole_bytes: int
 
     def passes(self, **instead: int) -> bool:
-        """Whether the moment would pass with `instead` in place of its own figures."""
+        """Return whether the moment would have room with the fields in `instead` replaced."""
         needs = replace(self, **instead)
         chunks = needs.copy_bytes + needs.home_bytes
         return needs.live_bytes + chunks <= needs.usable_bytes and chunks <= needs.chunk_cap_bytes
 
 
 def remedies(needs: Needs, others: Sequence[Needs] = (), *, trains: bool = True) -> Iterator[str]:
-    """Changes that let the moment that failed pass, and all `others` that are known, the cheapest first; the last one,
-    a larger budget, always does."""
+    """Yield changes that give the failed moment (`needs`) and all known `others` room, the cheapest first; the last
+    one, a larger budget, always does."""
     moments = (needs, *others)
     if needs.whole_bytes:
         yield from _streamed(moments)
@@ -64,7 +64,7 @@ def remedies(needs: Needs, others: Sequence[Needs] = (), *, trains: bool = True)
 
 
 def _streamed(moments: Sequence[Needs]) -> Iterator[str]:
-    """States leave the device; what activations leave there is for chunks, and too little to keep the model whole."""
+    """Yield a chunk limit that streams the model, if all `moments` have room with it."""
     needs = moments[0]
     cap = round_down(min(needs.usable_bytes - needs.live_bytes, needs.whole_bytes - 1), PAGE_ELEMENTS)
     if cap >= needs.largest_bytes and all(each.passes(home_bytes=0, chunk_cap_bytes=cap) for each in moments):
@@ -72,7 +72,7 @@ def _streamed(moments: Sequence[Needs]) -> Iterator[str]:
 
 
 def _micro_batches(moments: Sequence[Needs], *, trains: bool) -> Iterator[str]:
-    """The fewest micro-batches, whose gradients add up, with which all pass: live bytes grow with the batch."""
+    """Yield the fewest micro-batches with which all `moments` have room: live bytes grow with the batch."""
     parts = 2
     while parts <= _MOST_PARTS:
         lives = [m.lasting_bytes + (m.live_bytes - m.lasting_bytes) // parts for m in moments]
@@ -91,23 +91,23 @@ MovingActivations = Any
 
 
 class Shortage:
-    """The facts of one runtime at the moment at which it has no room for `operator`."""
+    """Builds the error of one runtime that has no room for an operator, from its state at that moment."""
 
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
         self.activations: weakref.ref[MovingActivations] | None = None
-        """The activations that may leave, if any may: they hold the runtime, which must not hold them."""
+        """The activations that may leave, if any may; weak, as they hold the runtime."""
         self.refused_room_bytes = 0
-        """What would have been enough beside chunks, by what the allocator has refused; 0 while it has nothing."""
-        self.said = ""
-        """Who held what when it happened last."""
+        """Bytes beside chunks that would have been enough for allocations that were refused; 0: none was refused."""
+        self.last_message = ""
+        """The message about the last refused allocation."""
         memory.device.tell_refusals(self.refused)
 
     def error(
         self, operator: str, live_bytes: int, wanted_bytes: int = 0, refused_bytes: int = 0
     ) -> DeviceOutOfMemoryError:
-        """`live_bytes`: what is neither copies nor homes of chunks; `wanted_bytes`: of the copy that finds no room;
-        `refused_bytes`: what else finds none, which `operator` names."""
+        """Return the error for `operator`, which had no room. `live_bytes`: tensors that are neither copies nor homes
+        of chunks; `wanted_bytes`: of the copy that has no room; `refused_bytes`: of the allocation that has none."""
         memory = self._memory
         in_use = self._in_use()
         copies = sum(in_use.values())
@@ -121,10 +121,10 @@ class Shortage:
         )
 
     def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
-        """The device's allocator has refused `asked_bytes`, with `allocated_bytes` handed out; on any thread.
+        """Note that the device's allocator has refused `asked_bytes`, with `allocated_bytes` allocated; on any thread.
 
-        From the next moment on chunks have so much less than they have now. An operator of a forward is tried again
-        then; a part of a backward cannot be tried again, so there this logs what holds memory, before torch raises.
+        From the next moment on chunks get that much less. An operator of a forward is called again then; a node of a
+        backward cannot be, so there this logs what holds memory, before torch raises.
         """
         memory = self._memory
         chunks = memory.device_pool.held_bytes() + memory.device_home_bytes
@@ -134,9 +134,9 @@ class Shortage:
         what = f"an allocation of {format_size(asked_bytes)}"
         error = self.error(what, live_bytes, refused_bytes=asked_bytes)
         given = min(asked_bytes, memory.device_pool.held_bytes())
-        self.said = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
-        if torch_private.current_graph_task() != -1:  # Python sees no error of a backward's node before it
-            logging.getLogger("hetmem").error(self.said)
+        self.last_message = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
+        if torch_private.current_graph_task() != -1:
+            logging.getLogger("hetmem").error(self.last_message)
 
     def _where(self) -> str:
         key = self._tracer.key
@@ -154,13 +154,13 @@ class Shortage:
         }
 
     def _blocks_needed(self) -> set[int]:
-        """The blocks of all copies that this moment needs at once, those it could not have included."""
+        """Return the blocks of all copies that this moment needs at once, also those that had no room."""
         residency = self._residency
         used = [block for block in residency.resident(Tier.DEVICE) if residency.uses(block, Tier.DEVICE)]
         return {*self._tracer.blocks(), *used}
 
     def _activations_that_stay(self) -> str:
-        """Why activations that might have left the device did not."""
+        """Return a sentence on why activations that might have left the device did not, or ""."""
         moves = None if self.activations is None else self.activations()
         return "" if moves is None else str(moves.shortage())
 
@@ -169,7 +169,7 @@ class Shortage:
         return f" (chunks may have {format_size(cap)} of it)" if cap < self._memory.device_bytes else ""
 
     def _stays(self) -> str:
-        """Why a model that is whole on the device does not leave it, if that is for want of room."""
+        """Return why a model that is whole on the device cannot leave it, if host memory has no room for it, or ""."""
         memory = self._memory
         if not memory.resident or memory.has_room_away:
             return ""
@@ -179,7 +179,7 @@ class Shortage:
         )
 
     def _ways_out(self, live_bytes: int) -> str:
-        """What would let this moment pass, and all others that are known, cheapest first."""
+        """Return sentences on the changes that would give this and all known moments room, the cheapest first."""
         needs = self._needs(live_bytes, self._blocks_needed())
         moments = dict.fromkeys((moment.non_model_bytes, moment.blocks) for moment in self._tracer.known_moments())
         others = [self._needs(nbytes, set(blocks)) for nbytes, blocks in moments]
@@ -197,7 +197,7 @@ class Shortage:
         )
 
     def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:
-        """What a moment needs that uses `blocks`."""
+        """Return what a moment needs that uses `blocks`."""
         memory, residency = self._memory, self._residency
         slot_bytes = memory.device_pool.slot_bytes
         return Needs(

@@ -1,4 +1,4 @@
-"""Leases of copies: brings blocks to tiers by what `schedule.residency` decides, and waits where it must.
+"""Leases copies: has blocks brought to tiers as `schedule.residency` decides, and waits for them.
 
 It knows chunks and slots, and nothing of operators, autograd or optimizers. Commands are carried out by `executor`. A
 lease (one use of a copy on a tier) begins with `acquire` or `ask` and ends with `release` or `abandon`.
@@ -30,7 +30,7 @@ _LOADING = (CopyState.WAITING, CopyState.LOADING)
 
 
 class Traffic:
-    """Every copy between tiers of one model: `residency` says what, `executor` does it; here is when, and who waits."""
+    """Leases the copies of one model: `residency` decides what moves, `executor` moves it, this asks and waits."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Traffic:
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
         self.gradients = GradientCopies(engine, residency, self.executor, in_flight_bytes(memory.device_bytes))
         self.updating = self.executor.updating
-        self._unfetched: set[tuple[int, Tier]] = set()  # to be overwritten, and not in the log of events yet
+        self._unfetched: set[tuple[int, Tier]] = set()  # copies to be overwritten, and not logged yet
         for role in (Role.PARAM, Role.COMPUTE):
             for chunk in memory.chunks:
                 if role in chunk.homes:
@@ -58,7 +58,7 @@ class Traffic:
     # ---- homes -------------------------------------------------------------------------------------------------
 
     def register_home(self, chunk: Chunk, role: Role) -> None:
-        """Let the residency know the home of `role`, unless operators see the home itself."""
+        """Register the home of `role` with the residency, unless operators see the home itself."""
         if self._memory.uses_copies:
             block = self.residency.add(self._memory.block(chunk, role))
             self._memory.number(chunk, role, block)
@@ -76,14 +76,14 @@ class Traffic:
     # ---- leases ------------------------------------------------------------------------------------------------
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> int:
-        """Begin a lease of `block` on `tier` and return its slot, once the copy is there. None is begun if this
+        """Begin a lease of `block` on `tier`, wait for the copy and return its slot. No lease is begun if this
         raises."""
         residency = self.residency
         events, state = self._events, residency.state(block, tier)
         missing = tier is Tier.DEVICE and state is not CopyState.VALID
         if missing:
             if state is CopyState.STALE:
-                self._mark_use(block)  # it is still in use, and replaced where it lies
+                self._mark_use(block)  # still in use, and replaced in its slot
             if state is not CopyState.LOADING:
                 events.faults.append((events.now(), block))
         awaited, events.awaited = events.awaited, block if missing else events.awaited
@@ -93,14 +93,11 @@ class Traffic:
         finally:
             events.awaited = awaited
         self._log_unfetched(block, tier)
-        slot = residency.place(block, tier)
-        if tier is Tier.DEVICE:
-            self.executor.order_behind_making(slot)
-        return slot
+        return residency.place(block, tier)
 
     def use(self, uses: Mapping[int, int]) -> bool:
-        """Begin so many leases of the copy of each block on the device; False, and none is begun, if compute that is
-        asked for from now on may not see one of them. None is begun if this raises."""
+        """Begin leases of copies on the device, by block their number. Returns False, with none begun, if compute
+        launched from now on may not see one of the copies. None is begun if this raises."""
         ordered = self.engine.ordered
         commands = self.residency.use(uses, DEVICE, coming=ordered)
         if commands is None:
@@ -117,14 +114,11 @@ class Traffic:
         return seen
 
     def _order_compute(self, block: int) -> bool:
-        """Order compute behind the copy of `block` on the device, which is VALID or coming; False if that cannot be."""
-        if self.residency.state(block, DEVICE) is CopyState.LOADING and not self.executor.order_compute_after(block):
-            return False
-        self.executor.order_behind_making(self.residency.slot_taken(block, DEVICE))
-        return True
+        """Order compute behind the copy of `block` on the device, VALID or in flight; return False if impossible."""
+        return self.residency.state(block, DEVICE) is not CopyState.LOADING or self.executor.order_compute_after(block)
 
     def ask(self, block: int, tier: Tier, *, load: bool = True, urgent: bool = False) -> None:
-        """Begin a lease without waiting: the copy is there once it is VALID. None is begun if this raises."""
+        """Begin a lease without waiting for the copy to be VALID. No lease is begun if this raises."""
         if not load and self.residency.state(block, tier) is None:
             self._unfetched.add((block, tier))
         commands = self.residency.acquire(block, tier, load=load)
@@ -137,22 +131,22 @@ class Traffic:
             raise
 
     def _wait_for(self, block: int, tier: Tier) -> None:
-        """Wait for the copy of a lease, which is taken back if this raises."""
+        """Wait for the copy of a lease, which ends if this raises."""
         try:
-            there = wait_until(self.executor, partial(self._is_there, block, tier))
+            present = wait_until(self.executor, partial(self._has_arrived, block, tier))
         except BaseException:
             self.abandon(block, tier)
             raise
-        if not there:  # other leases of the copy stay
+        if not present:  # other leases of the copy stay
             raise self._withdraw(block, tier)
 
-    def _is_there(self, block: int, tier: Tier) -> bool:
+    def _has_arrived(self, block: int, tier: Tier) -> bool:
         if self.residency.state(block, tier) is CopyState.VALID:
             return True
         return tier is Tier.DEVICE and self.executor.order_compute_after(block)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False, uses: int = 1) -> None:
-        """End a lease, or as many as `uses`, behind what compute was asked to do with the copy."""
+        """End `uses` leases; the slot is free behind all launched compute that uses the copy."""
         if tier is Tier.DEVICE and self.engine.ordered:
             self._mark_use(block)
         commands = self.residency.release(block, tier, dirty=dirty, uses=uses)
@@ -160,8 +154,8 @@ class Traffic:
             self.execute(commands)
 
     def bring_all(self, blocks: Sequence[int]) -> list[int]:
-        """Ask for all of `blocks` that are missing on the device together, without a lease; return those whose copies
-        are VALID then."""
+        """Request copies of all of `blocks` that are missing on the device, without a lease; return the blocks whose
+        copies are VALID then."""
         residency = self.residency
         if residency.all_on_device(blocks):
             return [*blocks]
@@ -173,7 +167,7 @@ class Traffic:
         return [block for block in blocks if residency.state(block, DEVICE) is CopyState.VALID]
 
     def release_all(self, uses: Mapping[int, int]) -> None:
-        """End so many leases of each block on the device, behind what compute was asked to do with the copies."""
+        """End leases on the device, by block their number; slots are free behind launched compute that uses them."""
         if self.engine.ordered:
             for block in uses:
                 self._mark_use(block)
@@ -182,7 +176,7 @@ class Traffic:
             self.execute(commands)
 
     def abandon(self, block: int, tier: Tier) -> None:
-        """Take a lease back that `ask` has begun, in whatever state its copy is."""
+        """End a lease that `ask` has begun, in any state of its copy."""
         state = self.residency.state(block, tier)
         if state is CopyState.WAITING:
             self._withdraw(block, tier)
@@ -200,21 +194,21 @@ class Traffic:
             self._events.copies.append((self._events.now(), block, int(tier), True))
 
     def _mark_use(self, block: int) -> None:
-        """Mark the use of a copy, also of one that was superseded while in use: the next in its slot comes behind."""
+        """Mark the use of a copy, also of one superseded while in use: the slot's next copy comes behind the mark."""
         if self.engine.ordered and (slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:
             self.executor.mark_use(slot)
 
     # ---- the device --------------------------------------------------------------------------------------------
 
     def has_copy(self, block: int) -> bool:
-        """Return whether the device has a copy of `block`, once one that is under way has arrived. One that waits for
-        room does not count, as the caller may be what it waits for."""
+        """Return whether the device has a copy of `block`, after waiting for one in flight. A copy that waits for a
+        slot does not count, as it may wait for the caller."""
         while self.residency.state(block, DEVICE) is CopyState.LOADING:
-            self.wait_for_one()  # in which an interrupt may come
+            self.wait_for_one()  # may raise an interrupt
         return self.residency.state(block, DEVICE) is CopyState.VALID
 
     def copy_counts(self, chunk: Chunk) -> bool:
-        """Return whether operators that are asked for from now on may see the copy on the device."""
+        """Return whether operators launched from now on may see the copy of `chunk` on the device."""
         block, state = chunk.operand_block, self.residency.state(chunk.operand_block, Tier.DEVICE)
         return state is CopyState.VALID or (state in _LOADING and self.executor.order_compute_after(block))
 
@@ -228,8 +222,8 @@ class Traffic:
     # ---- roles in host memory ----------------------------------------------------------------------------------
 
     def open_role(self, chunk: Chunk, role: Role, *, load: bool) -> torch.Tensor:
-        """Return `role` of `chunk` in host (or device) memory as a flat tensor, to be closed by `close_role`; with
-        `load=False` its content is undefined where it was not in staging already."""
+        """Return `role` of `chunk` in host (or device) memory as a flat tensor, until `close_role`; with `load=False`
+        its content is undefined unless it was staged already."""
         block = self._reach(chunk, role, load=load)
         if block is None:
             return chunk.flat(role)
@@ -243,46 +237,46 @@ class Traffic:
         return self.executor.staged(chunk, role, slot)
 
     def ask_role(self, chunk: Chunk, role: Role, *, load: bool) -> None:
-        """Begin what `open_role` does without waiting: see `role_is_there`. Nothing is begun if this raises."""
+        """Begin `open_role` without waiting: see `role_has_arrived`. Nothing is begun if this raises."""
         block = self._reach(chunk, role, load=load)
         if block is not None:
             self.ask(block, Tier.HOST, load=load)
 
     def _reach(self, chunk: Chunk, role: Role, *, load: bool) -> int | None:
-        """Return the block of a role on NVMe, whose use the trace notes; None for any other role."""
+        """Return the block of a role on NVMe, and note its use in the trace; None for any other role."""
         block = staged_block(chunk.homes[role])
         if block is not None:
             self._tracer.host_use(block, reads=load)
             self.residency.reach((block,), Tier.HOST)
         return block
 
-    def role_is_there(self, chunk: Chunk, role: Role) -> bool:
-        """Return whether what `ask_role` asked for has arrived."""
+    def role_has_arrived(self, chunk: Chunk, role: Role) -> bool:
+        """Return whether the role that `ask_role` requested has arrived."""
         home, residency = chunk.homes[role], self.residency
         if home.tier is not Tier.NVME:
             return True
         assert home.block is not None
         return residency.state(home.block, Tier.HOST) is CopyState.VALID and not residency.writing(home.block)
 
-    def role_has_place(self, chunk: Chunk, role: Role) -> bool:
-        """Return whether what `ask_role` asked for needs no more room to arrive."""
+    def role_has_slot(self, chunk: Chunk, role: Role) -> bool:
+        """Return whether the role that `ask_role` requested has a slot."""
         block = staged_block(chunk.homes[role])
         return block is None or self.residency.state(block, Tier.HOST) in PLACED
 
     def asked_role(self, chunk: Chunk, role: Role) -> torch.Tensor:
-        """Return what `ask_role` asked for and has arrived, to be closed by `close_role`."""
+        """Return the role that `ask_role` requested, which has arrived, until `close_role`."""
         block = staged_block(chunk.homes[role])
         if block is None:
             return chunk.flat(role)
         self._log_unfetched(block, Tier.HOST)
         staged = self.executor.staged(chunk, role, self.residency.slot(block, Tier.HOST))
         if block in self.executor.torn_reads.torn:
-            staged.copy_(chunk.flat(role))  # the program does not write while hetmem is called
+            staged.copy_(chunk.flat(role))  # not torn: the program does not write while hetmem runs
             self.executor.torn_reads.torn.discard(block)
         return staged
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
-        """Take `ask_role` back."""
+        """End `ask_role` before the role was used."""
         block = staged_block(chunk.homes[role])
         if block is not None:
             self.abandon(block, Tier.HOST)
@@ -293,18 +287,17 @@ class Traffic:
         if block is not None:
             self.release(block, Tier.HOST, dirty=dirty)
 
-    # ---- what homes say ----------------------------------------------------------------------------------------
+    # ---- homes and their copies --------------------------------------------------------------------------------
 
     def write_back(self, homes: Iterable[Home]) -> list[int]:
-        """Begin to write the dirty ones among `homes` to NVMe; return the blocks of all that are there."""
+        """Begin to write the dirty copies of `homes` back to NVMe; return the blocks of all homes on NVMe."""
         blocks = [block for block in map(staged_block, homes) if block is not None]
         for block in blocks:
             self.execute(self.residency.settle(block))
         return blocks
 
     def wait_until_written(self, homes: Iterable[Home]) -> None:
-        """Write the dirty ones among `homes` to NVMe, and wait for that. An error is raised when none is being
-        written."""
+        """Write the dirty copies of `homes` back to NVMe, and wait. An error is raised once no write is in flight."""
         blocks = self.write_back(homes)
         try:
             for block in blocks:
@@ -317,7 +310,7 @@ class Traffic:
             raise
 
     def superseded(self, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
-        """Drop every copy of `role`, but perhaps the device's, as its home was written to directly."""
+        """Drop every copy of `role` as stale, as its home was written to; `but_device`: all but the device's."""
         block = chunk.homes[role].block
         if block is None:
             return
@@ -325,12 +318,12 @@ class Traffic:
             self.executor.torn_reads.torn.discard(block)
             return
         self.wait_until_written([chunk.homes[role]])
-        for tier in (Tier.HOST, Tier.DEVICE):  # in this order: the device is fed from staging while we wait
+        for tier in (Tier.HOST, Tier.DEVICE):  # in this order: staging may be copied to the device meanwhile
             if but_device and tier is Tier.DEVICE:
                 return
             while self.residency.state(block, tier) in _LOADING and self.residency.in_flight():
                 self.wait_for_one()
-            if self.residency.state(block, tier) is not CopyState.WAITING:  # what is not there yet is not old
+            if self.residency.state(block, tier) is not CopyState.WAITING:  # its fetch has not begun: not stale
                 self.execute(self.residency.invalidate(block, tier))
             self.executor.torn_reads.torn.discard(block)
 
@@ -344,8 +337,8 @@ class Traffic:
     # ---- updates -----------------------------------------------------------------------------------------------
 
     def begin_update(self, chunk: Chunk, *, keep_copy: bool = False) -> bool:
-        """Fetch nothing from the home of the parameters of `chunk`, which other threads write, until `end_update`. The
-        device copy is dropped, or with `keep_copy` stays, to be made anew. Return whether there is one."""
+        """Fetch nothing from the home of the parameters of `chunk`, which other threads write, until `end_update`.
+        Drops the device copy, or with `keep_copy` leaves it to be remade. Returns whether there is one."""
         self.wait_for_update(chunk)
         self.updating.add(chunk)
         block = chunk.operand_block
@@ -363,7 +356,7 @@ class Traffic:
         return found
 
     def end_update(self, chunk: Chunk, *, renew: bool = False) -> None:
-        """End `begin_update`. With `renew` a copy on the device is wanted again."""
+        """End `begin_update`; with `renew` fetch a copy to the device again."""
         self.updating.discard(chunk)
         block = chunk.operand_block
         commands = [] if block < 0 else self.residency.resume(block)
@@ -374,8 +367,8 @@ class Traffic:
 
     @contextmanager
     def updated_at_home(self, chunks: Iterable[Chunk]) -> Iterator[None]:
-        """Let this thread write the parameters of `chunks` at home, on the device; their copies are made anew."""
-        if self.executor.all_stand([*chunks]):  # which are all there are, and nothing else reads or writes them
+        """Let this thread write the parameters of `chunks` at home, on the device, in the body; then remake copies."""
+        if self.executor.are_working_copies([*chunks]):  # the whole model, and nothing else reads or writes it
             yield
             self.executor.copy_homes_again([*chunks])
             return
@@ -386,24 +379,24 @@ class Traffic:
             yield
 
     def _end_update_here(self, chunk: Chunk) -> None:
-        with suppress(Exception):  # what cannot be prefetched is asked for again
+        with suppress(Exception):  # a failed prefetch is repeated at its use
             self.end_update(chunk)
         self.executor.copy_homes_again([chunk])
 
     def wait_for_update(self, chunk: Chunk) -> None:
-        """Wait until no other thread writes parameters, or reads gradients, of `chunk`."""
+        """Wait until no other thread writes parameters or reads gradients of `chunk`."""
         if chunk not in self.updating:
             return
         if not wait_until(self.executor, lambda: chunk not in self.updating):
             raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
 
     def wait_for_updates(self) -> None:
-        """Wait until all parameters are at home, also on NVMe, as the last step makes them."""
+        """Wait until all parameters are at home, also on NVMe, as the last step has updated them."""
         while self.updating:
             self.wait_for_update(next(iter(self.updating)))
         self.wait_until_written([chunk.homes[Role.PARAM] for chunk in self._memory.chunks])
 
 
 def staged_block(home: Home) -> int | None:
-    """Return the block of `home` if it is on NVMe, and is used by way of staging."""
+    """Return the block of `home` if it is on NVMe, and so used through staging; else None."""
     return home.block if home.tier is Tier.NVME else None

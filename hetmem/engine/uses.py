@@ -1,7 +1,7 @@
-"""Parameters on the device for as long as they are used: moments, and uses that end when no tensor holds a copy.
+"""Keeps parameters on the device while they are used: begins moments, and ends uses once no tensor holds a copy.
 
-Hooks tell it what is about to be used. It knows nothing of torch's hooks and modes, and nothing of optimizers; copies
-are `traffic`'s, how many there may be `device_limit`'s, writes that were not hetmem's `write_check`'s.
+Callers say what is about to be used. It knows nothing of torch's hooks and modes, and nothing of optimizers; `traffic`
+brings copies, `device_limit` limits them, and `write_check` handles writes by the program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _functions_around: Any = torch_private.function_modes_around
 
 
 class Uses:
-    """The uses of one model's parameters: each begins with `use` or `saved`, and ends when nothing holds the copy."""
+    """Tracks the uses of one model's parameters: each begins with `use` or `saved`, and ends once nothing holds the
+    copy."""
 
     def __init__(
         self,
@@ -46,14 +47,15 @@ class Uses:
         self._writes, self._room, self._events = writes, room, events
         self._unwatched = room.monitor.unwatched
         self.give_leases_up: Callable[[], bool | None] = lambda: False
-        """Called where copies that are used at once have no room: whether some are used no more."""
+        """Called if copies that are used at once have no room: ends some uses, and returns whether it did."""
         self._held: dict[ManagedParameter, None] = {}
-        """Those whose copies tensors hold, in the order in which they were first seen to be held."""
+        """Parameters whose copies tensors hold, in the order in which that was first noticed."""
         self._for_backward: dict[ManagedParameter, None] = {}
-        """Those whose copies are leased for all of the backward that runs."""
+        """Parameters whose copies are leased during the whole backward that runs."""
         self.release_working: Callable[[], None] = lambda: None
-        """Called where all that is idle gives way: ends leases that nothing needs now."""
+        """Called if all idle copies are to be freed: ends leases of working weights that nothing uses."""
         self._untracked: set[int] = set()
+        """`id`s of parameters with a view whose writes count no version."""
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
         memory, residency, room = self._memory, self._traffic.residency, self._room
@@ -66,12 +68,12 @@ class Uses:
             with self._unwatched():
                 room.before_moment(moment)
         residency.reach(blocks, DEVICE)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
 
-    def saw(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
+    def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
         memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
-        if not memory.device.watched:  # whose allocator tells what it was in the end
+        if not memory.device.watched:  # the allocator's peak counts in the end
             expected = int(expected / self._tracer.growth)
         chunk_bytes = residency.taken[DEVICE].used * memory.device_pool.slot_bytes + memory.device_home_bytes
         peaks = self._room.statistics
@@ -86,10 +88,10 @@ class Uses:
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
-        """Bind `used` to their device copies. Nothing is bound if this raises."""
+        """Begin a moment, fetch the copies of `used`, and bind these. Binds nothing if it raises."""
         if self._held or not self._traffic.engine.nothing_over():
             with self._unwatched():
-                self.let_go()
+                self.release_unheld()
                 self._traffic.executor.poll()
         unseen = not _functions_around()
         as_seen = unseen
@@ -97,11 +99,11 @@ class Uses:
             if managed.counter._version != managed.version:
                 as_seen = False
         try:
-            if not as_seen:  # writes are to be honoured first
+            if not as_seen:
                 with self._unwatched():
                     for managed in used:
                         self._notice_write(managed)
-            if not (unseen and self._acquire_again(operator, used)):  # bytes are to be counted
+            if not (unseen and self._acquire_again(operator, used)):
                 with self._unwatched():
                     blocks = [managed.chunk.operand_block for managed in used]
                     self._moment(operator, tuple(dict.fromkeys(blocks)))
@@ -118,8 +120,8 @@ class Uses:
             self._bindings.bind(used)
 
     def _acquire_again(self, operator: str, used: Sequence[ManagedParameter]) -> bool:
-        """A moment that uses `used`, with one more use of each. False, and nothing is done, where the segment is
-        measured, or what leaves the device counts."""
+        """Begin a moment, and one more use of each of `used`, the fast way. Returns False, with nothing begun, in a
+        measured segment, or if bytes in flight off the device count."""
         tracer, traffic, room = self._tracer, self._traffic, self._room
         if tracer.measured or room.leaving or room.ahead or (traffic.gradients.leaving and self._memory.device.watched):
             return False
@@ -132,7 +134,7 @@ class Uses:
         if not room.is_as_left(moment):
             with self._unwatched():
                 room.before_moment(moment)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
         traffic.residency.reach_on_device(blocks)
         if traffic.use(uses):
             for managed in used:
@@ -146,11 +148,11 @@ class Uses:
         return True
 
     def begin_all(self, operator: str) -> tuple[list[ManagedParameter], list[ManagedParameter]] | None:
-        """Begin the segment that has just begun, and that `operator` names, as one moment: ask for all copies that it
-        is known to use, together, and lease those that are there.
+        """Treat the segment that has just begun, called `operator`, as one moment: request all copies in its trace
+        together, and lease those that are VALID.
 
-        Return what it is known to use, and of that the parameters whose copies are leased. None, and nothing is leased,
-        where not all is known of it, or not all copies have room at once beside the most that it needs.
+        Returns the parameters in the trace, and those whose copies are leased. None, with nothing leased, if the trace
+        is incomplete, or if the copies do not fit at once beside the most that the segment needs.
         """
         tracer, traffic, room, known = self._tracer, self._traffic, self._room, self._tracer.known
         moving = room.shortage.activations is not None or traffic.gradients.leaving
@@ -164,28 +166,28 @@ class Uses:
         if moment is None or (*uses,) != blocks or not room.has_room_for(moment, traffic.residency.span_of(blocks)):
             return None
         with self._unwatched():
-            self.let_go()
+            self.release_unheld()
             traffic.executor.poll()
             if not room.is_as_left(moment):
                 room.before_moment(moment)
-            there = {block: uses[block] for block in traffic.bring_all(blocks)}
-            if not traffic.use(there):
-                there = {}
+            present = {block: uses[block] for block in traffic.bring_all(blocks)}
+            if not traffic.use(present):
+                present = {}
             leased = used
-            if len(there) < len(uses):
-                leased = [managed for managed in used if managed.chunk.operand_block in there]
+            if len(present) < len(uses):
+                leased = [managed for managed in used if managed.chunk.operand_block in present]
             self._open(leased)
         tracer.all_at_once(moment)
-        self.saw(moment, operator, blocks)
+        self.log_moment(moment, operator, blocks)
         return used, leased
 
     def begin_backward(self) -> None:
-        """Lease what the backward that has just begun is known to use, and is there, until `end_backward`."""
+        """Lease the copies in the trace of the backward that has just begun, if VALID, until `end_backward`."""
         if self._memory.uses_copies and not self._memory.resident and (begun := self.begin_all("backward")) is not None:
             self._for_backward = dict.fromkeys(begun[1])
 
     def end_backward(self) -> bool:
-        """End `begin_backward`; return whether that has leased anything."""
+        """End `begin_backward`; return whether it had leased anything."""
         leased, self._for_backward = self._for_backward, {}
         if leased:
             with self._unwatched():
@@ -193,14 +195,14 @@ class Uses:
         return bool(leased)
 
     def _open(self, used: Iterable[ManagedParameter]) -> None:
-        """Have views of the copies of `used`, which are VALID."""
+        """Set the device views of `used`, whose copies are VALID."""
         for managed in used:
             if managed.device is None:
                 slot = self._traffic.residency.place(managed.chunk.operand_block, DEVICE)
                 self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
-        """One more use of each of `blocks`, those of `used`; none if this raises."""
+        """Begin one more use of each of `blocks`, those of `used`; none if this raises."""
         acquired = 0
         try:
             for managed, block in zip(used, blocks, strict=True):
@@ -214,10 +216,10 @@ class Uses:
     def end_use(
         self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
     ) -> None:
-        """End `use`: parameters rest, what was written to them goes home, copies that are not held may be evicted.
+        """End `use`: parameters rest, writes to them go home, copies that no tensor holds may be evicted.
 
-        `untracked`: a view was handed out whose writes count no versions (`parameter.data`); `writes`: those that may
-        have been written to without counting one.
+        `untracked`: a view was handed out whose writes count no version (`parameter.data`); `writes`: parameters that
+        may have been written to without counting one.
         """
         first: BaseException | None = None
         with self._unwatched():
@@ -227,7 +229,7 @@ class Uses:
                         self._writes.by_operator(managed)
                     elif managed in writes or managed.data_taken:
                         self._writes.compare(managed)
-                except BaseException as error:  # noqa: PERF203 - a drive may fail: the others are used no more either
+                except BaseException as error:  # noqa: PERF203 - a drive may fail: the others' uses end, too
                     first = first or error
             self._bindings.unbind(used)
             self.release(used, untracked=untracked)
@@ -238,7 +240,7 @@ class Uses:
             del first  # as in `Executor.execute`
 
     def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
-        """Release one lease of each of `used`; those whose memory a tensor holds are released by `let_go`."""
+        """End one lease of each of `used`; if a tensor holds the copy, `release_unheld` ends it later."""
         over: dict[int, int] = {}
         for managed in used:
             if managed.device is not None and references(managed.device_storage) > managed.device_references:
@@ -253,8 +255,8 @@ class Uses:
         self._traffic.release_all(over)
 
     def end_call(self, used: list[ManagedParameter]) -> None:
-        """`end_use` of code whose functions are not seen. Of a region `.data` is not seen either: writes through that
-        are looked for where a segment is measured, and from then on in the weights that had such."""
+        """End uses of code whose functions are not seen, as `end_use`. In a region `.data` is not seen either: writes
+        through it are looked for in measured segments, and later in weights that had any."""
         measured, uncounted = self._tracer.measured, self._writes.uncounted
         if not (measured or uncounted or _functions_around()):
             for managed in used:
@@ -280,7 +282,7 @@ class Uses:
                 self.data_set(managed, value)
 
     def set_bound(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """`managed.parameter.data = value` while that is bound: the value goes home, and is what it is bound to."""
+        """Do `managed.parameter.data = value` while it is bound: the home gets the value, and so does the copy."""
         name, block = f"data of {managed.name}", managed.chunk.operand_block
         with self._unwatched():
             self._bindings.unbind([managed])
@@ -288,18 +290,18 @@ class Uses:
                 with torch_private.NoFunctionsOfSubclasses():
                     self.data_set(managed, value)
                 self._acquire_device(managed, block, name)
-                self._traffic.release(block, DEVICE)  # of the use that there was before
+                self._traffic.release(block, DEVICE)  # the use before
             finally:
                 if managed.device is not None:
                     self._bindings.bind([managed])
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
-        """The device view of `managed` for autograd; it stays on the device until no tensor holds its memory. Call it
+        """Return the device view of `managed` for autograd; its use ends once no tensor holds its memory. Call it
         `unwatched`."""
         if not self._memory.uses_copies:
             return managed.home
         if self._held:
-            self.let_go()
+            self.release_unheld()
         if not self._traffic.engine.nothing_over():
             self._traffic.executor.poll()
         if managed in self._for_backward:
@@ -317,7 +319,7 @@ class Uses:
         return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
-        """Begin a lease of the copy of `managed`, and have its view; none is begun if this raises."""
+        """Begin a lease of the copy of `managed`, and set its device view; none is begun if this raises."""
         with self._unwatched():
             if not self._traffic.use({block: 1}):
                 try:
@@ -328,10 +330,10 @@ class Uses:
             self._open((managed,))
 
     def _acquire_with_more_room(self, block: int) -> int:
-        """A guess of the room beside chunks gives way where they need more at once than it leaves them."""
+        """Begin a lease of `block` on the device and return its slot, after freeing what other memory can be freed."""
         try:
             return self._traffic.acquire(block, DEVICE)
-        except torch.OutOfMemoryError:  # the allocator had no memory for the slot: idle chunks have some
+        except torch.OutOfMemoryError:  # the allocator had no memory for the slot
             self.out_of_memory()
             return self._traffic.acquire(block, DEVICE)
         except CapacityError:
@@ -340,25 +342,25 @@ class Uses:
             return self._acquire_with_more_room(block)
 
     def out_of_memory(self) -> None:
-        """Give the device's allocator, which has no room for an operator, all that no chunk in use needs."""
+        """Free all device memory that no chunk in use needs, as the allocator has no room for an operator."""
         self.release_working()
         self.end_backward()
         with self._unwatched():
-            self.let_go()
+            self.release_unheld()
             self._room.out_of_memory()
 
     def notice_writes_to_views(self) -> None:
-        """End a forward: what it wrote last to views goes home before it is read."""
+        """Send the last writes of a forward to views of weights home, as it ends."""
         with self._unwatched():
-            self.let_go()
+            self.release_unheld()
 
     def notice_writes_by_hooks(self) -> None:
-        """Honour what hooks of the program, which run between the nodes of a backward, wrote to homes."""
+        """Honour writes to homes by hooks of the program, which run between the nodes of a backward."""
         for managed in list(self._held):
             self._notice_write(managed)
 
     def _notice_write(self, managed: ManagedParameter) -> None:
-        """Honour a write to `managed` since it was used: at home, or to a view of the copy that is held."""
+        """Honour a write to `managed` since its last use: to the home, or to a view of the held copy."""
         if managed.counter._version != managed.version:
             leased = managed in self._held or managed in self._for_backward
             held = leased and managed.device is not None and (managed.bound or self._bindings.is_resting(managed))
@@ -372,14 +374,14 @@ class Uses:
             self._traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
 
     def rest_again(self, used: Iterable[ManagedParameter]) -> None:
-        """`used`, which the user found at home, rest again; what was written there counts."""
+        """Have `used`, which were at home for the user, rest again, and honour writes there."""
         used = list(used)
+        self._bindings.exposed.update(used)
         with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
             for managed in used:
                 if managed.counter._version != managed.version or self._bindings.is_elsewhere(managed):
                     self.end_backward()
                     self._writes.by_user(managed)
-            self._bindings.exposed.update(used)
             if self._bindings.away:
                 self._bindings.rest(used)
 
@@ -391,12 +393,12 @@ class Uses:
             self._writes.of_data(managed, value)
 
     def holds_copies(self) -> bool:
-        """Return whether a tensor holds memory of a copy on the device (a view of a weight, say)."""
-        self.let_go()
+        """Return whether a tensor (a view of a weight, say) holds the memory of a copy on the device."""
+        self.release_unheld()
         return bool(self._held)
 
-    def let_go(self) -> None:
-        """Release the copies whose last holder is gone."""
+    def release_unheld(self) -> None:
+        """End the uses of copies that no tensor holds any more."""
         if not self._held:
             return
         for managed in [*self._held]:
@@ -410,10 +412,10 @@ class Uses:
                     self._untracked.discard(id(managed))
                 self._traffic.release(managed.chunk.operand_block, DEVICE)
 
-    def renew_what_is_held(self) -> None:
-        """A module may keep a view of a weight (`self.turned = self.weight.T`) and use that alone in its next forward,
-        or a user looks at it: what it shows becomes what the weight is by now. Outside compute, and before it."""
-        self.let_go()
+    def renew_held_copies(self) -> None:
+        """Fetch stale copies anew of which the program holds a view, outside compute. A module may keep one
+        (`self.turned = self.weight.T`) and use that alone in its next forward: it must show the weight's new values."""
+        self.release_unheld()
         for managed in list(self._held):
             if not self._traffic.copy_counts(managed.chunk):
                 block = managed.chunk.operand_block

@@ -1,17 +1,17 @@
-"""Detects writes to weights by the program, outside compute, and by operators within it, and makes copies stale.
+"""Detects writes to weights by the program outside compute, and by operators within it, and makes copies stale.
 
 Note "writes": the version counter of a parameter shows most of them. Others (`parameter.data`, some `_foreach_`
 operators, NumPy) count no version:
 
-- An operator may have written to a device copy: that is compared with its home, the one place that waits for the
-  device. Only models that write to weights get there.
-- Between its calls the parameters of a model are watched (`intercept.watched`): functions of torch that may write are
-  seen as they are called, and tensors that share a weight's memory as compute ends and begins (`touched`). Copies of
-  these are made anew before the next forward, backward or step. What C++ writes through a pointer that it kept, of
-  which nothing tells, is not seen.
-- A model that is whole on the device is not watched from a step to the next forward, which makes the copies of all that
-  is trained anew: that crosses no link, and a look at a watched parameter takes some calls of Python.
-- Gradients that are staged from NVMe are compared with their home by one element of each parameter.
+- An operator may have written to a device copy, which is then compared with its home. Only this waits for the device,
+  and only for models that write to weights.
+- Between its calls the parameters of a model are watched (`intercept.watched`): torch functions that may write are seen
+  as they are called, and tensors that share a weight's memory as compute begins and ends (`touched`). Copies of these
+  weights are remade before the next forward, backward or step. A write by C++ through a pointer that it kept is not
+  seen.
+- A model that is whole on the device is not watched from a step to the next forward, which remakes the copies of all
+  trained weights: that crosses no link, and each access to a watched parameter takes some Python calls.
+- Gradients staged from NVMe are compared with their home by one element of each parameter.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedP
     (attrgetter("shape"), attrgetter("shape")),
     (torch.Tensor.stride, attrgetter("stride")),
 ]
-"""What a parameter shows of a write, and as it was last seen."""
+"""Functions of a parameter that a write changes, and of its record as last seen."""
 
 
 class WriteCheck:
-    """The writes to the parameters of one model: makes homes right, and drops the copies that a write superseded."""
+    """Honours writes to the parameters of one model: updates homes, and drops copies that a write made stale."""
 
     def __init__(self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic) -> None:
         self._bindings, self._traffic = bindings, traffic
@@ -54,36 +54,36 @@ class WriteCheck:
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
         self._cast_at_home = [chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes]
         self.uncounted: set[int] = set()
-        """The `id`s of parameters whose copies were ever found to be written without a version."""
+        """`id`s of parameters whose copies were ever written without a version."""
         self.touched: set[ManagedParameter] = {*parameters}
         """Parameters that the program may have written to without a version since their copies were made: a function in
         place, or one whose result shares their memory, was called (`intercept.watched`)."""
-        self.kept: set[ManagedParameter] = set()
-        """Parameters whose memory a tensor of the program shared as the last backward began, or that a hook in it was
-        handed: their updates do not begin before `step()`."""
+        self.shared: set[ManagedParameter] = set()
+        """Parameters whose memory a tensor of the program shared as the last backward began, or that a hook in it got:
+        their updates do not begin before `step()`."""
         self.noticed: set[int] = set()
-        """The `id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
+        """`id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
         self.unwatched = True
-        """Whether the program may have written to what is trained while that was not watched."""
+        """Whether the program may have written to trained parameters while they were not watched."""
         self.stepped = self.handed_out = False
-        """Whether an optimizer has stepped since the last forward; and whether the program had weights at hand that
-        it may write to (an average of weights takes `p.data`) between the last step and the forward behind it: then
-        nothing is fetched ahead behind the next step, as it would be fetched once more."""
+        """Whether an optimizer has stepped since the last forward; and whether the program may have written to weights
+        (an average of weights takes `p.data`) between the last step and the forward after it: then nothing is fetched
+        ahead after the next step, as it would be fetched twice."""
         self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
-        """`_gradient` of parameters as the last backward has left it."""
+        """`_gradient` of parameters as the last backward left it."""
 
     @property
     def has_copies(self) -> bool:
-        """Return whether a write can make anything stale."""
+        """Whether operators see copies, which a write can make stale."""
         return bool(self._traffic.executor.chunk_of_block)
 
     # ---- by the program, to the home ---------------------------------------------------------------------------
 
     def notice_all(self, *, seen: bool = False) -> None:
-        """Honour writes to each parameter since it was last used, as a forward begins, past `__torch_function__`.
-        `seen`: all were watched up to now, so that what got another `.data` is in `touched`."""
-        self._traffic.executor.poll()  # a copy that has arrived must not pass for one in flight
-        unwatched, self.unwatched = self.unwatched, True  # as it is if this raises: all is looked at again
+        """Honour writes to each parameter since it was last used, as a forward begins. `seen`: all were watched until
+        now, so that parameters whose `.data` was set are in `touched`. Call it without `__torch_function__`."""
+        self._traffic.executor.poll()  # a copy that has arrived must not count as in flight
+        unwatched, self.unwatched = self.unwatched, True  # stays so if this raises: all is checked again
         self._gradients_left.clear()
         for managed in self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters):
             self._traffic.wait_for_update(managed.chunk)  # which writes to a copy in staging
@@ -98,19 +98,19 @@ class WriteCheck:
         self.unwatched = False
 
     def renew_touched(self) -> bool:
-        """Make copies of what the program may have written to since the forward anew, as a backward or a step begins,
-        past `__torch_function__`. Returns whether there are such."""
+        """Remake copies of weights that the program may have written to since the forward, as a backward or a step
+        begins. Returns whether there are any. Call it without `__torch_function__`."""
         touched = [*self.touched]
-        self.kept = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
+        self.shared = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
         if touched:
-            if self.stepped:  # a backward of another model comes before the forward
+            if self.stepped:  # a backward of another model came before the forward
                 self.stepped, self.handed_out = False, True
             self._renew({managed.chunk for managed in touched})
         self.touched = {managed for managed in touched if _is_replaced(managed)}  # `notice_all` brings that home
         return bool(touched)
 
     def _renew(self, due: set[Chunk]) -> None:
-        """Make the copies of the chunks in `due` anew, where operators see copies."""
+        """Remake the copies of the chunks in `due`, if operators see copies."""
         traffic = self._traffic
         chunks = [chunk for chunk in self._chunks if chunk in due and chunk.operand_block >= 0]
         at_home = [chunk for chunk in chunks if chunk.homes[Role.PARAM].tier is Tier.DEVICE]
@@ -127,17 +127,16 @@ class WriteCheck:
 
     @staticmethod
     def all_counted(parameters: list[ManagedParameter]) -> list[ManagedParameter]:
-        """Return those of `parameters` with a write that torch itself shows: `counted` of all before each forward and
-        step, so without a call of Python for each fact."""
+        """Return those of `parameters` that are `counted`. Runs for all before each forward and step, so in C."""
         tensors = [managed.parameter for managed in parameters]
         if all([*map(shown, tensors)] == [*map(seen, parameters)] for shown, seen in _SHOWN_AND_SEEN):
-            return []  # as mostly
+            return []  # the usual case
         facts = [map(ne, map(shown, tensors), map(seen, parameters)) for shown, seen in _SHOWN_AND_SEEN]
         return list(compress(parameters, map(any, zip(*facts, strict=True))))
 
     def _counted_but_data(self) -> list[ManagedParameter]:
-        """Return what `all_counted` does, where only those in `touched` can have got another `.data`, and others may
-        have made copies stale: what is fetched from here on is as it was written."""
+        """Return `all_counted` of parameters with copies, where only those in `touched` can have another `.data`. What
+        is fetched later is as it was written."""
         among = self.copied()
         shown, seen = [*map(_COUNTED, among)], [*map(_VERSION_SEEN, among)]
         found = {*filter(self.counted, self.touched)}
@@ -146,29 +145,28 @@ class WriteCheck:
         return [managed for managed in self._parameters if managed in found] if found else []
 
     def copied(self) -> list[ManagedParameter]:
-        """Return the parameters of which there may be copies, also on their way: however many others there are, this
-        takes no look at them."""
+        """Return the parameters of chunks that have copies, in flight or cast at home too; looks at no others."""
         chunk_of_block, resident = self._traffic.executor.chunk_of_block, self._traffic.residency.resident
         blocks = (*resident(Tier.DEVICE), *resident(Tier.HOST))
         chunks = dict.fromkeys([*self._cast_at_home, *[chunk_of_block[block][0] for block in blocks]])
         return [*chain.from_iterable(map(_PARAMETERS, chunks))]
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
-        """Note the gradients of `arrived` as the backward that is over has left them."""
-        there = [managed for managed in arrived if managed.parameter.grad is not None]
-        gradients = [managed.parameter.grad for managed in there]
+        """Note the gradients of `arrived` as a backward ends, for `edited_gradients`."""
+        present = [managed for managed in arrived if managed.parameter.grad is not None]
+        gradients = [managed.parameter.grad for managed in present]
         self._gradients_left.update(dict.fromkeys(arrived))
         self._gradients_left.update(
-            zip(there, zip(map(id, gradients), map(_VERSION, gradients), strict=True), strict=True)
+            zip(present, zip(map(id, gradients), map(_VERSION, gradients), strict=True), strict=True)
         )
 
     def edited_gradients(self) -> list[ManagedParameter]:
-        """Return the parameters whose gradients were cleared, or written to with a version, since the last backwards:
-        accumulation leaves them alone, a step by hand does not."""
+        """Return the parameters whose gradients were cleared, or written to with a version, since the last backward: a
+        program that accumulates does not do that, one that steps by hand does."""
         return [managed for managed, left in self._gradients_left.items() if _gradient(managed) != left]
 
     def notice_counted(self, chunk: Chunk) -> None:
-        """Honour the writes to `chunk` that torch itself shows, and clear `noticed` of it."""
+        """Honour the writes to `chunk` that are `counted`, and clear its parameters in `noticed`."""
         for managed in chunk.parameters:
             if self.counted(managed):
                 self.by_user(managed)
@@ -176,12 +174,11 @@ class WriteCheck:
 
     @staticmethod
     def counted(managed: ManagedParameter) -> bool:
-        """Return whether torch shows a write to `managed` since hetmem last saw it, outside compute."""
+        """Return whether the version, or another `.data`, shows a write to `managed` outside compute."""
         return managed.counter._version != managed.version or _is_replaced(managed)
 
     def by_user(self, managed: ManagedParameter) -> None:
-        """Honour a write to `managed` outside compute, also `p.data = t`: its home counts, its copies are
-        superseded."""
+        """Honour a write to `managed` outside compute, also `p.data = t`: the home has the values, copies are stale."""
         parameter = managed.parameter
         resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
         if _is_replaced(managed) and not resting:
@@ -198,15 +195,15 @@ class WriteCheck:
         self._supersede(managed)
 
     def by_optimizer(self, stepped: list[ManagedParameter]) -> None:
-        """Honour a step of an optimizer that is not hetmem's: not each counts versions (the fused ones of torch do
-        not). What is left where this raises, as a drive has failed, the next forward honours."""
+        """Honour a step of another optimizer than hetmem's, which may count no versions (torch's fused ones do not). If
+        this raises, as a drive has failed, the next forward honours the rest."""
         self.touched.update(stepped)
         for managed in stepped:
             self.by_user(managed)
             self.touched.discard(managed)
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """Honour `parameter.data = value` within compute: the value goes home, and counts from the next use on."""
+        """Honour `parameter.data = value` within compute: the home gets the value, and the next use reads it."""
         _refuse_another_kind(managed, value, value.dtype)
         source = self._bindings.of_storage(value)
         if source not in (None, managed):
@@ -220,12 +217,12 @@ class WriteCheck:
         self._supersede(managed)
 
     def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
-        """Leave the old values of `managed`, whose home gets new ones, to tensors of the program that hold more than
-        the `hetmem_holds` references to them (`kept = p.data`, a state dict): in torch these are two tensors. So keeps
-        a storage that was given other memory (`p.data.share_memory_()`) that memory."""
-        at_its_place = managed.home.data_ptr() == managed.home_address
-        kept = managed.numel and at_its_place and storage_references(managed.home) > hetmem_holds
-        if kept and not give_away(managed.home):
+        """Leave the old values of `managed`, whose home gets new ones, to tensors of the program (`kept = p.data`, a
+        state dict), if the storage has more than the `hetmem_holds` references: in torch these are two tensors. A
+        storage that was moved to other memory (`p.data.share_memory_()`) keeps that, and hetmem makes a new view."""
+        in_place = managed.home.data_ptr() == managed.home_address
+        is_held = managed.numel and in_place and storage_references(managed.home) > hetmem_holds
+        if is_held and not give_away(managed.home):
             raise ManageError(
                 f"{managed.name}.data was set to another tensor, and what it was before is still held (as in "
                 f"`kept = p.data`): keep a clone of it, as hetmem copies the new values to its place"
@@ -235,7 +232,7 @@ class WriteCheck:
             self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
 
     def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
-        """Make the 16-bit copy at home anew, and drop all other copies, but perhaps the device's."""
+        """Remake the 16-bit copy at home, and drop all other copies; `but_device`: all but the device's."""
         traffic, chunk = self._traffic, managed.chunk
         if chunk.operand == Role.COMPUTE:
             traffic.superseded(chunk, Role.PARAM)
@@ -246,13 +243,13 @@ class WriteCheck:
     # ---- by operators, to the device copy ----------------------------------------------------------------------
 
     def by_view(self, managed: ManagedParameter) -> None:
-        """Compare the device copy of `managed`, of which the program holds a view whose writes count no versions. A
-        copy that is superseded, or whose home was written to, is older than that, and says nothing of it."""
+        """Honour writes through a view of the device copy of `managed` that count no versions. A copy that is stale, or
+        whose home was written to, is not compared."""
         if self._traffic.copy_counts(managed.chunk) and managed not in self.touched:
             self.compare(managed)
 
     def compare(self, managed: ManagedParameter) -> None:
-        """Compare the device copy of `managed` with its home; if they differ, the copy counts."""
+        """Compare the device copy of `managed` with its home; if they differ, write the copy back."""
         device = managed.device
         assert device is not None
         if not same_bits(device, managed.home.to(device)):
@@ -260,11 +257,11 @@ class WriteCheck:
             self.by_operator(managed)
 
     def by_operator(self, managed: ManagedParameter) -> None:
-        """Write the device copy of `managed`, which an operator has changed, home now."""
+        """Write the device copy of `managed`, which an operator has changed, back to its home now."""
         assert managed.device is not None
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
-        self._traffic.wait_until_written([where])  # an update that is being written must not come after this
+        self._traffic.wait_until_written([where])  # an update must not be written after this
         self._traffic.gradients.send_now(where, lambda: _copy_changes(home, source), home.nbytes)
         managed.version = managed.counter._version
         self.noticed.add(id(managed))
@@ -273,8 +270,8 @@ class WriteCheck:
     # ---- gradients in staging ------------------------------------------------------------------------------------
 
     def wait_for_staged_gradients(self, chunks: Iterable[Chunk]) -> None:
-        """Wait until no gradients of `chunks` are being read from NVMe: those that the program wrote to meanwhile can
-        be compared with their home, by `honour_written_gradients`, only then."""
+        """Wait until no gradients of `chunks` are being read from NVMe: only then `honour_written_gradients` can
+        compare them with their home."""
         residency = self._traffic.residency
         for chunk in chunks:
             home = chunk.homes.get(Role.GRAD)
@@ -284,7 +281,7 @@ class WriteCheck:
 
     def honour_written_gradients(self, chunk: Chunk, taken: Container[ManagedParameter] = ()) -> None:
         """Drop the staged gradients of `chunk` if the program has changed them at home (clipping, `zero_grad`).
-        `taken`: parameters whose `p.grad` is away while one that arrives is added."""
+        `taken`: parameters whose `p.grad` is taken away while a gradient is added."""
         written = False
         for managed in chunk.parameters:
             if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
@@ -298,8 +295,8 @@ class WriteCheck:
             self._traffic.superseded(chunk, Role.GRAD)
 
     def _staged_differs(self, chunk: Chunk, taken: Container[ManagedParameter]) -> bool:
-        """Return whether gradients on NVMe were written to without a version, as `GradScaler.unscale_` does. One
-        element of each parameter is read, as each may cost an access of the disk."""
+        """Return whether gradients on NVMe were written to without a version, as by `GradScaler.unscale_`. Reads one
+        element of each parameter, as each may cost an access of the drive."""
         home, residency = chunk.homes.get(Role.GRAD), self._traffic.residency
         if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
             return False
@@ -315,50 +312,50 @@ class WriteCheck:
 
 
 class ParameterMarks:
-    """The parameters of one model that are watched between its calls. Within a forward or a backward there are none:
-    `Bindings` watches what is not bound."""
+    """Watches the parameters of one model between its calls. Within a forward or a backward `Bindings` watches those
+    that are not bound."""
 
     def __init__(
         self, memory: Memory, bindings: Bindings, writes: WriteCheck, read_at_home: Callable[[ManagedParameter], None]
     ) -> None:
         self._memory, self._bindings, self._writes, self._read_at_home = memory, bindings, writes, read_at_home
         self._step_runs: Callable[[], bool | None] | None = None
-        """Returns whether the step that has begun is on the stack, which may ask for the type of a parameter."""
+        """Returns whether the step that has begun is on the stack; it may ask for the type of a parameter."""
         self._watches = self._trails = self._but_trained = False
         self._shared: set[ManagedParameter] = set()
-        """Those whose memory a tensor shared when that was last looked at."""
+        """Parameters whose memory a tensor of the program shared at the last `_find_shared`."""
 
     def resume(self) -> None:
-        """End compute: mark again, unless a step runs."""
+        """End compute: watch again, unless a step runs."""
         if self._step_runs is not None and self._step_runs():
             self._writes.unwatched = True
         elif self._watches:
-            self._look_for_holders()
+            self._find_shared()
             self._bindings.watch(but_trained=self._but_trained)
         else:
             self._bindings.unwatch()
 
-    def _look_for_holders(self) -> None:
-        """Touch what a tensor of the program shares the memory of (`kept = p.data`), through which it may be read and
-        written. That was handed out by a function that told of it, or to who met an ordinary parameter; what is handed
-        out past both (`other.data = p`) is found where there are copies."""
+    def _find_shared(self) -> None:
+        """Add the parameters whose memory a tensor of the program shares (`kept = p.data`) to `touched`, as it may read
+        and write them. Functions that hand out memory are seen, or met an exposed parameter; other ways
+        (`other.data = p`) are found where there are copies."""
         writes = self._writes
-        among = *self._shared, *writes.touched, *writes.kept, *self._bindings.exposed, *writes.copied()
+        among = *self._shared, *writes.touched, *writes.shared, *self._bindings.exposed, *writes.copied()
         self._shared = {*self._bindings.shared(among)}
         writes.touched.update(self._shared)
 
     def pause(self) -> bool:
-        """Begin compute, which leaves copies of parameters on the device. Return whether all were marked so far, and
-        functions that set `.data` of any are known."""
+        """Begin compute, which leaves copies of parameters on the device. Returns whether all were watched until now,
+        so that each `.data` that was set is known."""
         seen = not self._bindings.exposed
         if self._watches:
-            self._look_for_holders()
+            self._find_shared()
         self._watches, self._but_trained = self._writes.has_copies, False
         return seen
 
     def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
-        """Mark none until `end_step`. `runs` says whether the step is on the stack, also while it computes; None: it is
-        hetmem's, which looks at parameters past `__torch_function__`, so that they stay of their class."""
+        """Note that a step begins. `runs` returns whether the step is on the stack, also while it computes, and none is
+        watched until `end_step`. None: the step is hetmem's, and runs without `__torch_function__`."""
         self.pause()
         if runs is not None or self._memory.resident:
             self._bindings.unwatch()
@@ -366,15 +363,15 @@ class ParameterMarks:
         self._writes.unwatched = True
 
     def updates_trail(self) -> None:
-        """The step leaves updates behind: reads wait for them. Those of parameters whose memory a tensor of the program
-        shares are waited for here, as no function of torch tells of its use."""
+        """Note that updates may end after their step, so that reads wait for them. Waits here for parameters whose
+        memory a tensor of the program shares, as no torch function shows when that is used."""
         self._trails = True
         for managed in self._bindings.shared([*self._bindings.by_id.values()]):
             self._read_at_home(managed)
 
     def end_step(self) -> None:
-        """End `begin_step`; where the model is whole on the device and nothing trails, only what is frozen is marked
-        until the next forward."""
+        """End `begin_step`. If the model is whole on the device, and no update ends after the step, only frozen
+        parameters are watched until the next forward."""
         if self._step_runs is None:
             return
         self._step_runs = None
@@ -383,12 +380,12 @@ class ParameterMarks:
             self._writes.unwatched = False
 
     def stop(self) -> None:
-        """Mark no more: the model is released."""
+        """Stop watching, as the model is released."""
         self._bindings.unwatch()
         self._watches = False
 
     def mark_again(self, used: Iterable[ManagedParameter]) -> None:
-        """Watch `used` again, which were watched until the program read them."""
+        """Watch `used` again, which were not while the program read them."""
         if self._watches:
             self._bindings.rest(used)
 
@@ -398,7 +395,7 @@ def _always() -> bool:
 
 
 def _is_replaced(managed: ManagedParameter) -> bool:
-    """Return whether `parameter.data` is another tensor than the home, or another view of it."""
+    """Return whether `.data` of the parameter is another tensor than the home, or another view of it."""
     parameter = managed.parameter
     at_home = parameter.data_ptr() == managed.home_address
     return not at_home or parameter.stride() != managed.stride or parameter.shape != managed.shape
@@ -421,8 +418,8 @@ def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: to
 
 
 def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
-    """Copy the elements of `device` that were written to `home`; where a narrower copy is unchanged, `home` keeps its
-    own bits, which are more."""
+    """Copy the written elements of `device`, a copy, to `home`; where a narrower copy is unchanged, `home` keeps its
+    more precise bits."""
     with torch.no_grad():
         device = device.to(home.device)
         if home.dtype != device.dtype:
@@ -431,13 +428,13 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
 
 
 def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
-    """Return what changes if `p.grad` is replaced, or written to with a version, without holding it."""
+    """Return a value that changes if `p.grad` is replaced, or written to with a version; no reference to it."""
     gradient = managed.parameter.grad
     return None if gradient is None else (id(gradient), gradient._version)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype are equal, where any NaN equals any other, and 0 is not -0."""
+    """Return whether two tensors of one dtype are equal, where all NaN are equal, and 0 is not -0."""
     if left.is_complex():
         left, right = torch.view_as_real(left), torch.view_as_real(right)
     one, other = as_integers(left), as_integers(right)

@@ -1,1 +1,1 @@
-"""How torch tells what it uses: hooks of modules and of autograd, modes, compiled code."""
+"""Hooks into torch, which show what a model uses: of modules and autograd, modes, and compiled code."""

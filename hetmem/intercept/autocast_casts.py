@@ -1,9 +1,9 @@
-"""Gives the memory of the casts that `torch.autocast` caches back while their weights are not bound.
+"""Frees the memory of casts that `torch.autocast` caches while their weights are not bound.
 
 Note "shared casts": torch casts a weight once within an autocast. All uses share that node of autograd, which sums
 their gradients in 16 bits, so the same bits need the same sharing. The cache would be a second copy of the model. So
 the cached tensor stays, with its node, and loses its memory when the weight is unbound; binding the weight casts anew.
-Without gradients nothing is shared, and torch caches nothing.
+Without gradients nothing is shared, and the cache is switched off.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ class Casts:
         self.alive: dict[int, tuple[ManagedParameter, weakref.ref[torch.Tensor], tuple[int, ...]]] = {}
         """By `id` of the weight: the weight, its cast, and `_written` as the cast was made."""
         self._off = 0
-        """How many calls around have switched the cache off."""
+        """Number of enclosing calls that have switched the cache off."""
 
     def are_made(self) -> bool:
-        """Return whether a forward that begins may make casts: also one that enters `torch.autocast` within, once one
-        did."""
+        """Return whether a forward that begins may make casts: under autocast, or always after a forward that did."""
         return self._seen or torch.is_autocast_enabled(self._device_type)
 
     def leave_cache(self, *, compiled: bool = False) -> Left | None:
-        """Switch the cache off for code without gradients or that is `compiled`, which casts at each use, and on again
-        for code with gradients within. Returns what `enter_cache_again` needs, or None if nothing was switched."""
+        """Switch the cache off for code without gradients or `compiled` code, which casts at each use, and on again for
+        code with gradients within. Returns the argument of `enter_cache_again`, or None if nothing was switched."""
         if not torch.is_autocast_enabled(self._device_type):
             return None
         self._seen = True
@@ -63,13 +62,13 @@ class Casts:
             torch.set_autocast_cache_enabled(before)
 
     def note(self, managed: ManagedParameter, cast: torch.Tensor) -> None:
-        """Track `cast`, all of `managed` in 16 bits, which autograd saves (or a view of it)."""
+        """Track `cast`, a cast of all of `managed`, as autograd saves it or a view of it."""
         found, self._seen = self.alive.get(id(managed)), True
         if (found is None or found[1]() is not cast) and managed.bound and torch.is_autocast_cache_enabled():
             self.alive[id(managed)] = managed, weakref.ref(cast), self._written(managed)
 
     def renew(self, used: Iterable[ManagedParameter]) -> None:
-        """Cast `used`, which are bound, again into their cached casts."""
+        """Cast the weights `used`, which are bound, again into their cached tensors."""
         for managed in used:
             cast = self._of(managed)
             if cast is None:
@@ -85,7 +84,7 @@ class Casts:
                 self._runtime.monitor.count("a cast of autocast", [cast])
 
     def drop(self, used: Iterable[ManagedParameter]) -> None:
-        """Give the memory of the casts of those of `used` back that are not bound any more."""
+        """Free the memory of the casts of those of `used` that are not bound any more."""
         for managed in used:
             cast = None if managed.bound else self._of(managed)
             if cast is not None:
@@ -93,7 +92,7 @@ class Casts:
                     show_cast(cast, None)
 
     def go_home(self) -> None:
-        """Cast again all weights whose homes are on the device, as compute ends: operators find those at home."""
+        """Cast again all weights whose homes are on the device, as compute ends, from their homes."""
         for managed, _, _ in list(self.alive.values()):
             cast = self._of(managed)
             if cast is not None and managed.home.device == cast.device:
@@ -111,10 +110,10 @@ class Casts:
         return managed.counter._version, managed.data_sets, self._runtime.statistics.steps
 
     def _refuse_if_cached(self, managed: ManagedParameter, cast: torch.Tensor) -> None:
-        """Raise `ManageError` if torch's cache still has `cast`, which is of the values before a write."""
+        """Raise `ManageError` if torch's cache still has `cast`, made before a write to `managed`."""
         with self._runtime.unwatched(), torch.enable_grad():
-            there = torch.matmul(managed.parameter, managed.parameter.new_zeros(managed.shape[-1], 0))
-        if cast.grad_fn in nodes_behind(there):
+            product = torch.matmul(managed.parameter, managed.parameter.new_zeros(managed.shape[-1], 0))
+        if cast.grad_fn in nodes_behind(product):
             raise ManageError(
                 f"{managed.name} was written to, or stepped, within one torch.autocast, which casts a weight once: "
                 f"torch would compute on with what it was before. Leave torch.autocast before optimizer.step(), or "

@@ -1,16 +1,16 @@
-"""Every backward of the process comes through here, before and after torch's engine runs it (ADR 20).
+"""Wraps autograd's engine: every backward of the process comes through here (ADR 20).
 
 Note "one thread": torch runs the nodes of each device on a thread of that device, and those of the host on the thread
-that has called the backward. A graph has nodes of both where weights, or gradients of them, are used at home: a penalty
-on weights, or on their gradients. Two threads at once would wait for each other's copies, add to one `p.grad` at the
-same time, and sum gradients in the order in which they happen to come. So the thread that calls runs all nodes, in
-torch's order, which is the same for a graph of one device: to look for nodes of the host would cost more than it saves.
+that called the backward. A graph has nodes of both where weights, or their gradients, are used at home: in a penalty on
+weights or on gradients. Two threads would wait for each other's copies, add to one `p.grad` at the same time, and sum
+gradients in the order of arrival. So the calling thread runs all nodes, in torch's order, which is the same for a graph
+of one device: searching the graph for nodes of the host would cost more than it saves.
 
 Note "accumulators": users ask for gradients by parameter, `torch.autograd.grad(loss, parameters)` and
 `backward(inputs=parameters)`. torch finds a parameter in a graph by the node that accumulates its gradients, and
-forgets that where `.data` gets another dtype or device. So it does for a parameter that computes on the device, or in
-16 bits, and is its home afterwards: it would look as if it were not used. Its nodes are looked up in the graph instead,
-and what arrives there becomes what the parameter is.
+forgets that node where `.data` gets another dtype or device. So it does for a parameter that computes on the device, or
+in 16 bits, and is its home afterwards: torch would take it for unused. Its nodes are looked up in the graph instead,
+and gradients that arrive there are converted to the dtype and device of the parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.intercept import registry
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
-from hetmem.intercept.forward_scope import forget_what_is_over
+from hetmem.intercept.forward_scope import drop_ended_modes
 from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.phases import BACKWARDS, StepSegments, forget_nodes_that_did_not_run
 from hetmem.memory.interrupts import HELD_BACK
@@ -46,66 +46,65 @@ _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
 @cache
 def watch() -> None:
-    """From now on. In a torch that has another name for it nothing is told, and parameters look as if they were not
-    used where gradients are asked for by parameter."""
+    """Wrap torch's engine, once. If torch lacks it, gradients asked for by managed parameter look unused."""
     if _engine is not None:
         setattr(torch.autograd, _ENGINE, _run)
 
 
 @opaque
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of torch's function of that name. A backward that a compiler records is of no managed model: what
-    hetmem did meanwhile, such as a copy, would be recorded with it."""
+    """Run a backward: the replacement of `torch.autograd._engine_run_backward`. A backward recorded by a compiler is of
+    no managed model: copies made by hetmem meanwhile would be recorded with it."""
     if torch_private.dispatch_mode(torch_private.PROXY) is not None:
-        met = list[StepSegments]()  # a forward of one may be around it, and has saved what is unpacked
-        BACKWARDS.began.append(met)
+        models = list[StepSegments]()  # an enclosing forward may have saved what this backward unpacks
+        BACKWARDS.began.append(models)
         try:
             return _engine(outputs, *args, **kwargs)
         finally:
             BACKWARDS.began.pop()
-            _settle(met)
+            _settle(models)
     return differentiate(_backward, outputs, *args, **kwargs)
 
 
 def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch's own does, with all told that manage a model which it may be of."""
+    """Run torch's engine between the begin and the end of a backward for each model that it may be of."""
     outermost, taken, began = not in_backward(), list[tuple[Turn, Section]](), list[Interception]()
-    met, depth = list[StepSegments](), 0 if outermost else len(BACKWARDS.began)
+    models, depth = list[StepSegments](), 0 if outermost else len(BACKWARDS.began)
     try:
         if outermost:
             _take_turns(outputs, taken)
-        _tell_of_begin(began)
-        BACKWARDS.began[depth:] = [met]  # in the place of what an interrupt has left
+        _begin_for_all(began)
+        BACKWARDS.began[depth:] = [models]  # replaces what an interrupt has left
         several = [each.gradients.listeners for each in began if each.segments.several]
         if any(listener.begins_early for listeners in several for listener in listeners):
-            _tell_of_arrivals(outputs)
-        with ExitStack() as around:
+            _expect_arrivals(outputs)
+        with ExitStack() as stack:
             if outermost and _may_cross():
-                around.enter_context(torch.autograd.set_multithreading_enabled(False))
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
             if lacking:
-                around.enter_context(_RunsAgain(lacking))
+                stack.enter_context(_RunsAgain(lacking))
             gradients = _engine(outputs, *args, **kwargs)
-        if met:
-            _settle(met)
+        if models:
+            _settle(models)
         return gradients
     except BaseException:
         with HELD_BACK, contextlib.suppress(Exception):  # the error that is raised counts
-            _settle(met)
+            _settle(models)
             if outermost:
                 forget_nodes_that_did_not_run()
         raise
     finally:
-        _tell_of_end(began)
+        _end_for_all(began)
         del BACKWARDS.began[depth:]
         for turn, section in reversed(taken):
             turn.give(section)
 
 
 class _RunsAgain(TorchFunctionMode):
-    """Give what a backward recomputes the memory of idle chunks, of all models, where the device has none left.
+    """Retries a recomputed function with the memory of all models' idle chunks where the device is full.
 
-    It is entered on the thread that runs all nodes; those of C++ do not come here.
+    Entered on the thread that runs all nodes; does not see nodes in C++.
     """
 
     def __init__(self, runtimes: list[Runtime]) -> None:
@@ -121,22 +120,22 @@ class _RunsAgain(TorchFunctionMode):
 
 @HELD_BACK
 def _take_turns(outputs: Any, taken: list[tuple[Turn, Section]]) -> None:
-    """A backward that is within no other one is called; `taken` are the turns of models that it may be of."""
+    """Take the turns of the models that an outermost backward may be of, and add them to `taken`."""
     taken.extend((turn, turn.take("a backward")) for turn in _turns(outputs))
 
 
 @uncompiled
 @HELD_BACK
-def _settle(met: list[StepSegments]) -> None:
-    """The backward is over, of the models in `met`."""
-    while met:
-        met.pop().end_backward()
+def _settle(models: list[StepSegments]) -> None:
+    """End the backward of each of `models`."""
+    while models:
+        models.pop().end_backward()
 
 
 @uncompiled
 def _turns(outputs: Any) -> list[Turn]:
-    """Those of the models that this thread has computed a graph with. Of what other threads have made graphs of, those
-    whose parameters are in that of `outputs`."""
+    """Return the turns of the models that this thread has computed a graph with, and of other threads' models whose
+    parameters are in the graph of `outputs`."""
     here = threading.get_ident()
     trained = [found.runtime.turn for found in registry.interceptions() if found.runtime.turn.trainers]
     turns = [turn for turn in trained if here in turn.trainers]
@@ -148,36 +147,36 @@ def _turns(outputs: Any) -> list[Turn]:
 
 @uncompiled
 @HELD_BACK
-def _tell_of_begin(began: list[Interception]) -> None:
-    """All that it may be of are told, and are in `began` then."""
+def _begin_for_all(began: list[Interception]) -> None:
+    """Begin a backward for each model that it may be of, and add these to `began`."""
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
         if _may_be_of(interception):
-            _begin_of(interception)
+            _begin_for(interception)
             began.append(interception)
 
 
 @uncompiled
 @HELD_BACK
-def _tell_of_end(began: list[Interception]) -> None:
+def _end_for_all(began: list[Interception]) -> None:
     while began:
-        _end_of(began.pop())
-    forget_what_is_over()
+        _end_for(began.pop())
+    drop_ended_modes()
     HELD_BACK.end_segment()
 
 
-def _begin_of(interception: Interception) -> None:
-    """Have parameters rest, as a part of the backward may be computed once more, whether a forward is around it or
-    not."""
+def _begin_for(interception: Interception) -> None:
+    """Have parameters rest, as the backward may recompute a part of a forward."""
     runtime = interception.runtime
     if not in_backward():
-        interception.segments.end_backward()  # of one that an interrupt has ended
+        interception.segments.end_backward()  # an interrupt has ended it
+    runtime.memory.device.captures()  # refuses other streams
     interception.backwards += 1
     if not runtime.memory.uses_copies:
         return
     if interception.backwards == 1:
         if interception.stretches.here:
-            interception.current(sys._getframe())  # which an interrupt may have ended
+            interception.current(sys._getframe())  # ends what an interrupt has ended
         runtime.marks.pause()
         runtime.renew_touched()
     with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
@@ -186,20 +185,20 @@ def _begin_of(interception: Interception) -> None:
     interception.gradients.rest_again()
 
 
-def _end_of(interception: Interception) -> None:
-    """End `_begin_of`, also of a backward that has raised."""
+def _end_for(interception: Interception) -> None:
+    """End `_begin_for`, also of a backward that has raised."""
     bindings, gradients, working = interception.runtime.bindings, interception.gradients, interception.working
+    bindings.exposed.update(gradients.sent_home)
     if not interception.backwards:
         return
     interception.backwards -= 1
-    if bindings.away:  # not of a model that is whole on the device
-        if interception.backwards:  # what is computed next may be a function of weights whose gradients have arrived
+    if bindings.away:  # False for a model that is resident on the device
+        if interception.backwards:  # the outer one may recompute with weights whose gradients have arrived
             gradients.rest_again()
         bindings.end_rest()
         interception.current(sys._getframe())
         bindings.go_home()
         if not bindings.away:
-            bindings.exposed.update(gradients.sent_home)
             gradients.sent_home.clear()
     if not interception.backwards and working.in_backward:
         working.end_backward()
@@ -209,29 +208,29 @@ def _end_of(interception: Interception) -> None:
 
 
 def _may_be_of(interception: Interception) -> bool:
-    """Whether a backward of this thread may compute something of this model, also one whose forward had no graph, as a
-    checkpoint around it has none."""
+    """Return whether a backward of this thread may compute something of this model: also if its forward made no graph,
+    as within a checkpoint."""
     last = interception.last_forward
     mine = last is not None and last.thread == threading.get_ident()
     return os.getpid() == interception.process and (mine or interception.runtime.turn.is_mine())
 
 
 def _may_lack_memory(runtime: Runtime) -> bool:
-    """Whether a backward may ask the device for memory that is not known of, and refused without a look at it."""
+    """Return whether a backward may need unknown memory, on a device whose allocations hetmem does not count."""
     unknown = runtime.sanitize or runtime.tracer.measured or runtime.tracer.unseen_growth > 1
     return runtime.memory.uses_copies and not runtime.memory.device.watched and unknown
 
 
 def _may_cross() -> bool:
-    """Whether a graph may have nodes of the host beside those of a device (see note "one thread")."""
+    """Return whether a graph may have nodes of the host and of a device (see note "one thread")."""
     devices = (each.runtime.memory.device for each in registry.interceptions())
     return any(device.torch_device.type != "cpu" for device in devices)
 
 
 @uncompiled
 @HELD_BACK
-def _tell_of_arrivals(outputs: Any) -> None:
-    """A gradient of a parameter arrives once for each forward that has used it: the first is not all of it."""
+def _expect_arrivals(outputs: Any) -> None:
+    """Tell listeners how often a gradient arrives at each parameter used by several forwards, once for each."""
     parameters = [parameter_of(node) for node in accumulators(outputs)]
     counts, by_id = Counter(map(id, parameters)), {id(parameter): parameter for parameter in parameters}
     for key, count in counts.items():
@@ -247,7 +246,7 @@ def _tell_of_arrivals(outputs: Any) -> None:
 def differentiate(
     engine: Any, outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *more: Any, **kw: Any
 ) -> Any:
-    """What `engine`, torch's, gives for `inputs`: those that name no managed parameter as ever."""
+    """Return what torch's `engine` returns for `inputs`, also for managed parameters; see note "accumulators"."""
     nodes = _lost(outputs, inputs) if inputs else {}
     if not nodes:
         return engine(outputs, grads, retain, create, inputs, *more, **kw)
@@ -262,20 +261,20 @@ def differentiate(
 
 
 def accumulators(outputs: Any) -> Iterator[Any]:
-    """The nodes behind `outputs` that accumulate gradients of what their `variable` is: each forward has its own for a
-    parameter that is somewhere else, or of another dtype, between forwards."""
+    """Return the `AccumulateGrad` nodes behind `outputs`: each forward has its own for a parameter that is in another
+    memory or dtype between forwards."""
     return (node for node in nodes_behind(outputs) if type(node).__name__ == "AccumulateGrad")
 
 
 def parameter_of(node: Any) -> Any:
-    """What `node` accumulates gradients of, or the parameter for which that works."""
+    """Return the parameter whose gradients `node` accumulates, also if it does for its working weight."""
     variable = node.variable
     return variable if (parameter := vars(variable).get("hetmem_parameter")) is None else parameter()
 
 
 @uncompiled
 def _lost(outputs: Any, inputs: Iterable[Any]) -> dict[int, list[Any]]:
-    """The accumulators of those of `inputs` that torch would not find, by `id`."""
+    """Return the accumulators of those of `inputs` that torch would not find, by `id` of the input."""
     wanted = {id(asked) for asked in inputs if _is_lost(asked)}
     found: dict[int, list[Any]] = {}
     for node in accumulators(outputs) if wanted else ():
@@ -291,5 +290,5 @@ def _is_lost(asked: Any) -> bool:
 
 @uncompiled
 def _sum(parameter: torch.Tensor, parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    there = [part.to(parameter.device, parameter.dtype) for part in parts if part is not None]
-    return sum(there[1:], there[0]) if there else None
+    present = [part.to(parameter.device, parameter.dtype) for part in parts if part is not None]
+    return sum(present[1:], present[0]) if present else None

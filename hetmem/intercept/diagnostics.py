@@ -1,8 +1,8 @@
-"""What a managed model refuses before it computes, and what an error of torch's within a forward may come from.
+"""Refuses uses of a managed model that cannot work, and explains errors of torch within its forward.
 
-Parameters that a managed module got after `hetmem.manage`, and buffers, are computed with as they are. That works until
-one meets what hetmem brings (16-bit copies, another device). torch's error says only that dtypes or devices differ;
-here it is told which of them may be the cause. Nothing here changes a tensor.
+Parameters added to a module after `hetmem.manage`, and buffers, are used as they are. That works until an operator gets
+one together with a copy by hetmem (in 16 bits, or on another device). torch's error says only that dtypes or devices
+differ; here the tensors that may be the cause are named. Nothing here changes a tensor.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hetmem.memory.device import Device
 
 
 def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
-    """Raise `ManageError` where the caller of `model` would read its weights or gradients past hetmem; `streams`: they
-    are on the device only for operators."""
+    """Raise `ManageError` where the caller of `model` would read its weights or gradients without hetmem: an exporter,
+    FSDP or DDP. `streams`: weights are on the device only for operators."""
     if torch.compiler.is_exporting() or (streams and torch_private.tracing_state() is not None):
         raise ManageError(
             "a managed model cannot be exported or traced: do that with copy.deepcopy(model), which is an ordinary "
             "module with the same weights"
         )
-    if hasattr(type(model), "set_requires_gradient_sync"):  # of its `FSDPModule`, asked before each forward
+    if hasattr(type(model), "set_requires_gradient_sync"):  # a method of torch's `FSDPModule`
         raise ManageError(
             "torch's fully_shard has replaced the parameters of this managed model, and hetmem would train none of "
             "them: hetmem trains in one process, so leave fully_shard out and build the model again"
         )
-    around = DistributedDataParallel._active_ddp_module if streams else None
-    if around is not None and any(part is model for part in around.modules()):
+    ddp = DistributedDataParallel._active_ddp_module if streams else None
+    if ddp is not None and any(part is model for part in ddp.modules()):
         raise ManageError(
             "this model is called by torch's DistributedDataParallel, which reads each gradient before it is at home: "
             "hetmem trains in one process, without that"
@@ -43,7 +43,7 @@ def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
 
 
 def refuse_a_fork(what: str, process: int) -> None:
-    """Raise `ManageError` if `what` needs threads or memory that this process, a fork of `process`, does not have."""
+    """Raise `ManageError` if this process is a fork of `process`, whose threads and memory `what` needs."""
     if os.getpid() != process:
         raise ManageError(
             f"{what} in a forked process: the memory and the threads that hold the model are the parent's. Compute "
@@ -52,7 +52,7 @@ def refuse_a_fork(what: str, process: int) -> None:
 
 
 def refuse_a_capture(what: str, device: Device) -> None:
-    """Raise `ManageError` if `what` is recorded on `device` to run again without hetmem."""
+    """Raise `ManageError` if a CUDA graph captures `what` on `device`: replays would run without hetmem."""
     if device.captures():
         raise ManageError(
             f"{what} within torch.cuda.graph: what is replayed would find weights where they were, and moves none. "
@@ -69,7 +69,7 @@ def refuse_conversion(
     mixed: bool,
 ) -> None:
     """Raise `ManageError` if `convert`, of `Module.to` and the like, gives any of `converted` another dtype or other
-    strides. `computes`: within a forward, whose copies are in 16 bits if `mixed`."""
+    strides. `computes`: within a forward. `mixed`: with 16-bit copies."""
     chunks = {managed.chunk for managed in converted}
     for dtype in {chunk.compute_dtype if computes else chunk.dtype for chunk in chunks}:
         asked = convert(torch.empty(0, dtype=dtype, device=device)).dtype
@@ -93,10 +93,10 @@ def refuse_conversion(
 
 
 def _changes_layout(home: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> bool:
-    """Whether `convert` gives a tensor like `home` other strides, as to images and volumes."""
+    """Return whether `convert` gives a tensor like `home`, of 4 or 5 dimensions, other strides."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(home.dim())
     if last is None or (home.is_contiguous() and home.is_contiguous(memory_format=last)):
-        return False  # it has both, as one of a single pixel
+        return False  # contiguous in both formats, as with a single pixel
     now = torch.contiguous_format if home.is_contiguous() else last
     like = torch.empty((2,) * home.dim(), device=device, memory_format=now)
     return convert(like).stride() != like.stride()
@@ -105,7 +105,7 @@ def _changes_layout(home: torch.Tensor, convert: Callable[[torch.Tensor], torch.
 # ---- errors of torch -------------------------------------------------------------------------------------------------
 
 _SHOWN = 5
-"""Names in a message."""
+"""The most names in a message."""
 _KNOWN = "The model has parameters that were not there when hetmem.manage was called"
 _EXCHANGED = (
     "Other tensors are in the place of managed weights, as torch.func.functional_call puts them there, and these are "
@@ -123,33 +123,33 @@ _BUFFERS = "With mixed_precision buffers keep their dtype, and an operator may w
 def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, ManagedParameter]) -> None:
     """Add to `error`, which torch raised in a forward of `model`, which of its parameters are not `managed` (by `id`).
 
-    Once: the hooks of all modules that it leaves ask for it.
+    Does so once, though the hook of each enclosing module calls this.
     """
     if type(error).__name__ == "UncapturedHigherOrderOpError" and _BRANCHES not in str(error):
         error.args = (f"{error}\n{_BRANCHES}",)
     _explain_buffers(error, model, managed)
-    strangers = [
+    unmanaged = [
         f"{name} ({parameter.dtype}, {parameter.device})"
         for name, parameter in model.named_parameters()
         if id(parameter) not in managed and parameter.is_floating_point()
     ]
-    if not strangers or _KNOWN in str(error) or _EXCHANGED in str(error):
+    if not unmanaged or _KNOWN in str(error) or _EXCHANGED in str(error):
         return
     names = {each.name for each in managed.values()}
-    if any(name.partition(" ")[0] in names for name in strangers):
+    if any(name.partition(" ")[0] in names for name in unmanaged):
         dtypes = {str(each.chunk.compute_dtype) for each in managed.values()}
         error.args = (f"{error}\n{_EXCHANGED} {' or '.join(sorted(dtypes))}, copy=True)}}",)
         return
-    more = f" and {len(strangers) - _SHOWN} more" if len(strangers) > _SHOWN else ""
+    more = f" and {len(unmanaged) - _SHOWN} more" if len(unmanaged) > _SHOWN else ""
     error.args = (
-        f"{error}\n{_KNOWN}: {', '.join(strangers[:_SHOWN])}{more}. They stay as they are, while "
+        f"{error}\n{_KNOWN}: {', '.join(unmanaged[:_SHOWN])}{more}. They stay as they are, while "
         f"managed ones are used on the device, with mixed_precision in 16 bits. Call hetmem.release(model), then "
         f"hetmem.manage(model, …) again",
     )
 
 
 def _explain_buffers(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, ManagedParameter]) -> None:
-    """Normalisation over a batch takes running means in the dtype of its weights, for one."""
+    """Add float32 buffers to `error`: batch normalization, for one, needs running means in the dtype of its weights."""
     narrow = {each.chunk.compute_dtype for each in managed.values() if each.chunk.compute_dtype is not each.chunk.dtype}
     wide = [f"{name} ({buffer.dtype})" for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
     if not (narrow and wide) or "scalar type" not in str(error) or _BUFFERS in str(error):
@@ -162,12 +162,12 @@ def _explain_buffers(error: RuntimeError, model: torch.nn.Module, managed: Mappi
 
 
 def is_of_torch(error: RuntimeError) -> bool:
-    """Whether `error` may be of a dtype or a device: torch's, or the one in its place on a device that is simulated."""
+    """Return whether `error` may be of a dtype or a device: torch's own, or that of the simulated device."""
     return type(error) in (RuntimeError, DeviceAccessError) or type(error).__name__ == "UncapturedHigherOrderOpError"
 
 
 def raised_in_call(error: BaseException, module: torch.nn.Module) -> bool:
-    """Whether `error` comes from the call of `module` that a hook of it is at, not from around that."""
+    """Return whether `error` was raised within the call of `module` whose hook asks, not around it."""
     frame, trace = calling_frame(module, sys._getframe()), error.__traceback__
     while trace is not None and trace.tb_frame is not frame:
         trace = trace.tb_next

@@ -1,7 +1,7 @@
-"""What hetmem knows of `torch.compile`: who compiles, and how to keep them from code that is hetmem's own.
+"""Keeps `torch.compile` from compiling hetmem's own code, and says which modules are compiled. Knows no model.
 
-It knows of no model. torch's callback compiles the frames that a thread is about to run; None: they are not compiled;
-False: none are compiled, but compiled code that exists runs.
+Dynamo's callback (the "compiler" here) compiles the frames that a thread is about to run; None: they are not compiled;
+False: none are compiled, but existing compiled code runs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 
 
 def skipped(function: _FunctionT) -> _FunctionT:
-    """`function` is compiled within what calls it, never by itself; what it calls may be."""
+    """Have Dynamo never begin a graph with `function`. It may inline it into a caller, and compile what it calls."""
     _EVAL.set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
 def opaque(function: _FunctionT) -> _FunctionT:
-    """`function` is never compiled: a graph ends before each call of it."""
+    """Have Dynamo never compile `function`: the graph breaks before each call of it."""
     function.__dict__["_torchdynamo_disable"] = True
     return skipped(function)
 
 
 set_compiler: Any = _EVAL.set_eval_frame
-"""Has the callback that it is given compile the frames that this thread runs from here on. Returns the one so far."""
+"""Sets the callback that compiles the frames this thread runs from here on, and returns the previous one."""
 
 
 def uncompiled(function: _FunctionT) -> _FunctionT:
-    """Run `function` and what it calls as they are, also where compiled code calls it."""
+    """Run `function` and all that it calls in eager mode, also where compiled code calls it."""
 
     @opaque
     @functools.wraps(function)
@@ -55,7 +55,7 @@ def uncompiled(function: _FunctionT) -> _FunctionT:
 
 
 def called_by_autograd(function: _FunctionT) -> _FunctionT:
-    """The same, with interrupts held back: for what autograd calls some hundred times in a step."""
+    """Do as `uncompiled`, with interrupts held back: for functions that autograd calls hundreds of times in a step."""
 
     @opaque
     @functools.wraps(function)
@@ -72,46 +72,46 @@ def called_by_autograd(function: _FunctionT) -> _FunctionT:
 
 
 def has_compiled_forward(module: torch.nn.Module) -> bool:
-    """Whether a compiled function has the place of the `forward` of `module`."""
+    """Return whether a compiled function replaces the `forward` of `module`."""
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
 def compiles_itself(module: torch.nn.Module) -> bool:
-    """Whether a call of `module` by another one is compiled, by whichever way that was asked for; transformers compiles
-    flex attention, which takes memory for all pairs of tokens if it is not, by a function of its own."""
+    """Return whether a call of `module` by another one is compiled, by any way to ask for that. transformers compiles
+    flex attention, which in eager mode takes memory for all pairs of tokens, by a function of its own."""
     wrapped = "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
     attention = getattr(vars(module).get("config"), "_attn_implementation", None)
     return wrapped or has_compiled_forward(module) or attention == "flex_attention"
 
 
 def can_compile() -> bool:
-    """Whether modules are to be compiled here: a dispatch mode would see nothing of what their code does."""
+    """Return whether modules may be compiled here: not under a dispatch mode, which does not see into compiled code."""
     return not torch_private.dispatch_mode_stack()
 
 
 class Tracing:
-    """What hooks ask of a model while code is made of its modules, or while it needs none of them, which may hold no
-    more than this."""
+    """The state that a model's module hooks read first, to return at once where they can. Compiled code keeps it alive,
+    so it refers to no model strongly."""
 
     __slots__ = ("quiet", "region", "where")
 
     def __init__(self) -> None:
         self.region = False
-        """Whether a region runs: a module with all its weights on the device, whose own modules need no hooks."""
+        """Whether a region runs: a compiled module with all its weights on the device, in which hooks do nothing."""
         self.listen()
 
     def listen(self) -> None:
-        """Have hooks of modules tell of each call."""
+        """Have the hooks of all modules run."""
         self.quiet = 0
-        """The thread on which a forward runs whose weights all are where operators find them; 0 for none."""
+        """The thread of a forward whose weights all are where operators find them (pre-hooks do nothing), or 0."""
         self.where: Callable[[], torch.nn.Module | None] | None = None
-        """The module, held weakly, whose call is the only one that has to be seen to end; None: each has to."""
+        """The only module, held weakly, whose hook after a call has to run; None: all have to."""
 
 
 def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> Iterator[RemovableHandle]:
-    """Register `before` (with keyword arguments) and `after` (always called) with all of `parts`, under one number,
-    as the number is a part of what compiled code is good for: so a block's is good for all that are like it. One after
-    the other: of a part that refuses them those before it are known."""
+    """Register `before` (with keyword arguments) and `after` (always called) with all of `parts`, under one number:
+    compiled code guards on the number, so a block's code serves all blocks like it. Yields handles one by one: if a
+    part raises, the caller has those before it."""
     numbers: list[int] = []
     for index, part in enumerate(parts):
         for register in (
@@ -126,7 +126,7 @@ def hook_forwards(parts: Iterable[torch.nn.Module], before: Any, after: Any) -> 
 
 
 def _renumber(handle: RemovableHandle, number: int) -> None:
-    """`handle`, just registered, has `number`, which no other handle has."""
+    """Change the number of `handle`, just registered, to `number`."""
     for found in (handle.hooks_dict_ref, *handle.extra_dict_ref):
         hooks = found()
         if hooks is not None and handle.id in hooks:

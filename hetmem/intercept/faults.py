@@ -1,6 +1,6 @@
-"""What a function finds that meets a watched weight: within compute its device copy, bound for that length.
+"""Handles each torch function that gets a watched weight: within compute, binds its device copy during the function.
 
-Outside of compute each is its home for that length, once its update has ended (see note "classes" in `watched`).
+Outside of compute the weight is its home meanwhile, once its update has ended (see note "classes" in `watched`).
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ _FACTS = {
     torch.numel,
     torch.is_same_size,
 }
-"""What asks of a parameter, without touching its elements, what it says itself wherever it is."""
+"""Functions whose answer is right wherever the parameter is, and that read no element."""
 _CHANGE_GRADIENTS = {_TENSOR.grad.__set__, torch.Tensor.register_hook, *_getters("_backward_hooks")}
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
-"""What a stand-in, which takes no memory, would say wrongly."""
+"""Functions to which the stand-in of a parameter, which has no memory, would give a wrong answer."""
 _KIND = {
     *_getters("device is_cuda is_cpu dtype"),
     *(torch.Tensor.get_device, torch.Tensor.is_floating_point, torch.is_floating_point),
 }
-"""What asks where it is, and of which dtype: for operators, on the device, in that which computes."""
+"""Functions that ask for device or dtype: within compute, the device and the compute dtype."""
 _TELL_NO_VALUES = (_FACTS | _LAYOUT | _KIND) - {torch.Tensor.size, torch.Tensor.dim} | {
     *_getters("nbytes"),
     torch.Tensor.element_size,
     torch.Tensor.is_complex,
 }
-"""What reads no values of a parameter that is at home. Its `size` and `dim` are the last that transforms of
-`torch.func` ask of it before they wrap it in C++, and read."""
+"""Functions that read no values of a parameter at home. Without `size` and `dim`: transforms of `torch.func` call these
+last before they wrap the parameter in C++, and read it."""
 _BACKWARDS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _POINTERS = {
     torch.Tensor.data_ptr,
@@ -70,30 +70,30 @@ _POINTERS = {
     torch.Tensor.storage,
     *_getters("__cuda_array_interface__"),
 }
-"""What says where a weight lies: it stays there until the call of the module around that is over. The handle of a
-storage is one for all that ask for it, and who holds that is not counted."""
+"""Functions that return the address of a weight, which stays valid until the enclosing module's call ends. The
+storage's Python object is one for all callers, so its holders cannot be counted."""
 _CALL_NO_FUNCTION = {set_data, torch.tensor, torch.Tensor.new_tensor, torch.ops.aten.set_.source_Tensor}
 
 
 def _writes_to(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """What `func`, which is in place, may write to: the first of `args`, but all where it has several outputs, as
-    `_fused_adam_` has."""
+    """Return the arguments that `func`, which is in place, may write to: the first, or all where it has several
+    outputs, as `_fused_adam_` has."""
     return (*args, *kwargs.values()) if kwargs or func.__name__.startswith("_") else args[:1]
 
 
 class Faults:
-    """Binds managed parameters of one model to their device copies for the length of each function that meets them."""
+    """Binds managed parameters of one model to their device copies during each function that gets them unbound."""
 
-    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, around: Any) -> None:
+    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, interception: Any) -> None:
         self._runtime, self._gradients, self._saved = runtime, gradients, saved
         self._bindings, self._marks = runtime.bindings, runtime.marks
-        self._around: Callable[[], Any] = weakref.ref(around)
-        """The `Interception`, which knows what computes around a function: it imports this."""
+        self._interception: Callable[[], Any] = weakref.ref(interception)
+        """The `Interception`, which knows the compute around a function; it imports this module."""
         self._by_id = runtime.bindings.by_id
         with runtime.unwatched():
             dtypes, device = {chunk.compute_dtype for chunk in runtime.chunks}, runtime.memory.device.torch_device
             self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
-            """Of the dtypes that compute, where they do."""
+            """An empty tensor on the device by compute dtype."""
         kinds: dict[type, tuple[type, type]] = {}
         for managed in runtime.parameters:
             managed.kind = type(managed.parameter)
@@ -104,12 +104,12 @@ class Faults:
                 saved.kinds.add(managed.bound_kind)
 
     def _bound(self, parameter: Any) -> ManagedParameter | None:
-        """What `parameter` is, or works for, whose `.data` the program asks for: see `WorkingWeights.serve`."""
-        around = self._around()
-        if around is not None:
-            around.working.serve = False
+        """Return what `parameter`, whose `.data` is used, is or is the working weight of; None: nothing managed."""
+        interception = self._interception()
+        if interception is not None:
+            interception.working.serve = False
         managed = self._by_id.get(id(parameter))
-        return around.working.parameter_of(parameter) if managed is None and around is not None else managed
+        return interception.working.parameter_of(parameter) if managed is None and interception is not None else managed
 
     def data_of_bound(self, parameter: Any) -> torch.Tensor:
         """Return `parameter.data`, through which the program may write."""
@@ -120,8 +120,8 @@ class Faults:
         return found
 
     def set_data_of_bound(self, parameter: Any, value: torch.Tensor) -> None:
-        """`parameter.data = value`, from here on, and at home."""
-        if value is parameter:  # as `Module.to` sets it, which is no write
+        """Do `parameter.data = value`, for the rest of the forward and at home."""
+        if value is parameter:  # as `Module.to` does; no write
             return
         managed = self._bound(parameter)
         if managed is None:
@@ -137,7 +137,7 @@ class Faults:
             self._runtime.uses.set_bound(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`func(*args, **kwargs)`, where a watched parameter is among the arguments."""
+        """Call `func(*args, **kwargs)`, with a watched parameter among the arguments."""
         computes = self._bindings.away
         as_it_is = func in _FACTS or self._runtime.monitor.paused if computes else func in _TELL_NO_VALUES
         if as_it_is:
@@ -154,40 +154,40 @@ class Faults:
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs, used)
-        around = self._around()
-        if not computes or around is None or not around.computes():
+        interception = self._interception()
+        if not computes or interception is None or not interception.computes():
             return self._at_home(func, args, kwargs, used)
-        if func in _LAYOUT or func in _KIND:  # asked for more often than anything is computed
+        if func in _LAYOUT or func in _KIND:  # called more often than operators
             like = used[0].home if func in _LAYOUT else self._like[used[0].chunk.compute_dtype]
             return func(like, *args[1:], **kwargs)
         with HELD_BACK:
-            return self._operator(func, args, kwargs, used, around)
+            return self._operator(func, args, kwargs, used, interception)
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
-        """Add the parameters among `values` (lists and tuples within included) that are watched to `used`, once."""
+        """Add the watched parameters among `values`, or in containers there, to `used`, once each."""
         for value in values:
             if isinstance(value, Watched):
                 managed = self._by_id.get(id(value))
                 if managed is not None and managed not in used:
                     used.append(managed)
-            elif isinstance(value, (list, tuple)):  # or one with names
+            elif isinstance(value, (list, tuple)):
                 self._find(value, used)
             elif isinstance(value, dict):
                 self._find(value.values(), used)
 
     def _operator(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], around: Any
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], interception: Any
     ) -> Any:
         if func == set_data and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
         if self._gradients.within_step or in_backward():
-            self._gradients.use_again(used)
+            self._gradients.notify_use(used)
         if in_backward():
             self._saved.enter_node()
-        works = around.meets_unbound(hands_out=func == get_data)
+        working = interception.note_unbound_use(hands_out=func == get_data)
         self._runtime.uses.use(_name(func), used)
         stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
-        left, alone = casts.leave_cache(), works and self._saved.enter_function()
+        left, alone = casts.leave_cache(), working and self._saved.enter_function()
         try:
             casts.renew(used)
             return run_again([self._runtime], func, args, kwargs)
@@ -197,7 +197,7 @@ class Faults:
                 self._saved.leave_function()
             if left is not None:
                 casts.enter_cache_again(left)
-            stays = func in _POINTERS and around.keep(used)
+            stays = func in _POINTERS and interception.keep(used)
             if not stays:
                 written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
                 self._runtime.uses.end_use(used, untracked=func in (set_data, get_data), writes=written)
@@ -211,11 +211,11 @@ class Faults:
         )
 
     def _backward(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
-        """No operator, though it is called as one: it runs nodes, and the user's hooks between them."""
+        """Call `func`, which runs a backward, and so nodes and the user's hooks, with `used` among its arguments."""
         if not self._bindings.away:
             return self._backward_at_rest(func, args, kwargs, used)
         self._bindings.as_ordinary(used)
-        self._gradients.sent_home += used  # where `backwards` is told they rest again
+        self._gradients.sent_home += used  # rest again as the backward begins
         try:
             return func(*args, **kwargs)
         finally:
@@ -234,53 +234,53 @@ class Faults:
 
     @HELD_BACK
     def _wait_for(self, used: list[ManagedParameter]) -> None:
-        """Wait for the updates of `used`, which the program reads at home, or raise if they have begun too early."""
-        self._gradients.use_again(used)
+        """Wait for the updates of `used`, which the program reads at home; raise if one began before the step."""
+        self._gradients.notify_use(used)
         for managed in used:
             self._runtime.uses.read_at_home(managed)
 
     def _at_home(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]) -> Any:
-        """Call `func` outside of compute, as a hook of the user in a backward does: with parameters at home, as the
-        last step left them. On another thread than that of the compute this waits for the turn."""
+        """Call `func` outside of compute, as in a hook of the user in a backward: with parameters at home, as the last
+        step left them. On another thread than that of the compute this waits for the turn."""
         runtime, bindings, writes = self._runtime, self._bindings, self._runtime.writes
         with runtime.turn.held("reading a weight"):
-            if runtime.monitor.paused:  # hetmem itself reads
+            if runtime.monitor.paused:  # hetmem's own read
                 with _AsItIs():
                     return func(*args, **kwargs)
             self._wait_for(used)
-            computes = bindings.away  # a backward, of which this is a hook
-            there = [managed for managed in used if bindings.send_home(managed)]
+            computes = bindings.away  # called by a hook within a backward
+            sent = [managed for managed in used if bindings.send_home(managed)]
             try:
                 result = func(*args, **kwargs)
                 written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
                 shown = [m for m in used if self._are_among([m], written) or hands_out(m, func, result)]
-                (writes.kept if computes else writes.touched).update(shown)
+                (writes.shared if computes else writes.touched).update(shown)
                 return result
             finally:
                 with HELD_BACK:
                     if computes:
-                        runtime.uses.rest_again(there)
+                        runtime.uses.rest_again(sent)
                     else:
-                        self._marks.mark_again(there)
+                        self._marks.mark_again(sent)
 
     def wait_for_update(self, parameter: torch.Tensor) -> None:
-        """Wait for the update of `parameter`, if one trails behind the step."""
+        """Wait for the update of `parameter`, if one is still to end after the step."""
         managed = self._by_id.get(id(parameter))
         if managed is not None and not self._runtime.monitor.paused:
             with HELD_BACK:
                 self._runtime.uses.read_at_home(managed)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """`parameter.data = value` within a forward: the value goes home."""
-        if value is managed.parameter:  # as `Module.to` sets it, which is no write
+        """Do `parameter.data = value` within a forward, at home too."""
+        if value is managed.parameter:  # as `Module.to` does; no write
             return
         with torch.no_grad():
-            if isinstance(value, Watched):  # which may have no values now
+            if isinstance(value, Watched):  # it may be a stand-in without values now
                 value = value.data
             self._runtime.uses.data_set(managed, value)
 
     def within_unknown_memory(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call `func` where not all is known of the memory that a forward needs."""
+        """Call `func`, in a forward that may need more memory than is known, again if the device has run out of it."""
         _refuse_to_hand_out(func, args)
         try:
             return run_again([self._runtime], func, args, kwargs)
@@ -289,8 +289,8 @@ class Faults:
 
 
 def _refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
-    """Raise `ManageError` for `other.data = weight`, `torch.tensor(weight)` and the like, which call no
-    `__torch_function__` for the weight: where no mode is around they would get its stand-in."""
+    """Raise `ManageError` for `other.data = weight`, `torch.tensor(weight)` and the like, which do not call the
+    weight's `__torch_function__`, and so would read its stand-in without values."""
     if func not in _CALL_NO_FUNCTION or not isinstance(args[-1], Watched):
         return
     if func != set_data or not isinstance(args[0], (Watched, Bound)):
@@ -301,8 +301,8 @@ def _refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
 
 
 def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`; once more with the memory of idle chunks of `runtimes` where the device has none left,
-    unless `func` may have written."""
+    """Call `func(*args, **kwargs)`. If the device is out of memory, free that of idle chunks of `runtimes` and call it
+    again, unless `func` may have written."""
     try:
         return func(*args, **kwargs)
     except torch.OutOfMemoryError as error:
@@ -317,10 +317,10 @@ def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwarg
 
 
 def _explained(runtimes: Sequence[Runtime], error: Exception) -> Exception:
-    """`error`, which also says who holds what."""
-    said = [runtime.room.shortage.said for runtime in runtimes if runtime.room.shortage.said]
-    if said:
-        error.args = ("\n".join([str(error), *said]),)
+    """Return `error`, with what holds the device's memory added to its message."""
+    messages = [runtime.room.shortage.last_message for runtime in runtimes if runtime.room.shortage.last_message]
+    if messages:
+        error.args = ("\n".join([str(error), *messages]),)
     return error
 
 

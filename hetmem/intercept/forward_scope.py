@@ -1,12 +1,12 @@
-"""A stretch of compute on a thread, and what is on torch's stacks for its length. It knows of no model.
+"""A stretch of compute on a thread, and the modes and hooks on torch's stacks meanwhile. Knows no model.
 
-Note "interrupts": Ctrl-C ends a forward and runs none of torch's hooks, so what is on torch's stacks stays there, on a
-thread that may live for ever and never call the model again. So what is put there holds nothing, and looks first
-whether the calls that it was put there for are on the stack of their thread; once they are not, it does nothing.
+Note "interrupts": Ctrl-C ends a forward without running torch's hooks, so hetmem's modes stay on the stacks of a thread
+that may never call the model again. So a mode holds no strong reference, and first checks whether the calls it was
+entered for are still on the stack of their thread; if not, it does nothing.
 
-Note "compiled functions": a function that `torch.compile` makes code of, and that a forward calls (attention with a
-score of the user's, say), is traced with what is on the stack of function modes, as if that were a part of it. So there
-the mode is nothing; where an unbound weight is used the graph ends.
+Note "compiled functions": a function compiled by `torch.compile` and called by a forward (attention with a user's
+score function, say) is traced through the function modes on the stack, as if they were a part of it. So the mode passes
+calls through while Dynamo traces, and the graph breaks where an unbound weight is used.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -30,24 +31,24 @@ _AUTOGRAD: Any = torch_private.autograd
 _get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
-"""Is called in the place of a function or an operator: with it, types, arguments and keyword arguments."""
+"""Called instead of a function or operator, with it, its types, arguments and keyword arguments."""
 
 
 CALLS: Any = next(
     (each for each in torch_private.call_of_a_module.__code__.co_consts if getattr(each, "co_name", "") == "inner"),
     None,
 )
-"""What torch calls a module that has hooks in, and these, as long as it is not compiled; None in a torch without."""
+"""The code object in which torch calls a module with hooks that is not compiled; None in a torch without it."""
 
 
 class Call:
-    """A call of a module; it holds neither the module nor a frame. `used` are the weights that are bound for its
-    length, `displaced` the hooks of others that gave way for that, `left` the cache of `torch.autocast` that did."""
+    """A call of a module; it keeps neither the module nor a frame alive. `used` are the weights bound until it ends,
+    `displaced` the saved-tensor hooks of the program replaced meanwhile, `left` the autocast cache's state before."""
 
     __slots__ = ("_plain", "displaced", "left", "module", "number", "used")
 
     def __init__(self, module: object, frame: FrameType | None) -> None:
-        """`frame`: that of torch's which makes the call, see `calling_frame`."""
+        """Describe the call that torch's `frame` makes, see `calling_frame`."""
         self.module, self.number = weakref.ref(module), id(frame)
         self._plain = frame is not None and frame.f_code is CALLS
         self.used: list[ManagedParameter] = []
@@ -55,13 +56,13 @@ class Call:
         self.left: Any = None
 
     def is_made_in(self, frame: FrameType | None) -> bool:
-        """Whether `frame` makes it; torch calls hooks after an error in another one. A frame that is gone may have left
-        its memory to another one."""
+        """Return whether `frame` makes this call; after an error torch calls hooks in another frame. A new frame may
+        have the `id` of one that is gone, so the module is compared too."""
         return frame is not None and id(frame) == self.number and frame.f_locals.get("self", self) is self.module()
 
     def is_on(self, frame: FrameType | None) -> bool:
-        """Whether it is on the stack that has `frame` on top."""
-        plain = self._plain  # the numbers of fewer frames are asked for
+        """Return whether this call is on the stack that has `frame` on top."""
+        plain = self._plain  # compare the `id` of fewer frames
         while frame is not None:
             if (
                 (not plain or frame.f_code is CALLS)
@@ -74,23 +75,33 @@ class Call:
 
 
 def calling_frame(module: object, hook: FrameType) -> FrameType | None:
-    """The frame in which torch calls `module`, asked by one of its hooks, which runs in the frame `hook`: the innermost
-    one with the module as `self`."""
+    """Return the frame in which torch calls `module`, for a hook of it that runs in the frame `hook`: the innermost
+    one whose `self` is the module."""
     frame: FrameType | None = hook
     while frame is not None and frame.f_locals.get("self") is not module:
         frame = frame.f_back
     return frame
 
 
+def forward_within(frame: FrameType | None, around: Callable[..., Any]) -> bool:
+    """Have `frame`, of the code `CALLS`, call `around(forward, …)` instead of `forward(…)`, as torch calls no hooks
+    after a `KeyboardInterrupt` or the like. Returns False if `frame` is of other code."""
+    if frame is None or frame.f_back is None or frame.f_code is not CALLS:
+        return False
+    cell = frame.f_back.f_locals["inner"].__closure__[CALLS.co_freevars.index("forward_call")]
+    cell.cell_contents = partial(around, cell.cell_contents)
+    return True
+
+
 def outermost_of_modules(frame: FrameType) -> FrameType:
-    """The call of a module's method, like `state_dict`, that `frame`, which is torch's, is a part of."""
+    """Return the frame of the method of a module, like `state_dict`, that `frame`, one of torch's, is a part of."""
     while frame.f_back is not None and frame.f_back.f_globals.get("__name__") == torch.nn.Module.__module__:
         frame = frame.f_back
     return frame
 
 
 def running(frame: FrameType | None) -> Callable[[], bool]:
-    """Whether `frame`, in which an object's method runs on this thread, still does so; to be asked by any thread."""
+    """Return a function that any thread may call: whether `frame`, a method's on the current thread, still runs."""
     owner = None if frame is None else frame.f_locals.get("self")
     if frame is None or owner is None:
         return lambda: False
@@ -99,15 +110,15 @@ def running(frame: FrameType | None) -> Callable[[], bool]:
 
 
 def _bottom(frame: FrameType) -> int:
-    """What identifies the first frame of the thread that `frame` is of."""
+    """Return the `id` of the first frame of the thread that `frame` is of."""
     while frame.f_back is not None:
         frame = frame.f_back
     return id(frame)
 
 
 def _runs_elsewhere(calls: Sequence[Call], thread: int, bottom: int) -> bool:
-    """Whether any of `calls` is on the stack of `thread`, which runs meanwhile. A frame that has just returned has none
-    below it any more, so only who gets to the `bottom` knows that none is."""
+    """Return whether any of `calls` is on the stack of `thread`, which runs meanwhile. A frame that returns during the
+    walk loses its `f_back`, so a walk that does not reach `bottom` counts as found."""
     frame, last = sys._current_frames().get(thread), None
     while frame is not None:
         if any(call.is_made_in(frame) for call in calls):
@@ -117,52 +128,53 @@ def _runs_elsewhere(calls: Sequence[Call], thread: int, bottom: int) -> bool:
 
 
 class Compute:
-    """A stretch of compute on one thread: a forward, or what a backward computes once more of one.
+    """A stretch of compute on one thread: a forward, or a part of one that a backward recomputes.
 
-    `task` is the backward that it is within, -1 for none; `calls` are those of modules that run, outermost first.
-    It is over when the call that began it is; see note "interrupts". `ended` is called when it is found to be over, and
-    `let_go` with each call of it that an interrupt has ended.
+    `task` is autograd's number of the backward around it, -1 for none; `calls` are the module calls that run, outermost
+    first. The stretch ends with its first call; see note "interrupts". `ended` is called once it is found to have
+    ended, and `on_interrupted` with each call that an interrupt has ended.
     """
 
-    def __init__(self, began: Call, ended: Callable[[Compute], None], let_go: Callable[[Call], None]) -> None:
+    def __init__(self, began: Call, ended: Callable[[Compute], None], on_interrupted: Callable[[Call], None]) -> None:
         self.task, self.thread = torch_private.current_graph_task(), get_ident()
-        self.calls, self.let_go, self.is_over = [began], let_go, False
+        self.calls, self.on_interrupted, self.is_over = [began], on_interrupted, False
         self.functions_running = 0
-        """Functions that `functions` was called for and that have not returned: while there is one, it is under way."""
+        """Number of calls of `functions` that have not returned: while there is one, the stretch runs."""
         self.functions: Handler | None = None
         self.operators: Handler | None = None
         self.compiler: Any = None
-        """Who compiles what is around it; see `dynamo`."""
-        self.works = False
-        """Whether modules have working weights meanwhile, see `placing.working`."""
+        """The Dynamo callback in effect where this stretch began; see `dynamo`."""
+        self.may_lease_all = self.working_weights = False
+        """Whether all weights may be bound for this stretch; whether modules have working weights during it, see
+        `placing.working`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
-        """Its part of the turn of its thread, see `engine.runtime`."""
+        """Its section of its thread's turn, see `engine.runtime`."""
         self._ended = ended
         self._left: tuple[list[TorchFunctionMode], list[TorchFunctionMode]] = ([], [])
 
     def runs(self) -> bool:
-        """Whether it is under way, asked by what is on torch's stacks, on any thread; if not, it ends."""
+        """Return whether the stretch runs, for a mode on any thread; if its own thread finds that not so, end it."""
         if self.is_over or self.functions_running:
             return not self.is_over
         if self.thread != get_ident():
             return _runs_elsewhere(tuple(self.calls), self.thread, self._bottom)
         top = sys._getframe(1)
-        for call in reversed(self.calls):  # asked at every function of torch's
+        for call in reversed(self.calls):  # run at every torch function
             if call.is_on(top):
                 return True
         self._ended(self)
         return False
 
     def has_ended(self, top: FrameType | None) -> bool:
-        """Whether it is over, asked by its thread, `top` being the top of the stack that counts. Forgets what calls of
-        it an interrupt has ended."""
+        """Return whether this stretch has ended, judged from the frames below `top` on the calling thread. Drops calls
+        that an interrupt has ended."""
         while self.calls and not self.calls[-1].is_on(top):
-            self.let_go(self.calls.pop())
+            self.on_interrupted(self.calls.pop())
         return not self.calls
 
     def is_computing(self, top: FrameType | None) -> bool:
-        """Whether it is the one that computes now, as its innermost call is on the stack that has `top` on top."""
+        """Return whether this stretch computes now: whether its innermost call is on the stack below `top`."""
         calls = self.calls
         if not calls or self.task != torch_private.current_graph_task():
             return False
@@ -170,11 +182,11 @@ class Compute:
         while frame is not None and frame.f_code is not CALLS:
             frame = frame.f_back
         if frame is not None and id(frame) == call.number and frame.f_locals["self"] is call.module():
-            return True  # the innermost call of a module with hooks on the stack, as mostly
+            return True  # the usual case: the innermost call of a module with hooks on the stack
         return call.is_on(top)
 
     def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
-        """Its innermost call, which is over, if that is of `module` by `frame`, and not the one that began it."""
+        """Remove and return the innermost call if `frame` makes it, of `module`, and it did not begin the stretch."""
         calls = self.calls
         if calls[1:2] and calls[-1].number == id(frame) and calls[-1].module() is module:
             call = calls[-1]
@@ -183,37 +195,38 @@ class Compute:
         return None
 
     def enter_functions(self, handler: Handler) -> None:
-        """`handler` is called in the place of torch's functions."""
+        """Call `handler` instead of torch's functions."""
         self.functions = handler
         _Functions(self).__enter__()
 
     def leave_functions(self) -> None:
-        """`enter_functions` does not count until `enter_functions_again`."""
+        """Suspend `enter_functions` until `enter_functions_again`."""
         stack = torch_private.function_mode_stack()
         self._left = [mode for mode in stack if not (isinstance(mode, _Functions) and mode.compute() is self)], stack
         _exchange_modes(stack, self._left[0])
 
     def enter_functions_again(self) -> None:
-        """On its thread; nothing happens if what was entered meanwhile has not been left, or if it is over."""
+        """Resume `enter_functions`, on the thread of the stretch. Does nothing if modes entered meanwhile have not been
+        left, or if the stretch has ended."""
         (others, before), self._left = self._left, ([], [])
         if not self.is_over and before and torch_private.function_mode_stack() == others:
             _exchange_modes(others, before)
 
     def enter_operators(self, handler: Handler) -> None:
-        """`handler` is called in the place of operators."""
+        """Call `handler` instead of operators."""
         self.operators = handler
         _Operators(self).__enter__()
 
     def end(self) -> None:
-        """It is over."""
+        """Mark the stretch as ended, and take its modes off torch's stacks."""
         self.is_over = True
-        self.functions = self.operators = None  # these may hold a checkpoint's hooks, and so its model
+        self.functions = self.operators = None  # these may reference a checkpoint's hooks, and so its model
         self.calls.clear()
-        forget_what_is_over()
+        drop_ended_modes()
 
 
 class _Functions(TorchFunctionMode):
-    """What is on torch's stack of function modes for a `Compute`."""
+    """The function mode of a `Compute`."""
 
     def __init__(self, compute: Compute) -> None:
         super().__init__()
@@ -241,13 +254,13 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operators(TorchDispatchMode):
-    """What is on torch's stack of dispatch modes for a `Compute`."""
+    """The dispatch mode of a `Compute`."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch compiles under it, as `torch.cond` does by itself, and what is compiled runs under it."""
+        """Return True: torch may compile under this mode, as `torch.cond` does, and compiled code runs under it."""
         return True
 
     def __init__(self, compute: Compute) -> None:
@@ -264,19 +277,18 @@ class _Operators(TorchDispatchMode):
 
 
 class Hook:
-    """What is on autograd's stack of hooks for saved tensors for a `Compute`, or (None) for the node that runs, at
-    whose end autograd takes it away: what packs, by calling it."""
+    """The pack hook of a `Compute` for saved tensors; None: of the node that runs, at whose end autograd removes it."""
 
     def __init__(self, compute: Compute | None) -> None:
         self._compute = None if compute is None else weakref.ref(compute)
 
-    def counts(self) -> bool:
-        """Whether it is to do anything, asked by its thread."""
+    def is_active(self) -> bool:
+        """Return whether the hook is in effect, on the thread that asks."""
         compute = None if self._compute is None else self._compute()
         return self._compute is None or (compute is not None and compute.runs())
 
     def is_over(self) -> bool:
-        """Whether it does nothing any more."""
+        """Return whether the hook will not be in effect again."""
         if self._compute is None:
             return bool(torch_private.current_graph_task() == -1)
         compute = self._compute()
@@ -284,16 +296,16 @@ class Hook:
 
 
 def _is_over(mode: object) -> bool:
-    """Whether `mode` was entered for a `Compute`, and does nothing any more."""
+    """Return whether `mode` was entered for a `Compute` that has ended."""
     if not isinstance(mode, (_Functions, _Operators)):
         return False
     compute = mode.compute()
     return compute is None or compute.is_over
 
 
-def forget_what_is_over() -> None:
-    """Take what is over off this thread's stacks: a function mode wherever it is, a dispatch mode and hooks if they are
-    on top. The one in whose place something is called just now is not there, and comes back after that."""
+def drop_ended_modes() -> None:
+    """Take modes and hooks whose compute has ended off this thread's stacks: function modes anywhere, dispatch modes
+    and hooks on top only. A mode whose handler runs is off the stack meanwhile, and comes back behind it."""
     functions, operators = torch_private.function_mode_stack(), torch_private.dispatch_mode_stack()
     if any(map(_is_over, functions)):
         _exchange_modes(functions, [mode for mode in functions if not _is_over(mode)])
@@ -304,7 +316,7 @@ def forget_what_is_over() -> None:
 
 
 def _exchange_modes(before: Sequence[TorchFunctionMode], after: Sequence[TorchFunctionMode]) -> None:
-    """The stack of function modes, `before`, is `after`."""
+    """Replace the stack of function modes, `before`, by `after`."""
     for _ in before:
         torch_private.pop_mode()
     for mode in after:

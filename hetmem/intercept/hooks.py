@@ -1,8 +1,7 @@
-"""Hooks of a module, and of autograd for what arrives at its parameters, among those of the user.
+"""Hooks that hetmem registers with modules and with autograd, for gradients, beside those of the user.
 
-In a copy of the module, and where it is pickled, torch's and Python's own things take their place that do nothing: the
-file can be read without hetmem. Hooks of gradients tell a sink, which they do not hold: a parameter must not keep its
-model alive.
+A copy of the module, and a pickled one, has no-ops of Python's and torch's own in their place, so the file can be read
+without hetmem. Hooks of gradients refer to a sink weakly: a parameter must not keep its model alive.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from hetmem.placing.working import run_through
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 Hooked = Any
-"""The `Interception` that is told, held weakly: it imports this."""
+"""The `Interception` that a hook calls, held weakly; it imports this module."""
 
 
 class _OfThisModule:
-    """A hook of a module, which its copies do not have."""
+    """A hook of one module that a copy of the module does not get."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # takes anything, and returns None
 
 
 class BeforeForward(_OfThisModule):
-    """A forward pre-hook. Code that is compiled with it within goes by what `tracing` says, see `dynamo`."""
+    """The forward pre-hook. Compiled code that includes it reads `tracing`, see `dynamo`."""
 
     def __init__(self, hooked: Hooked, tracing: Tracing) -> None:
         self._hooked, self._tracing = weakref.ref(hooked), tracing
@@ -55,8 +54,8 @@ class BeforeForward(_OfThisModule):
         tracing = self._tracing
         where = tracing.where
         if tracing.quiet and tracing.quiet == HERE.ident and where is not None and where() is not module:
-            return None  # else an interrupt has ended the forward that was quiet
-        if kwargs is None:  # moved into another module, as torch's quantization does
+            return None  # if it is the same module, an interrupt has ended that forward
+        if kwargs is None:  # torch's quantization has moved the hook into another module
             return None
         if self._tracing.region and torch.compiler.is_compiling():
             return None
@@ -68,7 +67,7 @@ class BeforeForward(_OfThisModule):
 
 
 class AfterForward(_OfThisModule):
-    """The forward hook beside it."""
+    """The forward hook, called also after an error."""
 
     def __init__(self, hooked: Hooked, tracing: Tracing) -> None:
         self._hooked, self._tracing = weakref.ref(hooked), tracing
@@ -85,11 +84,12 @@ class AfterForward(_OfThisModule):
 
 
 class PartHooks:
-    """The hooks around the forwards of a model's `parts`; `handles` begin with two of the model and two of each part.
+    """Takes hetmem's forward hooks off a model's `parts` during a forward. The first `handles` are two of the model and
+    then two of each part.
 
-    Torch calls a module that has hooks in three times as many calls of Python. A forward of the model whose weights all
-    are where operators find them needs those of its own call alone: for its length, each part without others' hooks has
-    none. Each forward that generates takes them off and puts them back, so by C alone.
+    Torch needs three times as many Python calls for a module with hooks. A forward of the model whose weights all are
+    where operators find them needs the hooks of the model alone: meanwhile each part without hooks of others has none.
+    Each forward that generates a token takes them off and puts them back, so both run in C.
     """
 
     def __init__(self, parts: Iterable[torch.nn.Module], handles: Sequence[Any]) -> None:
@@ -98,7 +98,7 @@ class PartHooks:
         """The `__dict__` of each part, and the name of a dictionary of hooks there."""
         self._numbers = [handle.id for handle in handles[len(_HOOKS) :]]
         self._off: list[OrderedDict[int, Any]] = []
-        """The dictionaries whose hooks were taken off; none if none were."""
+        """The dictionaries whose hooks were taken off."""
         self._hooks: list[Any] = []
 
     def take_off(self) -> None:
@@ -108,14 +108,14 @@ class PartHooks:
         found: list[Any] = [*map(getitem, self._where, self._names)]
         if not (set(map(len, found)) <= {1} and all(map(contains, found, self._numbers))):
             alone = [len(of) == 1 and number in of for of, number in zip(found, self._numbers, strict=True)]
-            lists = self._where, self._names, self._numbers  # those of parts that have hooks of others stay for good
+            lists = self._where, self._names, self._numbers  # parts that also have hooks of others keep ours for good
             self._where, self._names, self._numbers = ([*compress(of, alone)] for of in lists)
             found = [*map(getitem, self._where, self._names)]
         self._hooks, self._off = [*map(getitem, found, self._numbers)], found
         run_through(map(OrderedDict.clear, found))
 
     def put_back(self) -> None:
-        """Have them where they were, before those that came meanwhile."""
+        """Put the hooks back, before any registered meanwhile."""
         off, self._off = self._off, []
         added = any(off)
         run_through(map(setitem, off, self._numbers, self._hooks))
@@ -127,7 +127,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class BeforeStateDict(_OfThisModule):
-    """A pre-hook of state dicts, and of loading them, beside these."""
+    """The pre-hook of `state_dict` and `load_state_dict`: waits for updates, and takes the turn."""
 
     def __init__(self, hooked: Hooked) -> None:
         self._hooked = weakref.ref(hooked)
@@ -137,16 +137,16 @@ class BeforeStateDict(_OfThisModule):
     def __call__(self, *args: Any) -> None:
         hooked = self._hooked()
         if hooked is not None:
-            self._take_turn(hooked, sys._getframe(2))  # behind `HELD_BACK`
+            self._take_turn(hooked, sys._getframe(2))  # frame 1 is of `HELD_BACK`
             hooked.settle_for_reading()
-            if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # of what is loaded
+            if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # `load_state_dict` passes metadata
                 raise ManageError(
                     "load_state_dict(assign=True) would put other parameters in the place of those that hetmem "
                     "manages: leave assign=True out, which copies the values, or call hetmem.release(model) first"
                 )
 
     def _take_turn(self, hooked: Hooked, by: FrameType) -> None:
-        """The model is this thread's as long as the method of a module runs that calls `by`."""
+        """Take the model's turn until the method of a module returns that calls the frame `by`."""
         turn, reading = hooked.runtime.turn, self._reading
         if reading is None or not turn.is_mine() or reading.is_over():
             if reading is not None:
@@ -155,8 +155,8 @@ class BeforeStateDict(_OfThisModule):
 
 
 class Conversions:
-    """In the place of `_apply` of one module, through which `to`, `cuda`, `half`, `share_memory` and the like go. A
-    copy of the module has that of its class there."""
+    """Replaces `_apply` of one module, which `to`, `cuda`, `half`, `share_memory` and the like call. A copy of the
+    module has the `_apply` of its class."""
 
     __slots__ = ("_hooked", "_module")
 
@@ -167,18 +167,18 @@ class Conversions:
     def __call__(self, convert: Convert, recurse: bool = True) -> torch.nn.Module:
         module, hooked = self._module(), self._hooked()
         assert module is not None, "a copy of a managed module was made without its class's knowing"
-        if hooked is not None and not (isinstance(convert, _AllBut) and convert.hooked is hooked):
-            convert = _AllBut(convert, hooked, module.parameters(recurse))  # also for the modules in this one
+        if hooked is not None and not (isinstance(convert, _ExceptManaged) and convert.hooked is hooked):
+            convert = _ExceptManaged(convert, hooked, module.parameters(recurse))  # submodules get the same one
         apply: Any = type(module)._apply
         converted: torch.nn.Module = apply(module, convert) if recurse else apply(module, convert, recurse=False)
         return converted
 
     def is_over(self) -> bool:
-        """Whether it tells nothing of conversions: the module is a copy of one that was managed."""
+        """Return whether no model is hooked any more: the module is a copy of a managed one."""
         return self._hooked() is None
 
     def remove(self) -> None:
-        """Take it off."""
+        """Restore `_apply` of the module's class."""
         module = self._module()
         if module is not None and vars(module).get("_apply") is self:
             del module._apply
@@ -187,12 +187,12 @@ class Conversions:
         return type(self)(memo[id(self._module())], None)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._module(), "_apply")  # of a copy that has nothing yet but its class
+        return getattr, (self._module(), "_apply")  # the class's: the copy has no attributes of its own yet
 
 
-class _AllBut:
-    """`convert`, but of those of a module's `parameters` that `hooked` manages, and of their gradients, which stay.
-    Raises `ManageError` where they would get another dtype, or strides."""
+class _ExceptManaged:
+    """Applies `convert` to all tensors but those of a module's `parameters` that `hooked` manages, and their gradients.
+    Raises `ManageError` where these would get another dtype or other strides."""
 
     def __init__(self, convert: Convert, hooked: Hooked, parameters: Iterable[torch.Tensor]) -> None:
         self.hooked, self._convert = hooked, convert
@@ -201,15 +201,15 @@ class _AllBut:
         mixed, device = runtime.memory.mixed_precision is not None, runtime.memory.device.torch_device
         with runtime.unwatched(), torch.no_grad():
             refuse_conversion(found, convert, device, computes=computes, mixed=mixed)
-        kept = [each for managed in found for each in (managed.parameter, managed.parameter.grad)]
-        self._kept = {id(tensor): tensor for tensor in kept if tensor is not None}
+        exempt = [each for managed in found for each in (managed.parameter, managed.parameter.grad)]
+        self._exempt = {id(tensor): tensor for tensor in exempt if tensor is not None}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if id(tensor) in self._kept else self._convert(tensor)
+        return tensor if id(tensor) in self._exempt else self._convert(tensor)
 
 
 def hook_conversions(modules: Iterable[torch.nn.Module], hooked: Hooked) -> Iterator[Conversions]:
-    """Tell `hooked` of conversions of `modules`, one by one, leaving out any that has another `_apply`."""
+    """Replace `_apply` of each of `modules` by a `Conversions`, unless it was replaced by the program."""
     for module in modules:
         found = vars(module).get("_apply")
         of_class = getattr(found, "__func__", None) is type(module)._apply
@@ -226,29 +226,29 @@ def _none() -> None:
 
 
 def order_hooks(sink: GradientSink, parameter: torch.Tensor) -> list[Any]:
-    """The user's hooks for what arrives at `parameter` find all gradients at home, its own too: that is taken away by
-    `BeforeArrival`, behind them. Returns the handle of a hook that is new, if one is."""
+    """Order the tensor hooks of `parameter`: `_BeforeUserHooks` first, then the user's, which find all gradients at
+    home, then `BeforeAccumulation`, which takes `p.grad` away. Returns the handle of a new hook, if there is one."""
     hooks: Any = parameter._backward_hooks
-    own = next(key for key, hook in hooks.items() if isinstance(hook, BeforeArrival) and hook.is_of(sink))
-    others = [(key, hook) for key, hook in hooks.items() if key != own and not isinstance(hook, _Arrive)]
-    made = [] if len(others) + 1 < len(hooks) else [parameter.register_hook(_Arrive(sink, parameter))]
+    own = next(key for key, hook in hooks.items() if isinstance(hook, BeforeAccumulation) and hook.is_of(sink))
+    others = [(key, hook) for key, hook in hooks.items() if key != own and not isinstance(hook, _BeforeUserHooks)]
+    made = [] if len(others) + 1 < len(hooks) else [parameter.register_hook(_BeforeUserHooks(sink, parameter))]
     for key, hook in (*others, (own, hooks[own])):
         del hooks[key]
         hooks[key] = hook
     return made
 
 
-class BeforeArrival:
-    """Tensor hook: runs before autograd accumulates."""
+class BeforeAccumulation:
+    """Tensor hook that takes `p.grad` away before autograd accumulates."""
 
     __slots__ = ("_key", "_sink")
-    __torch_unserialize__ = True  # torch warns of hooks that are lost on pickling; this one is meant to be
+    __torch_unserialize__ = True  # torch warns of hooks lost in pickling; this one is lost on purpose
 
     def __init__(self, sink: GradientSink, key: int) -> None:
         self._sink, self._key = weakref.ref(sink), key
 
     def is_of(self, sink: GradientSink) -> bool:
-        """Whether it tells `sink`."""
+        """Return whether this hook calls `sink`."""
         return self._sink() is sink
 
     @opaque
@@ -260,7 +260,7 @@ class BeforeArrival:
             if bindings.resting or not (sink.is_simple and sink.runtime.in_backward):
                 self._tell(sink, managed)
                 return
-            parameter = managed.parameter  # as `_tell`, where nothing calls Python: an interrupt finds all or nothing
+            parameter = managed.parameter  # as `_tell`, without a Python call that an interrupt could end
             if type(parameter) is managed.watched_kind:
                 sink.sent_home += (managed,)
                 parameter.__class__ = managed.kind
@@ -276,8 +276,8 @@ class BeforeArrival:
         sink.before(managed)
 
 
-class _Arrive:
-    """Tensor hook, before those of the user, which may read gradients."""
+class _BeforeUserHooks:
+    """Tensor hook that waits for gradients in flight, before the hooks of the user, which may read them."""
 
     __torch_unserialize__ = True
 
@@ -291,11 +291,11 @@ class _Arrive:
             managed = sink.runtime.bindings.by_id[self._key]
             sink.runtime.uses.read_at_home(managed)
             sink.send_home(managed)
-            sink.arrive()
+            sink.wait_until_home()
 
 
-class AfterArrival:
-    """Post-accumulate hook: takes what arrived."""
+class AfterAccumulation:
+    """Post-accumulate hook that sends the gradient home."""
 
     __slots__ = ("_key", "_sink")
 
@@ -318,4 +318,4 @@ class AfterArrival:
                     set_compiler(compiler)
 
 
-HOOKS = ArrivalHooks(BeforeArrival, AfterArrival, order_hooks)
+HOOKS = ArrivalHooks(BeforeAccumulation, AfterAccumulation, order_hooks)

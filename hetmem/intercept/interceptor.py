@@ -1,7 +1,7 @@
-"""How torch tells the runtime what it uses: module hooks, unbound parameters and saved-tensor hooks.
+"""Installs the hooks of a managed module: on module calls, on unbound parameters and on saved tensors.
 
-A module's own weights are bound to their device copies for the length of its call (`leases`), whatever else is met for
-the length of a function (`faults`). What is on torch's stacks is so from a forward's begin to its end."""
+A module's own weights are bound to their device copies during its call (`leases`), any other weight during one torch
+function (`faults`). Modes and saved-tensor hooks stay on torch's stacks from the start of a forward to its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import weakref
+from functools import partial
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -28,9 +29,9 @@ from hetmem.intercept.diagnostics import (
     refuse_a_fork,
     refuse_a_surrounding,
 )
-from hetmem.intercept.dynamo import Tracing, compiles_itself, hook_forwards, opaque, set_compiler
+from hetmem.intercept.dynamo import Tracing, compiles_itself, hook_forwards, opaque, set_compiler, skipped, uncompiled
 from hetmem.intercept.faults import Faults
-from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, forget_what_is_over
+from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, drop_ended_modes, forward_within
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
@@ -44,16 +45,15 @@ from hetmem.placing.working import WorkingWeights
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.here: list[Compute] = []
-        """What computes on this thread, outermost first."""
+        """The stretches of compute that run on this thread, outermost first."""
 
 
 class Interception:
-    """The hooks of one managed module, and what is entered while one of its modules runs.
+    """Owns the hooks of one managed module, and the modes and saved-tensor hooks entered while it runs.
 
-    Note "recomputation": a checkpoint computes a part of the forward once more, within a node of the backward, when
-    autograd unpacks what it saved. What it calls, a module or any function, is to find weights and inputs as it did
-    within the forward: parameters rest for the whole of a backward, and inputs are cast by a forward alone. Hooks of
-    the user, which run between nodes, find parameters at home.
+    Note "recomputation": a checkpoint recomputes a part of the forward within a node of the backward, as autograd
+    unpacks what it saved, and must find weights and inputs as the forward did. So parameters rest during the whole
+    backward, and only a forward casts inputs. Hooks of the user find parameters at home.
     """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: str = "keep") -> None:
@@ -69,14 +69,14 @@ class Interception:
         self.stretches = _OfThread()
         self.process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """What users have called: a checkpoint around that calls it again, and its inputs are cast again."""
+        """Modules that users have called: a checkpoint around one calls it again, and its inputs are cast again."""
         self.last_forward: Compute | None = None
         self._saved = SavedTensors(runtime, self.segments, self.activations)
         self._faults = Faults(runtime, self.gradients, self._saved, self)
         self._tracing = Tracing()
         self.leases = Leases(runtime, self.gradients, self._saved, self._tracing)
         self.backwards = 0
-        """How many backwards run, one within the other."""
+        """Number of nested backwards that run."""
         self._handles: list[Any] = []
         self.removed = False
         self._regions = Regions(runtime, self.leases, self._tracing)
@@ -101,7 +101,7 @@ class Interception:
             self.gradients.install_all()
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self.removed = True
         if self.activations is not None:
             self.activations.closed = True
@@ -119,14 +119,14 @@ class Interception:
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """`module` is about to run; the outermost one enters the modes. Returns what to call it with, if not this."""
+        """Bind weights for the call of `module` that begins, and return its new arguments, or None to keep them."""
         compiles = compiler = set_compiler(None)
         try:
             frame: FrameType | None = sys._getframe(2)
             here = self.stretches.here
             if compiler is None and here and frame is not None and frame.f_code is CALLS:
                 plain = not (self._regions.may_begin or "forward" in module.__dict__)
-                if plain and here[-1].is_computing(frame.f_back):  # a part of that, and nothing else, as most are
+                if plain and here[-1].is_computing(frame.f_back):  # an ordinary nested call, as most are
                     if self._tracing.where is not None:
                         self.leases.begin(here[-1].calls[0], module, recomputed=False)
                         return None
@@ -137,7 +137,7 @@ class Interception:
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return None
                 compute, call = self.current(None if frame is None else frame.f_back), Call(module, frame)
                 if compute is not None:
@@ -147,17 +147,18 @@ class Interception:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
-                    if compute.works or (not self.runtime.memory.uses_copies and self._is_alone(compute)):
+                    copies, begins = self.runtime.memory.uses_copies, compiles is None and not compute.calls[1:]
+                    begins = begins and copies and forward_within(frame, partial(self._run, compute, call, module))
+                    if compute.working_weights or (not copies and self._is_alone(compute)):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
                         asked = self._regions.any_asked or self.activations is not None
                         if module is self._model() and not asked:
                             self._parts.take_off()
-                    else:
+                    elif not begins:
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
         except BaseException:
             compiles = compiler
-            self.leases.end_forward()
             raise
         finally:
             if HELD_BACK.came:
@@ -165,18 +166,47 @@ class Interception:
             if compiles is not None:
                 set_compiler(compiles)
 
+    @skipped
+    def _run(
+        self, compute: Compute, call: Call, module: torch.nn.Module, forward: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call `forward` of `module`, whose `call` began `compute`, with weights bound. The program's hooks of `module`
+        run with weights unbound, as torch calls no further hook after a `KeyboardInterrupt` in one."""
+        try:
+            with HELD_BACK:
+                if compute.may_lease_all:
+                    self.leases.begin_all(call, module)
+                if not compute.working_weights:
+                    self.leases.begin(call, module, recomputed=compute.task >= 0)
+            output = forward(*args, **kwargs)
+            with HELD_BACK:
+                self.leases.end(call)
+            return output
+        except Exception:
+            raise
+        except BaseException:
+            self._break_off(compute)
+            raise
+
+    @uncompiled
+    @HELD_BACK
+    def _break_off(self, compute: Compute) -> None:
+        """End `compute` after a `KeyboardInterrupt` or the like, after which torch calls no hooks."""
+        compute.has_ended(None)
+        self._leave(compute, None)
+
     def _is_alone(self, compute: Compute) -> bool:
-        """Whether nothing but autograd sees what `compute`, which has just begun, does with weights."""
+        """Return whether only autograd sees how `compute`, which has just begun, uses weights."""
         modes = compute.operators or compute.functions or len(compute.calls) > 1
         return not modes and compute.compiler is None and self._regions.compiler is None
 
     def _is_interpreted(self, compute: Compute, module: torch.nn.Module) -> bool:
-        """Whether nothing compiles `compute`, begun with `module`, or a part, which a mode of operators prevents."""
+        """Return whether no part of `compute`, begun with `module`, is compiled, which an operator mode prevents."""
         asked = compute.compiler is not None or self._regions.compiler is not None or self._regions.any_asked
         return not (asked or any(map(compiles_itself, module.modules())))
 
-    def _begins_to_work(self, compute: Compute, module: torch.nn.Module) -> bool:
-        """Have modules compute with working weights, if they can, in `compute`, which has just begun with `module`."""
+    def _begin_working_weights(self, compute: Compute, module: torch.nn.Module) -> bool:
+        """Switch `compute`, just begun with `module`, to working weights, and return whether that is possible."""
         alone = self._is_alone(compute) and not self._regions.any_asked and not self._saved.casts.are_made()
         if compute.task >= 0:
             if alone and self.working.in_backward and not self.runtime.tracer.measured:
@@ -187,7 +217,7 @@ class Interception:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
             if self.working.begin(type(module).__name__, backward, anew=self.segments.several):
                 return True
-            self.leases.begin_all(compute.calls[0], module)
+            compute.may_lease_all = True
             return False
         self.working.release()
         return False
@@ -195,14 +225,14 @@ class Interception:
     def _begin_with(
         self, call: Call, compiler: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
-        """Begin with `call`, before which nothing computed; return what does now, and what to call `module` with."""
+        """Begin a stretch of compute with `call`, its outermost; return it and the arguments to call `module` with."""
         refuse_a_fork("a forward", self.process)
         memory = self.runtime.memory
         if memory.device.captures() and (memory.uses_copies or memory.may_leave_device or self.activations is not None):
             refuse_a_capture("a forward", memory.device)
         refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.uses_copies)
         compute = self._begin(call)
-        self.leases.end_all()  # of a forward around what is computed once more: its calls are seen again
+        self.leases.end_all()  # within a recomputation: the enclosing forward's module hooks run again
         compute.compiler = compiler
         if compute.task < 0:
             self.last_forward = compute
@@ -255,18 +285,18 @@ class Interception:
         if compute.task < 0:
             self.gradients.within_step = self.gradients.half_stepped
         with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
-            compute.works = self._begins_to_work(compute, module)
+            compute.working_weights = self._begin_working_weights(compute, module)
         if compute.task >= 0:
             self.runtime.uses.notice_writes_by_hooks()
             self.gradients.rest_again()
         else:
             with self.runtime.unwatched():
-                self.runtime.bindings.leave_home(stay=compute.works)
-        if not compute.works:
+                self.runtime.bindings.leave_home(stay=compute.working_weights)
+        if not compute.working_weights:
             self._saved.enter(compute)
 
     def _left_device(self) -> None:
-        """Weights are not where operators find them any more, in the middle of what computes."""
+        """Bind weights module by module from here on, as homes have left the device during compute."""
         self._parts.put_back()
         bindings = self.runtime.bindings
         for compute in self.stretches.here:
@@ -278,7 +308,7 @@ class Interception:
     @HELD_BACK.covers
     @opaque
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
-        """`module` has returned or raised; the outermost one leaves the modes."""
+        """Unbind the weights of the call of `module` that has returned or raised; the outermost leaves the modes."""
         compiles = set_compiler(None)
         try:
             frame: FrameType | None = sys._getframe(2)
@@ -287,13 +317,13 @@ class Interception:
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             elif here and not self._regions.may_end and (call := here[-1].pop(module, frame)) is not None:
-                self.leases.end(call)  # it has returned, and something goes on
+                self.leases.end(call)  # a nested call; the stretch goes on
                 return
             error = sys.exc_info()[1]
             with HELD_BACK:
                 if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
                     explain(error, self._model() or module, self.runtime.bindings.by_id)
-                if self._regions.runs_around(frame):
+                if self._regions.encloses(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
                 compute = self.current(sys._getframe())
@@ -310,7 +340,7 @@ class Interception:
                 set_compiler(compiles)
 
     def _leave(self, compute: Compute, output: Any) -> None:
-        """`compute` is over, as the call that began it is."""
+        """End `compute`, whose outermost call has ended, and notice what it wrote to views of weights."""
         measured = compute.operators is not None
         try:
             if compute.task < 0:
@@ -323,7 +353,7 @@ class Interception:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     def computes(self) -> bool:
-        """Whether what meets a weight on this thread now is of a forward, or of a node of a backward."""
+        """Return whether this thread is within a forward or a node of a backward."""
         if self.current(sys._getframe()) is not None:
             return True
         if in_backward():
@@ -332,19 +362,19 @@ class Interception:
         self._forget_interrupted()
         return False
 
-    def meets_unbound(self, *, hands_out: bool) -> bool:
-        """Note that a function meets a weight that no module gave it, and `hands_out` its memory. Returns whether
-        modules around have working weights, which they will not have again."""
-        self.leases.departs()
-        works = any(compute.works for compute in self.stretches.here if compute.task < 0)
-        if works or hands_out:
+    def note_unbound_use(self, *, hands_out: bool) -> bool:
+        """Note that a function uses a weight that no module call has bound, and `hands_out` its memory. Returns whether
+        enclosing modules have working weights, which later forwards will not get."""
+        self.leases.note_unexpected_use()
+        working = any(compute.working_weights for compute in self.stretches.here if compute.task < 0)
+        if working or hands_out:
             self.working.serve = False
         if self.working.in_backward:
             self.segments.on_backward()
-        return works
+        return working
 
     def keep(self, used: list[ManagedParameter]) -> bool:
-        """Keep `used` bound until the innermost call of a module is over. False if there is none."""
+        """Keep `used` bound until the innermost module call ends. Returns False if no module is called."""
         compute = self.current(sys._getframe())
         if compute is None:
             return False
@@ -354,7 +384,7 @@ class Interception:
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
     def current(self, top: FrameType | None) -> Compute | None:
-        """What computes now, by the stack that has `top` on top; what has ended without a hook is forgotten."""
+        """Return the stretch of compute that the stack below `top` is in, and end those that ended without a hook."""
         here, task = self.stretches.here, torch_private.current_graph_task()
         while here and (here[-1].task > task or here[-1].has_ended(top)):
             self._end(here[-1])
@@ -369,13 +399,13 @@ class Interception:
         return compute
 
     def is_whole(self) -> bool:
-        """Whether no other thread, asked with the turn, is between a backward that has begun to update and its step."""
+        """Return (within the turn) whether no thread is between a backward that has begun to update and its step."""
         if self.segments.backward_thread == threading.get_ident():
             return True
         return not self.gradients.half_stepped
 
     def _end(self, compute: Compute) -> None:
-        """`compute` is over, and what it has within it."""
+        """End `compute` and every stretch of compute entered within it."""
         here, over = self.stretches.here, list[Compute]()
         self._tracing.listen()
         self._parts.put_back()
@@ -391,24 +421,24 @@ class Interception:
                 self.runtime.bindings.go_home()
                 self._saved.casts.go_home()
                 if not torch.is_grad_enabled():
-                    self.runtime.events.end_segment()  # no backward follows: what the program does next is no compute
+                    self.runtime.events.end_segment()  # no backward follows
         if not here and not self.backwards:
-            if self.runtime.bindings.away:  # of a model that could not leave the device
+            if self.runtime.bindings.away:
                 self.runtime.bindings.all_home()
             self.runtime.marks.resume()
         for each in over:
             self.runtime.turn.give(each.section)
 
     def _forget_interrupted(self) -> None:
-        """See note "interrupts"; the one that was interrupted may have been on another thread."""
+        """End forwards that an interrupt has ended, also on another thread; see note "interrupts"."""
         self.current(sys._getframe())
-        forget_what_is_over()
+        drop_ended_modes()
         if not self.stretches.here and self.last_forward is not None and not self.last_forward.runs():
             self._regions.abandon([self.last_forward])
             self._rest_of(self.last_forward)
 
     def _rest_of(self, compute: Compute) -> None:
-        """`compute` was interrupted, perhaps on another thread."""
+        """Unbind what `compute`, which an interrupt has ended, perhaps on another thread, has left bound."""
         self._unbind(compute)
         if not in_backward():
             self.backwards = 0
@@ -417,32 +447,32 @@ class Interception:
     def _unbind(self, compute: Compute) -> None:
         while compute.calls:
             self.leases.end(compute.calls.pop())
-        works, compute.works = compute.works, False
-        if works:
+        working, compute.working_weights = compute.working_weights, False
+        if working:
             self.working.end()
 
     def settle_for_reading(self) -> None:
-        """What users read, or write over, is what the last step made."""
+        """Wait for pending updates, so that a read of a weight sees the last step's value."""
         with self.runtime.turn.held("a state dict"):
             self._forget_interrupted()
             self.runtime.traffic.wait_for_updates()
 
     def is_computing(self) -> bool:
-        """Whether a forward of the model runs on this thread."""
+        """Return whether a forward of the model runs on this thread."""
         with self.runtime.turn.held("a look at a model"):
             self._forget_interrupted()
         return bool(self.stretches.here)
 
     def at_rest(self) -> bool:
-        """Whether no forward or backward of the model runs on this thread: then every parameter is its home."""
+        """Return whether no forward or backward runs on this thread, so that every parameter is its home."""
         return not self.is_computing() and not in_backward()
 
     def reset(self) -> None:
-        """No module of the model is running."""
+        """End all stretches of compute of the model."""
         here = self.stretches.here
         if here:
             self._end(here[0])
         if self.last_forward is not None:
             self._rest_of(self.last_forward)
         self.stretches = _OfThread()
-        forget_what_is_over()
+        drop_ended_modes()

@@ -1,18 +1,18 @@
-"""A module's own weights are bound to their device copies for the length of its call, or of a compiled region.
+"""Binds a module's own weights to their device copies during its call, or during a compiled region.
 
-So a weight's raw pointer is right for as long as the call that owns the weight. Where all of them do not fit beside
-what is in use they are left to `faults`, one function at a time; so are those of modules around, where something else
-needs their room.
+So a weight's raw pointer is valid during the call of the module that owns the weight. Weights that do not fit together
+beside the copies in use are left to `faults`, one function at a time; so are those of enclosing modules whose room
+something else needs.
 
-Where all copies that a forward is known to use fit at once, they are asked for together as it begins, and are bound
-until it ends: those that are there at once, the others by their modules. Once all are, hooks of modules have nothing to
-do.
+Where all copies that a forward is known to use fit at once, they are requested together as it begins and bound until it
+ends: copies already on the device at once, the others in the hook of their module. Once all are bound, module hooks
+have nothing to do.
 
 Note "regions": code that `torch.compile` makes takes weights as inputs and calls no torch function that a mode would
-see, so a region is to the runtime what an operator is otherwise: all weights of a module, and of those in it, are on
-the device for as long as it runs. It is the outermost module that is compiled and whose weights take no more than a
-part of the device: of a model that is compiled as a whole the largest such modules are. What is outside of regions is
-never compiled, as code with a graph's end at each use of a weight is slower than none.
+see, so the runtime treats a region as one operator: all weights of a module and its submodules are on the device while
+it runs. A region is the outermost module that is compiled and whose weights take at most a part of the device: of a
+model that is compiled as a whole, the largest such modules. Nothing else is compiled, as code with a graph break at
+each use of a weight is slower than eager code.
 """
 
 from __future__ import annotations
@@ -37,35 +37,33 @@ from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.memory.interrupts import HELD_BACK, HERE
 
-_NONE = id(None)  # what a module has in the place of a bias
+_NONE = id(None)  # what a module without a bias has in `_parameters`
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
 
 
 class Leases:
-    """The weights of one model that are bound for calls of modules: `begin` and `end` are called around each."""
+    """Binds the weights of one model for module calls: `begin` and `end` are called around each."""
 
     def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, tracing: Tracing) -> None:
         self._runtime, self._gradients, self._saved, self._tracing = runtime, gradients, saved, tracing
         self._forward: Call | None = None
-        """The outermost call of a forward for whose length all of its weights are bound."""
-        self._to_come: set[ManagedParameter] = set()
-        """Those that are not bound yet."""
+        """The outermost call of a forward that binds all its weights until it ends; None if there is none."""
+        self._unbound: set[ManagedParameter] = set()
+        """Weights that `_forward` uses and that are not bound yet."""
         self._departed: set[Hashable] = set()
-        """The keys of forwards that used other weights than they are known to."""
-        self._interrupted = weakly(self.end_forward)
+        """Trace keys of forwards that used weights missing from their trace."""
         self._by_id = runtime.bindings.by_id
         self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
-        """By the `id`s of a module's parameters, `_learn` of these."""
+        """Results of `_learn`, by the `id`s of a module's parameters."""
         self._bound: list[Call] = []
-        """Calls that have weights bound, outermost first."""
+        """Calls with bound weights, outermost first."""
         self.casts = saved.casts
         self._device_type = runtime.memory.device.torch_device.type
         runtime.uses.give_leases_up = weakly(self._give_up)
 
     def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
-        """Bind the own weights of `module`, which `call` calls, if all fit at once. Nothing is bound if this raises.
+        """Bind the own weights of `module`, which `call` calls, if all fit at once. Binds nothing if it raises.
         `recomputed`: within a backward."""
         keys = (*map(id, module._parameters.values()),)
         used = self._known[keys] if keys in self._known else self._learn(keys)
@@ -75,69 +73,60 @@ class Leases:
         if used and self._runtime.memory.uses_copies:
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
-                if call is not self._forward and torch.is_autocast_enabled(self._device_type):  # asked at each call
+                if call is not self._forward and torch.is_autocast_enabled(self._device_type):
                     call.left = self.casts.leave_cache()
-                if self._to_come:
-                    self._to_come.difference_update(used)
-                    self._look_at_hooks()
+                if self._unbound:
+                    self._unbound.difference_update(used)
+                    self._quieten_hooks()
             except DeviceOutOfMemoryError as error:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
 
     def begin_all(self, call: Call, module: torch.nn.Module) -> None:
-        """Bind all that the forward of `module` is known to use until `call` is over, if all fits at once."""
+        """Bind all weights that the forward of `module` is known to use until `call` ends, if all fit at once."""
         runtime, others = self._runtime, self._saved.others or self._gradients.within_step
         if others or runtime.memory.resident or runtime.tracer.key in self._departed:
             return
         begun = runtime.uses.begin_all(type(module).__name__)
         if begun is not None:
-            used, there = begun
-            if there:
-                runtime.bindings.bind(there)
-                self.keep(call, there)
-            self._forward, self._to_come = call, set(used).difference(there)
+            used, present = begun
+            if present:
+                runtime.bindings.bind(present)
+                self.keep(call, present)
+            self._forward, self._unbound = call, set(used).difference(present)
             self._tracing.where = weakref.ref(module)
-            if HERE.is_main:  # which alone gets interrupts
-                HELD_BACK.before_raised.add(self._interrupted)
-            self._look_at_hooks()
+            self._quieten_hooks()
 
-    def _look_at_hooks(self) -> None:
-        if not self._to_come:
+    def _quieten_hooks(self) -> None:
+        if not self._unbound:
             self._tracing.quiet = get_ident()
 
     def end_all(self) -> None:
-        """Have modules within bind their own weights from here on; what is bound is so until the forward is over."""
-        self._forward, self._to_come = None, set()
-        HELD_BACK.before_raised.discard(self._interrupted)
+        """Have nested modules bind their own weights from here on; bound weights stay bound until the forward ends."""
+        self._forward, self._unbound = None, set()
         self._tracing.listen()
 
-    def end_forward(self) -> None:
-        """Unbind all that is bound for the length of a forward, which no hook may see end: a weight that the program
-        reads next is the one at home."""
-        if self._forward is not None:
-            self.end(self._forward)
-
-    def departs(self) -> None:
-        """Note that a function uses a weight that the forward which runs was not known to use."""
-        if self._forward is not None and not self._to_come:
+    def note_unexpected_use(self) -> None:
+        """Note that a function uses a weight that is not in the trace of the running forward."""
+        if self._forward is not None and not self._unbound:
             self._departed.add(self._runtime.tracer.key)
 
     def _learn(self, keys: tuple[int, ...]) -> list[ManagedParameter]:
-        """Find those of the parameters with the `id`s `keys` that are managed: none where chunks can never have room
-        for all of them at once, if these are several."""
+        """Return the managed ones of the parameters with the `id`s `keys`, or none if they are in several chunks that
+        never fit on the device together."""
         memory = self._runtime.memory
         used = [*dict.fromkeys(self._by_id[key] for key in keys if key in self._by_id)]
         chunks = {managed.chunk for managed in used}
         slots = sum(chunk.spec.span for chunk in chunks)
         fit = len(chunks) < 2 or slots * memory.device_pool.slot_bytes <= memory.device_chunk_bytes
-        if all(key in self._by_id or key == _NONE for key in keys):  # not what `functional_call` makes anew each time
+        if all(key in self._by_id or key == _NONE for key in keys):  # else `functional_call` has made some
             self._known[keys] = used if fit else []
         return used if fit else []
 
     def bind(self, call: Call, used: list[ManagedParameter], name: str, *, recomputed: bool) -> None:
-        """Bind `used` until `end(call)`; they are called `name` together."""
+        """Bind `used` until `end(call)`, as one use called `name`."""
         if recomputed or self._gradients.within_step:
-            self._gradients.use_again(used)
+            self._gradients.notify_use(used)
         fresh = used
         for managed in used:
             if managed.bound:
@@ -157,7 +146,7 @@ class Leases:
             self.casts.renew(fresh)
 
     def keep(self, call: Call, used: list[ManagedParameter]) -> None:
-        """`used`, which are bound, are so until `end(call)`."""
+        """Keep `used`, which are bound, bound until `end(call)`."""
         if not call.used:
             self._bound.append(call)
         for managed in used:
@@ -165,7 +154,7 @@ class Leases:
         call.used += used
 
     def end(self, call: Call) -> None:
-        """`call` is over. On its thread, or on any if that one was interrupted."""
+        """Unbind what is bound for `call` alone. Called on its thread, or on any if that one was interrupted."""
         if call.displaced is not None:
             self._saved.restore_others(call.displaced)
         if call.left is not None:
@@ -194,7 +183,7 @@ class Leases:
                 self.casts.drop(over)
 
     def _give_up(self) -> bool:
-        """Something needs room on the device: the weights of the outermost call are unbound. False if there is none."""
+        """Unbind the weights of the outermost call, to free device memory. Returns False if none is bound."""
         if not self._bound:
             return False
         self.end(self._bound[0])
@@ -204,13 +193,13 @@ class Leases:
 # ---- compiled regions: see note "regions" ----------------------------------------------------------------------------
 
 _PART = 4
-"""A region has at most one part in so many of the device, so that the next one's weights come while it computes, and
-never more than chunks may have of it."""
+"""A region takes at most this fraction (1 / _PART) of the device, so that the next one's weights are fetched while it
+computes, and never more than the chunk limit."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """`call` within `compute`; gradients are `hidden` meanwhile, and `outside` compiles what is around it."""
+    """A region: `call` within `compute`, gradients `hidden` meanwhile, and the Dynamo callback `outside` of it."""
 
     compute: Compute
     call: Call
@@ -219,48 +208,48 @@ class _Region:
 
 
 class Regions:
-    """The region of one model that runs, if one does, and who would compile one."""
+    """Begins and ends the compiled regions of one model, of which at most one runs."""
 
     def __init__(self, runtime: Runtime, leases: Leases, tracing: Tracing) -> None:
         self._runtime, self._leases, self._tracing = runtime, leases, tracing
         self.compiler: Any = None
-        """What compiles the last forward as a whole."""
+        """The Dynamo callback that compiles the last forward as a whole, or None."""
         self.runs = self.may_begin = self.may_end = False
-        """Whether a region runs; whether a call may be one, or within one; whether the end of a call may be that of
-        one, or of what must not compile by itself."""
+        """Whether a region runs; whether a call may be a region or within one; whether the end of a call may end a
+        region, or a call that runs in eager mode."""
         self._running: _Region | None = None
-        self._held_back: tuple[Compute, Call, Any] | None = None
-        """A call of what would compile by itself and must not, and what torch kept of how it compiled before."""
+        self._eager: tuple[Compute, Call, Any] | None = None
+        """A call of a compiled module that must run in eager mode, and the stance of `torch.compiler` set for it."""
         self._warned = False
         self.any_asked = False
-        """Whether a part of the model was ever to be compiled by itself."""
+        """Whether compiling a part of the model was ever asked for."""
 
     def compile_for(self, compiler: Any) -> None:
-        """A forward begins; `compiler` compiles it as a whole, if it is not None."""
+        """Begin a forward that `compiler` compiles as a whole; None: nothing does."""
         self.compiler = compiler
         self.may_begin = self.runs or compiler is not None
 
-    def runs_around(self, frame: FrameType | None) -> bool:
-        """Whether `frame` makes a call within the region."""
+    def encloses(self, frame: FrameType | None) -> bool:
+        """Return whether `frame` makes a call within the region."""
         region = self._running
         if region is None or region.call.is_made_in(frame):
             return False
         if region.call.is_on(frame):
             return True
-        self._close()  # an interrupt has ended it without a word
+        self._close()  # an interrupt has ended it, and no hook ran
         return False
 
     def begin(self, compute: Compute, call: Call, module: torch.nn.Module, compiler: Any) -> Any:
-        """`call`, of `module`, is a region, if `compiler`, which the call came with, or that of the whole forward is to
-        compile it and it can be one. Returns who compiles it. Raises what `Uses.use` does."""
+        """Begin a region with `call` of `module`, if `compiler`, in effect at the call, or that of the whole forward
+        would compile it and it can be one. Returns the callback that compiles it. Raises what `Uses.use` does."""
         asked = (compiler is not None and compiler is not self.compiler) or has_compiled_forward(module)
         self.any_asked |= asked
         if not asked and self.compiler is None:
             return None
         used = self._weights(module)
         room = self._has_room(used)
-        if has_compiled_forward(module) and not (room and can_compile()) and self._held_back is None:
-            self._held_back, self.may_end = (compute, call, torch.compiler.set_stance("force_eager")), True
+        if has_compiled_forward(module) and not (room and can_compile()) and self._eager is None:
+            self._eager, self.may_end = (compute, call, torch.compiler.set_stance("force_eager")), True
         if not room:
             if asked:
                 self._warn(module)
@@ -282,7 +271,7 @@ class Regions:
         return self.compiler if compiler is None else compiler
 
     def _weights(self, module: torch.nn.Module) -> list[ManagedParameter]:
-        """Those of `module` that are brought to the device."""
+        """Return the weights of `module` that need a device copy."""
         by_id = self._runtime.bindings.by_id
         if not self._runtime.memory.uses_copies:
             return []
@@ -305,10 +294,10 @@ class Regions:
             )
 
     def end(self, frame: FrameType | None, compiler: Any) -> Any:
-        """The call that `frame` makes has returned or raised; it may be a region. Returns who compiles what follows,
+        """End the call that `frame` makes, which may be a region. Returns the callback that compiles what follows:
         `compiler` if it is none."""
-        if self._held_back is not None and self._held_back[1].is_made_in(frame):
-            self._release()
+        if self._eager is not None and self._eager[1].is_made_in(frame):
+            self._leave_eager()
         region = self._running
         if region is None or not region.call.is_made_in(frame):
             return compiler
@@ -316,15 +305,15 @@ class Regions:
         return region.outside
 
     def abandon(self, computes: Collection[Compute]) -> None:
-        """All of `computes` are over, and so is a region within."""
+        """End the region within any of `computes`, which have ended."""
         if self._running is not None and self._running.compute in computes:
             self._close()
-        if self._held_back is not None and self._held_back[0] in computes:
-            self._release()
+        if self._eager is not None and self._eager[0] in computes:
+            self._leave_eager()
 
     def _close(self) -> None:
         region, self._running = self._running, None
-        self.runs, self.may_end = False, self._held_back is not None
+        self.runs, self.may_end = False, self._eager is not None
         self.may_begin = self.compiler is not None
         self._tracing.region = False
         if region is not None:
@@ -334,8 +323,8 @@ class Regions:
                     show_gradient(parameter, gradient)
             region.compute.enter_functions_again()
 
-    def _release(self) -> None:
-        held_back, self._held_back = self._held_back, None
+    def _leave_eager(self) -> None:
+        eager, self._eager = self._eager, None
         self.may_end = self._running is not None
-        if held_back is not None:
-            held_back[2].__exit__(None, None, None)
+        if eager is not None:
+            eager[2].__exit__(None, None, None)

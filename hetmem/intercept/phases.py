@@ -1,4 +1,4 @@
-"""Which segment of a step runs now: told by forwards, gradients and the optimizer, it names segments for the trace."""
+"""Tracks which segment of a step runs (a forward, a backward, the optimizer's step), and names it for the trace."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hetmem.schedule.trace import STEP
 from hetmem.torch_private import tree_leaves, tree_map
 
 _FORWARDS = 32
-"""Of more, a backward of all is not told apart from one of still more. A program that computes without `no_grad`, and
-calls no backward, has any number."""
+"""Backwards of more forwards than this have one key. A program that omits `no_grad`, and calls no backward, has any
+number of forwards."""
 _NODES = torch_private.SUPPORTED_NODES.keys()
-"""Classes of inputs that hold others, beside named tuples."""
+"""Container classes of inputs, beside named tuples."""
 _HOLD_NOTHING = {type(None), bool, int, float, str, torch.dtype, torch.device}
 _MEASUREMENTS = 3
-"""A backward that never came is not waited for (by measuring its forward) more often than this."""
+"""How many forwards are measured at most for a backward that never comes."""
 
 
 def tensors_within(value: object, depth: int = 3) -> list[torch.Tensor]:
-    """Return the tensors of an input, also of an object that holds some, as a cache of keys and values does: looked at
-    for each token that is generated."""
+    """Return the tensors of an input, also those in objects such as a key-value cache. Called for each token that is
+    generated."""
     found: list[torch.Tensor] = []
     level: list[Any] = [value]
     for _ in range(depth + 1):
@@ -55,7 +55,7 @@ def _held_by(value: Any) -> Iterable[Any]:
 
 
 def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the inputs of a forward, with those in lists, tuples and dictionaries: looked at for each token that is
+    """Return the inputs of a forward, with those in lists, tuples and dictionaries. Called for each token that is
     generated."""
     leaves: list[Any] = [*args, *kwargs.values()]
     nested = not _NODES.isdisjoint(map(type, leaves)) or any(map(isinstance, leaves, repeat(tuple)))
@@ -65,10 +65,9 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def signature(
     module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, held: bool = False
 ) -> tuple[Hashable, int, int]:
-    """Return what makes two forwards use weights in the same order (the module, its mode, the kinds of its inputs, and
-    not their shapes), the bytes of its inputs, which its memory grows with, and its tokens: the elements of the largest
-    integer input. `leaves` are the inputs, and `names` those of them that are given by name. `held`: the bytes are also
-    those of tensors that objects among the inputs hold."""
+    """Return the key of a forward, the bytes of its inputs and its tokens. Forwards with one key (module, mode, kinds
+    of inputs, not their shapes) use weights in the same order; tokens are the elements of the largest integer input.
+    `leaves` are the inputs, `names` the keyword ones. `held`: the bytes include tensors within objects."""
     kinds: list[Any] = []
     nbytes = tokens = 0
     for leaf in leaves:
@@ -105,11 +104,10 @@ def cast_inputs(
 
 @uncompiled
 def forget_nodes_that_did_not_run() -> None:
-    """Let go of the graph of a backward that has raised.
+    """Free the graph of a backward that has raised.
 
-    Autograd keeps the nodes that were ready to run in a queue of the thread, and with them all that is behind them in
-    the graph: what the forward saved, and the model that it is of. It drops them when it looks for the first node of
-    the thread's next backward, and there may be none: so here is one.
+    Autograd keeps the nodes that were ready to run in a queue of the thread, and with them the graph behind them: saved
+    tensors, and the model. It drops them as the thread's next backward begins, of which there may be none: so run one.
     """
     with torch_private.NoFunctions(), torch.inference_mode(False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
@@ -121,8 +119,8 @@ class _Backwards(threading.local):
 
 
 BACKWARDS = _Backwards()
-"""For each backward that this thread has called and that has not returned, outermost first, the models of which it was
-found to be: they are settled at its end, also if it raises (`intercept.backward`)."""
+"""For each backward that runs on this thread, outermost first, the models found to take part in it: they are settled at
+its end, also if it raises (`intercept.backward`)."""
 
 
 class StepSegments:
@@ -132,14 +130,14 @@ class StepSegments:
         self._runtime = runtime
         self._pending: tuple[Hashable, ...] = ()
         self.unseen = False
-        """Whether no mode sees what is done in this backward; see `is_unseen`."""
+        """Whether no mode sees the operators of this backward; see `is_unseen`."""
         self.backward_thread: int | None = None
-        """The one that called the last backward."""
+        """The thread that called the last backward."""
         self._section: Section | None = None
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
         self._size = 0
-        """Bytes of the largest inputs of the forwards that a backward now may be of."""
+        """Bytes of the largest inputs among the forwards that the next backward may be of."""
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
 
@@ -150,14 +148,14 @@ class StepSegments:
 
     @property
     def several(self) -> bool:
-        """Whether a backward now may be of several forwards."""
+        """Whether the next backward may be of several forwards."""
         return len(self._pending) > 1
 
     def look_at(
         self, module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, transformed: bool
     ) -> tuple[Hashable, int]:
-        """Look for writes of the program before a forward of `module`, and return what `begin_forward` needs; see
-        `signature`. `transformed`: within a transform of torch.func, whose own tensors are homes."""
+        """Notice writes of the program before a forward of `module`, and return the arguments of `begin_forward` (see
+        `signature`). `transformed`: within a transform of torch.func, whose tensors wrap homes."""
         runtime = self._runtime
         seen = runtime.marks.pause()
         with runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
@@ -165,12 +163,11 @@ class StepSegments:
                 runtime.traffic.wait_for_updates()
             runtime.writes.notice_all(seen=seen)
             key, size, tokens = signature(module, leaves, names, held=runtime.memory.device.watched)
-            runtime.events.feed(tokens, trains=torch.is_grad_enabled())
+            runtime.events.begin_forward(tokens, trains=torch.is_grad_enabled())
         return key, size
 
     def begin_forward(self, key: Hashable, size: int) -> bool:
-        """A forward of inputs of `size` bytes begins (not one that recomputes within a backward); whether it has to be
-        measured."""
+        """Begin a forward (no recomputation) with inputs of `size` bytes. Returns whether it has to be measured."""
         self.settle()
         tracer = self._runtime.tracer
         if tracer.key == self.backward_key():
@@ -188,7 +185,7 @@ class StepSegments:
         return measured
 
     def on_backward(self) -> None:
-        """Something happened within a backward."""
+        """Begin the backward segment, if a backward runs and its first use or gradient of the model has come."""
         if self.in_backward or not in_backward():
             return
         if not BACKWARDS.began:
@@ -204,19 +201,19 @@ class StepSegments:
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:
-            self._runtime.events.begin_segment("backward")  # one more of the same trace
+            self._runtime.events.begin_segment("backward")  # another one in the same trace
         self.unseen = is_unseen() and not self._runtime.tracer.measured
         with self._runtime.unwatched():
             self.backward_began()
 
     def end_backward(self) -> None:
-        """The backward has returned or raised."""
+        """End a backward that has returned or raised."""
         if self.in_backward:
             self.settle()
             self.rest()
 
     def settle(self) -> None:
-        """The backward, if there was one, is over, also one that raised, or of which gradients do not get home."""
+        """End the backward segment if one runs, also if the backward raised or gradients fail to reach their homes."""
         if self.in_backward:
             self.unseen = False
             self._runtime.in_backward = False
@@ -225,18 +222,18 @@ class StepSegments:
                     self.backward_ended()
             finally:
                 self._runtime.enter()
-                self._runtime.events.end_segment()  # what the user does before the step is no compute
+                self._runtime.events.end_segment()  # the program's own work before the step is no compute
                 if self._section is not None:
                     self._runtime.turn.give(self._section)
 
     def rest(self) -> None:
-        """Neither a forward nor a step follows at once: the user may read parameters."""
+        """Watch parameters again, which the user may read until the next segment."""
         if not self._runtime.bindings.away:
             self._runtime.marks.resume()
         self._runtime.enter()
 
     def begin_step(self) -> None:
-        """The optimizer's step begins."""
+        """Begin the optimizer's step."""
         self.settle()
         self._runtime.marks.begin_step()
         self._runtime.enter(step=True)
@@ -249,9 +246,9 @@ class StepSegments:
         self.rest()
 
     def forget_forwards(self) -> None:
-        """A backward is over that was not seen to begin: the next one is of other forwards."""
+        """Clear the forwards of the next backward, after a backward that was not seen to begin."""
         self._pending = ()
 
     def backward_key(self) -> Hashable:
-        """What the backward of the forwards so far is known by."""
+        """Return the trace key of a backward of the forwards so far."""
         return ("backward", self._pending if len(self._pending) <= _FORWARDS else _FORWARDS)

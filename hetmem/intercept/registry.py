@@ -1,9 +1,8 @@
-"""Which modules and parameters are managed, and by what. Weak: being managed keeps nothing alive.
+"""Maps modules and parameters to the `Interception` that manages them, weakly, and hooks the steps of all optimizers.
 
-Note "scalers": torch's `GradScaler` keeps the scale, and whether something was not finite, in tensors of the GPU. Where
-gradients are in host memory torch copies both there with `non_blocking=True`, which is in order on a device. The CPU
-reads at once, and finds what lay there before: a wrong scale, or an overflow that is missed. So these copies are waited
-for.
+Note "scalers": torch's `GradScaler` keeps the scale, and whether a gradient was not finite, in GPU tensors. For
+gradients in host memory torch copies both with `non_blocking=True`, which orders only work of the device. The CPU may
+read before the copy: a wrong scale, or a missed overflow. So hetmem waits for these copies.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from hetmem.memory.interrupts import HELD_BACK
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _at_work: WeakKeyDictionary[torch.nn.Module, set[object]] = WeakKeyDictionary()
-"""The optimizers that work behind training of each: they refer to what manages it, so that must not hold them."""
+"""By module, the optimizers with updates under way: they refer to its `Interception`, which must not refer to them."""
 _taken: dict[int, list[tuple[Turn, Section]]] = {}
-"""By thread, for the step of an optimizer that is not hetmem's."""
+"""By thread, the turns taken for a step of an optimizer that is not hetmem's."""
 _warned: WeakSet[Interception] = WeakSet()
-"""Those whose user knows of states outside of the budget."""
+"""Models that were warned of: states of their optimizer lie outside of the budget."""
 
 
 @HELD_BACK
 def _before_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """It writes to homes by itself, and no other thread computes meanwhile: the turns are this thread's for as long as
-    its `step` runs."""
+    """Take the turns of all models that another optimizer than hetmem's steps, until its `step` ends: it writes to
+    homes itself, and no other thread may compute meanwhile."""
     if getattr(optimizer, "writes_homes", False) or not _modules:
         return
-    _give_turns()  # of a step that raised
+    _give_turns()  # if the last step raised
     runs = running(calling_frame(optimizer, sys._getframe()))
     managed = managed_among(_parameters_of(optimizer))
     for interception in sorted(managed, key=lambda found: found.runtime.turn.number):
         runtime = interception.runtime
         section = runtime.turn.take(f"a step of {type(optimizer).__name__}", runs)
-        interception.is_computing()  # not what an interrupt has ended, which may have left weights bound
+        interception.is_computing()  # ends what an interrupt has ended, which may have left weights bound
         _taken.setdefault(get_ident(), []).append((runtime.turn, section))
         if not in_backward():  # an optimizer within a backward steps a part of the model
             runtime.events.begin_segment("step")
@@ -70,7 +69,7 @@ def _give_turns() -> None:
 
 @HELD_BACK
 def _after_any_optimizer(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Not every optimizer of torch counts versions when it writes (the fused ones do not): its parameters changed."""
+    """Note that another optimizer than hetmem's wrote its parameters: torch's fused ones count no versions."""
     if getattr(optimizer, "writes_homes", False):
         return
     try:
@@ -88,7 +87,7 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
                 raise RuntimeError(updated_by_another(managed.name))
     for interception, parameters in stepped.items():
         interception.runtime.memory.bound_to_device = True
-        with suppress(StoreError):  # of an older request: who repeats the step would update twice
+        with suppress(StoreError):  # of an older request: a program that repeats the step would update twice
             interception.runtime.writes.by_optimizer(parameters)
         _count_step(interception.runtime)
         if not in_backward():
@@ -96,11 +95,11 @@ def _take_note(optimizer: torch.optim.Optimizer) -> None:
             interception.runtime.marks.resume()
         _warn_of_states(interception, optimizer)
         with suppress(Exception), interception.runtime.unwatched():
-            interception.runtime.uses.renew_what_is_held()
+            interception.runtime.uses.renew_held_copies()
 
 
 def _count_step(runtime: Runtime) -> None:
-    """Count a step of an optimizer that is not hetmem's in reports: the host has updated for as long as it took."""
+    """Count a step of another optimizer than hetmem's in reports, as an update by the host for all of its time."""
     segment = runtime.events.running()
     if segment is not None and segment[0] == "step":
         runtime.events.updates.append(("all", segment[1], runtime.events.now()))
@@ -109,12 +108,12 @@ def _count_step(runtime: Runtime) -> None:
 
 
 def _warn_of_states(interception: Interception, optimizer: torch.optim.Optimizer) -> None:
-    """Warn once of a model that `optimizer` keeps states of it in memory that no budget counts."""
+    """Warn, once for each model, that `optimizer` has states for it in memory that no budget counts."""
     if interception in _warned:
         return
     by_id, name = interception.runtime.bindings.by_id, type(optimizer).__name__
-    kept = (state.values() for parameter, state in optimizer.state.items() if id(parameter) in by_id)
-    nbytes = sum(v.numel() * v.itemsize for values in kept for v in values if isinstance(v, torch.Tensor) and v.dim())
+    found = (state.values() for parameter, state in optimizer.state.items() if id(parameter) in by_id)
+    nbytes = sum(v.numel() * v.itemsize for values in found for v in values if isinstance(v, torch.Tensor) and v.dim())
     if nbytes:
         _warned.add(interception)
         warnings.warn(
@@ -130,20 +129,20 @@ _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)
 
 
 def add(module: torch.nn.Module, interception: Interception) -> None:
-    """`module` is managed by `interception` from now on."""
+    """Register `interception` as the manager of `module`."""
     _modules[module] = interception
     interception.runtime.traffic.executor.keep_in(_at_work.setdefault(module, set()))
 
 
 def remove(module: torch.nn.Module) -> Interception:
-    """`module` is managed no more; returns what managed it. Raises `ManageError` if nothing did."""
+    """Unregister `module` and return the `Interception` that managed it. Raises `ManageError` if none did."""
     interception = of_module(module)
     del _modules[module]
     return interception
 
 
 def of_module(module: torch.nn.Module) -> Interception:
-    """What manages `module`. Raises `ManageError` if nothing does."""
+    """Return the `Interception` that manages `module`. Raises `ManageError` if none does."""
     if not isinstance(module, torch.nn.Module):
         raise ManageError(f"expected a managed torch.nn.Module, got {type(module).__name__}")
     found = _modules.get(module)
@@ -156,35 +155,35 @@ def of_module(module: torch.nn.Module) -> Interception:
 
 
 def interceptions() -> list[Interception]:
-    """What manages any module."""
+    """Return the `Interception` of each managed module."""
     return list(_modules.values())
 
 
 def of_parameter(parameter: torch.Tensor) -> tuple[Interception, ManagedParameter] | None:
-    """What manages `parameter` and as what; None if nothing does."""
+    """Return the `Interception` and the record of `parameter`; None if it is not managed."""
     return next(((by, found[0]) for by, found in managed_among((parameter,)).items()), None)
 
 
 def managed_among(parameters: Iterable[torch.Tensor]) -> dict[Interception, list[ManagedParameter]]:
-    """What manages any of `parameters`, and those that it does, in order. Asked of each step of any optimizer: by C
-    alone, and for nothing where no model is managed."""
+    """Return the managed ones of `parameters`, in order, by their `Interception`. Runs in C, as each step of any
+    optimizer in the process calls it."""
     if not _modules:
         return {}
-    keys = [*map(id, parameters)]  # of parameters that are alive, so that each is of one that is managed or of none
+    keys = [*map(id, parameters)]  # all are alive, so no `id` is of a parameter that is gone
     found = {each: [*filter(None, map(each.runtime.bindings.by_id.get, keys))] for each in interceptions()}
     return {each: managed for each, managed in found.items() if managed}
 
 
 def added_as(parameter: torch.Tensor) -> str | None:
-    """How a model that is managed calls `parameter`, which it has got since; None if none has it."""
+    """Return the name of `parameter`, added to a model after `manage`; None if no managed model has it."""
     parts = (part.named_parameters() for part in _modules)
     return next((name for names in parts for name, each in names if each is parameter), None)
 
 
 @contextmanager
 def turn_with(parameters: Iterable[torch.Tensor], what: str) -> Iterator[None]:
-    """No other thread computes with what manages any of `parameters`, or is between a backward that has begun to update
-    them and its step."""
+    """Hold the turns of the models of `parameters`: no other thread computes with these, or is between a backward that
+    has begun to update and its step."""
     found = managed_among(parameters)
     with ExitStack() as turns:
         for interception in sorted(found, key=lambda interception: interception.runtime.turn.number):
@@ -203,7 +202,7 @@ def refuse_managed(module: torch.nn.Module) -> None:
 
 
 class InForkedChild(torch.nn.Parameter):
-    """A tensor whose home is not in this process, which `fork()` has made: every function of torch over it raises."""
+    """A parameter whose home is not in this process, made by `fork()`: each torch function that gets it raises."""
 
     @classmethod
     def __torch_function__(
@@ -222,7 +221,7 @@ class InForkedChild(torch.nn.Parameter):
 
 def _after_fork() -> None:
     for interception in interceptions():
-        interception.runtime.bindings.lose(InForkedChild)  # where reading one would be a segmentation fault
+        interception.runtime.bindings.lose(InForkedChild)  # else reading a parameter would be a segmentation fault
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -236,14 +235,14 @@ _get: Any = getattr(_replicator, "get", None)
 
 @cache
 def watch_scalers() -> None:
-    """See note "scalers". In a torch that has other names for it nothing is done."""
+    """Wrap torch's scaler, once for the process; see note "scalers". A torch without these names is left alone."""
     if _get is not None:
         _replicator.get = _get_here
     register_optimizer_step_pre_hook(_send_scale_home)
 
 
 def _get_here(self: Any, device: torch.device) -> torch.Tensor:
-    """In the place of `_MultiDeviceReplicator.get`."""
+    """Wait for the copy that `_MultiDeviceReplicator.get`, which this replaces, makes in host memory."""
     found: torch.Tensor = _get(self, device)
     if found.device.type == "cpu" and self.master.device.type == "cuda":
         torch.cuda.current_stream(self.master.device).synchronize()
@@ -251,7 +250,7 @@ def _get_here(self: Any, device: torch.device) -> torch.Tensor:
 
 
 def _send_scale_home(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """A fused optimizer of torch's gets the scale from a scaler, and sends it where its parameters are."""
+    """Copy the scale that a scaler gave a fused optimizer of torch's to the host, if managed parameters are there."""
     for name in _FOR_FUSED:
         value = getattr(optimizer, name, None)
         if isinstance(value, torch.Tensor) and value.device.type != "cpu" and _has_some_at_home(optimizer):
@@ -259,7 +258,7 @@ def _send_scale_home(optimizer: torch.optim.Optimizer, args: object, kwargs: obj
 
 
 def _has_some_at_home(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any managed parameter of `optimizer` is in host memory."""
+    """Return whether any managed parameter of `optimizer` is in host memory."""
     return any(
         parameter.device.type == "cpu" and of_parameter(parameter) is not None
         for group in optimizer.param_groups

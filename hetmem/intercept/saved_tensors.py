@@ -1,4 +1,4 @@
-"""What autograd keeps of weights from forward to backward: where they are, not the memory that they had."""
+"""The hooks for saved tensors: a weight is saved by name, not by memory, and fetched again as backward unpacks it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _functions_around: Any = torch_private.function_modes_around
 
 
 def _nodes_of_casts() -> tuple[type, type]:
-    """The classes of autograd's nodes of a cast, and of a matrix turned, as a linear layer saves it."""
+    """Return the classes of autograd's nodes of a cast, and of a transposed cast, as a linear layer saves it."""
     with torch.enable_grad(), torch.inference_mode(False):
         cast = torch.zeros(1, 1, device="cpu", requires_grad=True).to(torch.bfloat16)
         return type(cast.grad_fn), type(cast.t().grad_fn)
@@ -41,7 +41,7 @@ _CAST: Any = _CASTS[0]
 
 
 class Saved(NamedTuple):
-    """What autograd keeps of a weight: where it is, not the memory it had."""
+    """What autograd saves of a weight: which parameter, and which view of it, without memory."""
 
     managed: ManagedParameter
     dtype: torch.dtype
@@ -52,51 +52,51 @@ class Saved(NamedTuple):
     neg: bool
     version: int
     data_sets: int | None
-    """None for the parameter itself: torch too keeps that, and not the memory it had."""
+    """`ManagedParameter.data_sets` as it was saved; None: the parameter itself was saved, whose `.data` may be set."""
     trains: bool
-    """Whether it gets a gradient: then the node that asks for it gets a tensor of its own over what `unpack` returns,
-    and else that itself, which it may keep."""
+    """Whether it requires a gradient: then autograd makes a new tensor of what `unpack` returns, else the node gets
+    that itself, and may keep it."""
     is_cast: bool
-    """Whether it is a view of all of the weight in `dtype`, as autocast makes one at each use."""
+    """Whether it is a view of a cast of all of the weight to `dtype`, as autocast makes it."""
 
 
 class SavedTensors:
-    """The hooks for what autograd saves in the forwards of one model: weights are saved by name, and fetched again.
+    """Packs and unpacks what autograd saves in the forwards of one model.
 
-    Note "hooks of others": a checkpoint, or hooks of the user's, on top see what is saved in hetmem's place. Of a
-    weight they get an alias of its copy on the device. If they keep that tensor it becomes one of the home behind their
-    backs, as all weights that they keep may not fit; what they give back is brought to the device again. Memory that
-    they keep through another tensor (`weight.detach()`), or of what is computed once more, stays there. For that
-    hetmem's own hooks are in the place of theirs for as long as something is bound, and those take theirs away in ours
-    where an interrupt ends it.
+    Note "hooks of others": saved-tensor hooks of a checkpoint or of the user that are on top get tensors instead of
+    hetmem's. Of a weight they get an alias of its device copy. If they keep that tensor, it is made an alias of the
+    home without their notice, as all weights that they keep may not fit; what they give back is copied to the device.
+    Memory that they keep through another tensor (`weight.detach()`), or of recomputed tensors, stays on the device. For
+    this, hooks of hetmem's replace theirs while weights are bound, and call them; after an interrupt leaving their
+    context pops hetmem's.
     """
 
     def __init__(self, runtime: Runtime, segments: StepSegments, activations: Activations | None) -> None:
         self.runtime, self.segments = runtime, segments
         self.activations = activations
-        """What moves everything but weights; None = it stays on the device."""
+        """Moves saved activations; None = they stay on the device."""
         self.others = False
-        """Whether hooks of the program were ever to be given weights."""
+        """Whether saved-tensor hooks of the program have ever been on top while weights were used."""
         self.casts = Casts(runtime)
         self._device_type = runtime.memory.device.torch_device.type
         self._by_id = runtime.bindings.by_id
         self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
-        """Classes of tensors that may be asked for their memory without a call of Python."""
+        """Classes of tensors whose storage C++ can be asked for."""
 
     @called_by_autograd
     def on_backward(self) -> None:
-        """Something that this has saved is needed."""
+        """Begin the backward segment, as a tensor saved by these hooks is unpacked."""
         if self.runtime.memory.uses_copies:
             self.segments.on_backward()
 
     def is_alone(self) -> bool:
-        """Whether no hooks for saved tensors are around."""
+        """Return whether no saved-tensor hooks are in effect."""
         return _AUTOGRAD._top_saved_tensors_default_hooks(True) is None
 
     def enter_function(self) -> bool:
-        """Have weights that one function meets saved by name, where nothing else sees to it, until `leave_function`;
-        False if something does."""
+        """Save the weights of one function by name until `leave_function`. Returns False, and does nothing, if there
+        are saved-tensor hooks already or they are disabled."""
         if not self.is_alone() or not _AUTOGRAD._saved_tensors_hooks_is_enabled():
             return False
         _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, None), _unpack)
@@ -108,29 +108,29 @@ class SavedTensors:
         _AUTOGRAD._pop_saved_tensors_default_hooks()
 
     def enter(self, compute: Compute) -> None:
-        """Autograd calls these hooks until the end of `compute`, unless there are others."""
+        """Have autograd call these hooks until the end of `compute`, unless others are on top."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if not _AUTOGRAD._saved_tensors_hooks_is_enabled() or not (top is None or _is_ours(top)):
-            return  # a checkpoint counts what is saved, and another's hooks see everything
+            return  # a checkpoint counts saved tensors, and other hooks are to see all of them
         _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, compute), _unpack)
 
     def displace_others(self, used: Iterable[ManagedParameter]) -> Any:
-        """Until `restore_others` is called with what this returns, hooks of the program, if those are on top, are
-        given aliases of weights: of `used`, which are bound."""
+        """Have hooks of the program, if they are on top, get aliases of the weights `used`, which are bound, until
+        `restore_others` is called with the result. Returns None if there is nothing to do."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        if top is None or _is_ours(top) or (isinstance(top[0], _Over) and top[0].is_of(self)):
+        if top is None or _is_ours(top) or (isinstance(top[0], _ProgramHooks) and top[0].is_of(self)):
             return None
-        if _keep_no_parameter(top[0], used) and not torch.is_autocast_enabled(self._device_type):
+        if _keeps_no_parameter(top[0], used) and not torch.is_autocast_enabled(self._device_type):
             return None
         self.others = True
         _AUTOGRAD._pop_saved_tensors_default_hooks()
-        over = _Over(self, *top)
+        over = _ProgramHooks(self, *top)
         _AUTOGRAD._push_saved_tensors_default_hooks(over, over.unpack)
         return over, top
 
     @staticmethod
     def restore_others(displaced: Any) -> None:
-        """What was bound is so no more."""
+        """End `displace_others`, which returned `displaced`."""
         if displaced is None:
             return
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
@@ -139,44 +139,45 @@ class SavedTensors:
             _AUTOGRAD._push_saved_tensors_default_hooks(*displaced[1])
 
     def pack_by(self, others: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """What `others` keep instead of `tensor`. They see a weight as operators do, and keep its home."""
+        """Return what the pack hook `others` makes of `tensor`. It gets a weight as operators do, and keeps its
+        home."""
         with torch_private.NoFunctions():
             if tensor.grad_fn.__class__ in _CASTS and self.of_cast(tensor) is not None:
-                return others(tensor.detach().requires_grad_(tensor.requires_grad))  # what they keep stays as it is
+                return others(tensor.detach().requires_grad_(tensor.requires_grad))  # a cast stays as they keep it
             place = self.pack(tensor)
             if not isinstance(place, Saved) or place.dtype is not place.managed.chunk.compute_dtype:
                 return others(tensor)
             managed = place.managed
             with self.runtime.unwatched():
                 bound = tensor.untyped_storage().data_ptr() == managed.device_address
-                there = tensor.detach() if bound and managed.device is not None else self.unpack(place)
-                given = torch.nn.Parameter(there, False) if tensor is managed.parameter else there
+                alias = tensor.detach() if bound and managed.device is not None else self.unpack(place)
+                given = torch.nn.Parameter(alias, False) if tensor is managed.parameter else alias
                 given.requires_grad_(tensor.requires_grad)
         packed = others(given)
-        if in_backward():  # a checkpoint compares what it keeps there with what it was given before
+        if in_backward():  # a checkpoint compares it with the tensor that it got in the forward
             return packed
         with torch_private.NoFunctions(), self.runtime.unwatched():
             given.data = managed.home.as_strided(place.size, place.stride, place.offset)
         return _OfWeight(place, packed)
 
     @called_by_autograd
-    def bring(self, kept: torch.Tensor, place: Saved) -> torch.Tensor:
-        """What autograd gets back of the weight at `place`, of which others have kept `kept`."""
-        if self.runtime.bindings.of_storage(kept) is place.managed:
+    def bring(self, unpacked: torch.Tensor, place: Saved) -> torch.Tensor:
+        """Return, for autograd, the weight at `place`, for which hooks of the program have `unpacked` a tensor."""
+        if self.runtime.bindings.of_storage(unpacked) is place.managed:
             return self.unpack(place)
         with self.runtime.unwatched():
-            return kept.to(self.runtime.memory.device.torch_device, place.dtype)
+            return unpacked.to(self.runtime.memory.device.torch_device, place.dtype)
 
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
-        """What autograd is to keep instead of `tensor`."""
+        """Return what autograd saves instead of `tensor`."""
         managed = self.runtime.bindings.of_storage(tensor)
         if managed is None or (managed.data_sets and _is_view_of_copy(tensor, managed)):
-            return _kept(tensor)
+            return _detached(tensor)
         return self._place_of(managed, tensor)
 
     def of_cast(self, tensor: torch.Tensor) -> Saved | None:
-        """Which weight `tensor`, or what it is a view of, is cast from; None if from none. A graph that kept the casts
-        of autocast would hold a copy of the whole model."""
+        """Return the weight that `tensor`, or its base, is cast from; None if from none. A graph that saved autocast's
+        casts would hold a copy of the whole model."""
         base = tensor if tensor._base is None else tensor._base
         cast: Any = base.grad_fn
         if cast is None or cast.__class__ is not _CAST or tensor._version or not self.runtime.memory.uses_copies:
@@ -188,7 +189,7 @@ class SavedTensors:
         return _place_of(managed, tensor, tensor.stride(), is_cast=True)
 
     def enter_node(self) -> None:
-        """Until the node that runs is over: autograd takes away what was entered within."""
+        """Have autograd call these hooks until the end of the running node, where it removes them."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)
         if top is None and _AUTOGRAD._saved_tensors_hooks_is_enabled():
             _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, None), _unpack)
@@ -199,7 +200,7 @@ class SavedTensors:
         return _place_of(managed, tensor, managed.stride if stands_in else tensor.stride())
 
     def unpack(self, packed: Saved) -> torch.Tensor:
-        """What autograd gets back."""
+        """Return the view that was saved as `packed`, on the device."""
         if self.runtime.bindings.resting:
             self.runtime.bindings.end_rest()
         managed = packed.managed
@@ -211,7 +212,7 @@ class SavedTensors:
             return self._view(packed, managed)
 
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
-        """Return what autograd gets back, which no mode of the user's sees."""
+        """Return the view that was saved as `packed`; no mode of the user's sees how."""
         device = self.runtime.uses.saved(managed)  # may wait for an update of it
         version = managed.counter._version
         if version != packed.version:
@@ -235,14 +236,14 @@ class SavedTensors:
 
 
 class Pack(Hook):
-    """It holds nothing, see note "interrupts". What it packs holds all that it is unpacked with, as a graph may outlive
-    its model. Most of what is saved are activations: those cost as little as they can."""
+    """The pack hook. It has weak references only, see note "interrupts", but what it packs has all that unpacking
+    needs, as a graph may outlive its model. Most saved tensors are activations, so these take the shortest way."""
 
     def __init__(self, saved: SavedTensors, compute: Compute | None) -> None:
         super().__init__(compute)
         self._saved = weakref.ref(saved)
         self._moves = compute is not None and compute.task < 0 and saved.activations is not None
-        """Not of what a node computes, or computes once more: it is needed at once."""
+        """Whether activations may leave the device: not those of a recomputation, which are needed at once."""
 
     @skipped
     def __call__(self, tensor: torch.Tensor) -> _Packed:
@@ -263,7 +264,7 @@ class Pack(Hook):
                     return saved, _place_of(managed, tensor, tensor.stride()), 0
                 return self._pack(tensor)
             address = tensor.untyped_storage().data_ptr()
-        except RuntimeError:  # it has none that can be asked for
+        except RuntimeError:  # it has no storage
             return self._pack(tensor)
         if address in saved.by_address:
             return self._pack(tensor)
@@ -274,36 +275,36 @@ class Pack(Hook):
     @called_by_autograd
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
-        with torch_private.NoFunctions():  # within a custom function a mode would see each question as a use
-            if saved is not None and self.counts():
+        with torch_private.NoFunctions():  # within a custom function a mode would see each attribute read as a use
+            if saved is not None and self.is_active():
                 packed = saved.pack(tensor)
                 if isinstance(packed, Saved):
                     return saved, packed, tensor._version
                 if self._moves and type(tensor) in saved.kinds and tensor.layout is _STRIDED:
-                    with suppress(NotImplementedError):  # it has no storage that can be asked for
+                    with suppress(NotImplementedError):  # it has no storage
                         if (view := self._view(saved, tensor)) is not None:
                             return self._saved, view, 0
                 return self._saved, packed, tensor._version
-            return None, _kept(tensor), tensor._version
+            return None, _detached(tensor), tensor._version
 
     @called_by_autograd
     def _view(self, saved: SavedTensors, tensor: torch.Tensor) -> SavedView | None:
-        """What is kept of an activation that may leave the device; None if it is to stay."""
-        if saved.activations is None or not saved.activations.takes(tensor) or not self.counts():
+        """Return what is saved of an activation that may leave the device; None if it stays."""
+        if saved.activations is None or not saved.activations.takes(tensor) or not self.is_active():
             return None
         return saved.activations.pack(tensor)
 
 
 @dataclass(slots=True, eq=False)
 class _OfWeight:
-    """What others have `packed` of the weight at `place`."""
+    """What the program's pack hook has made (`packed`) of the weight at `place`."""
 
     place: Saved
     packed: Any
 
 
-class _Over:
-    """Stand in for hooks of the program, which take this away in their place: it may outlive the forward."""
+class _ProgramHooks:
+    """Replaces saved-tensor hooks of the program, and calls them. The program pops this; it may outlive the forward."""
 
     def __init__(
         self, saved: SavedTensors, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
@@ -311,7 +312,7 @@ class _Over:
         self._saved, self._pack, self._unpack = weakref.ref(saved), pack, unpack
 
     def is_of(self, saved: SavedTensors) -> bool:
-        """Whether it is there for `saved`."""
+        """Return whether this was made by `saved`."""
         return self._saved() is saved
 
     @called_by_autograd
@@ -321,41 +322,41 @@ class _Over:
 
     @skipped
     def unpack(self, packed: Any) -> torch.Tensor:
-        """What autograd gets back."""
+        """Return what the program's hook unpacks, a weight as the view that was saved."""
         if not isinstance(packed, _OfWeight):
             return self._unpack(packed)
-        kept, saved = self._unpack(packed.packed), self._saved()
-        return kept if saved is None else saved.bring(kept, packed.place)
+        tensor, saved = self._unpack(packed.packed), self._saved()
+        return tensor if saved is None else saved.bring(tensor, packed.place)
 
 
 _Packed = tuple[Any, Saved | SavedView | torch.Tensor, int]
-"""Whose it is, a weight, what may leave the device or a tensor, and its version. Of a tensor that may be another
-model's that is weak: after an interrupt the hook is still there."""
+"""The `SavedTensors` (weak beside a plain tensor, which may be another model's: a hook outlives an interrupt), the
+weight, activation or tensor, and the tensor's version."""
 
 
 @HELD_BACK.covers
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
-    whose, kept, version = packed
-    kind = type(kept)
+    owner, value, version = packed
+    kind = type(value)
     if kind is Saved:  # most are not, and cost as little as they can
-        if not whose.runtime.in_backward:
-            whose.on_backward()
+        if not owner.runtime.in_backward:
+            owner.on_backward()
         compiler = set_compiler(None)
         try:
-            unpacked: torch.Tensor = whose.unpack(kept)
+            unpacked: torch.Tensor = owner.unpack(value)
             return unpacked
         finally:
             if HELD_BACK.came:
                 HELD_BACK.leave()
             if compiler is not None:
                 set_compiler(compiler)
-    saved = None if whose is None else whose()
+    saved = None if owner is None else owner()
     if saved is not None and not saved.runtime.in_backward:
         saved.on_backward()
     if kind is SavedView:
-        return _fetched(kept)  # type: ignore[arg-type]
-    tensor: Any = kept
+        return _fetched(value)  # type: ignore[arg-type]
+    tensor: Any = value
     if tensor._version != version:
         raise RuntimeError(modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
     return tensor  # type: ignore[no-any-return]
@@ -379,25 +380,25 @@ def _place_of(
     return _tuple(Saved, place)  # type: ignore[no-any-return]
 
 
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` to be kept by the graph, which may be its own."""
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` as its own graph may save it, without a reference to that graph."""
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _is_view_of_copy(tensor: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Whether `tensor` keeps the values it has, though `managed` gets others by `.data = …` within the same forward."""
+    """Return whether `tensor` views a device copy of `managed` that `.data = …` in this forward does not change."""
     if tensor is managed.parameter or managed.device is None:
         return False
     return tensor.untyped_storage().data_ptr() == managed.device.untyped_storage().data_ptr()
 
 
 def _flat(device: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
-    """All elements of `device`, the copy of `managed`: a view of another dtype needs them one beside the other."""
+    """Return all elements of `device`, the copy of `managed`, contiguously, as a view of another dtype needs."""
     return torch.as_strided(device, (managed.numel,), (1,))
 
 
 def _code_of(hooks: type) -> Any:
-    """What packs for `hooks`, a class of torch's; None in a torch that has it elsewhere."""
+    """Return the code of the pack hook in `hooks`, a class of torch's; None in a torch that has it elsewhere."""
     consts = hooks.__init__.__code__.co_consts  # type: ignore[misc]
     return next((each for each in consts if getattr(each, "co_name", "") == "pack_hook"), None)
 
@@ -405,9 +406,9 @@ def _code_of(hooks: type) -> Any:
 _CHECKPOINTED, _RECOMPUTED = map(_code_of, (torch_private.checkpoint_hook, torch_private.recomputation_hook))
 
 
-def _keep_no_parameter(pack: Any, used: Iterable[ManagedParameter]) -> bool:
-    """Whether `pack` is of a checkpoint of torch's that will not keep a parameter itself. In the forward it keeps
-    nothing, and of what is computed once more the memory, on the device, of what gets a gradient."""
+def _keeps_no_parameter(pack: Any, used: Iterable[ManagedParameter]) -> bool:
+    """Return whether `pack` is of a checkpoint of torch's that keeps no parameter itself: in the forward it keeps
+    nothing, in the recomputation the device memory of tensors that require a gradient."""
     code = getattr(getattr(pack, "__wrapped__", pack), "__code__", None)
     if code is None or code is not _RECOMPUTED:
         return code is not None and code is _CHECKPOINTED

@@ -1,7 +1,7 @@
-"""Chunks, the parameters in them, and tensors over their memory: where each role of a chunk has its home, views of it.
+"""Chunks, the parameters in them, and tensors over their memory: the home of each role of a chunk, and views of it.
 
-Holds addresses and views; decides nothing and moves nothing. Every view of a home has a storage of its own: its
-reference count says who holds it.
+Holds addresses and views; decides nothing and moves nothing. Every view of a home has a storage of its own, so its
+reference count shows whether the program holds it.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from hetmem.schedule.trace import Tier
 
 
 class HiddenGradient(torch.Tensor):
-    """Stands in `p.grad` for `kept`, a gradient that stays in 16 bits until its update has read it, with its shape and
-    the `dtype` that it would have: whatever computes with it raises RuntimeError, but zeros can be written. `name` says
-    of what it is."""
+    """Stands in `p.grad` for `gradient`, which stays in 16 bits until its update has read it, with its shape and the
+    `dtype` that it would have. Computing with it raises RuntimeError, but zeros can be written. `label` names it in
+    errors."""
 
-    kept: torch.Tensor
-    named: str
+    gradient: torch.Tensor
+    label: str
     __torch_function__ = torch_private.without_functions
 
     @staticmethod
-    def __new__(cls, kept: torch.Tensor, dtype: torch.dtype, name: str) -> HiddenGradient:
-        """Make one of the shape and strides of `kept`."""
+    def __new__(cls, gradient: torch.Tensor, dtype: torch.dtype, label: str) -> HiddenGradient:
+        """Make one of the shape and strides of `gradient`."""
         made: HiddenGradient = torch_private.make_wrapper(
-            cls, kept.shape, strides=kept.stride(), dtype=dtype, device=kept.device
+            cls, gradient.shape, strides=gradient.stride(), dtype=dtype, device=gradient.device
         )
-        made.kept, made.named = kept, name
+        made.gradient, made.label = gradient, label
         return made
 
-    def __init__(self, kept: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    def __init__(self, gradient: torch.Tensor, dtype: torch.dtype, label: str) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
-        return f"<{self.named}, kept in {self.kept.dtype}>"
+        return f"<{self.label}, kept in {self.gradient.dtype}>"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        met = [each for each in torch_private.tree_leaves((args, kwargs)) if type(each) is cls]
+        found = [each for each in torch_private.tree_leaves((args, kwargs)) if type(each) is cls]
         if func in ZEROING:
-            for each in met:
-                each.kept.zero_()
+            for each in found:
+                each.gradient.zero_()
             return args[0]
         raise RuntimeError(
-            f"{func} met {met[0].named}, which is kept in {met[0].kept.dtype} until its update has read it "
+            f"{func} met {found[0].label}, which is kept in {found[0].gradient.dtype} until its update has read it "
             f"(gradients='streamed' with mixed_precision), and cannot be read or changed: use gradients='visible', "
             f"with max_grad_norm= to clip and loss_scale= to scale"
         )
 
 
 ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
-"""What `zero_grad(set_to_none=False)` calls."""
+"""The operators of `zero_grad(set_to_none=False)`."""
 
 
 def stored(value: Any) -> Any:
-    """Return what a `HiddenGradient` stands for; anything else as it is."""
-    return value.kept if type(value) is HiddenGradient else value
+    """Return the gradient for which a `HiddenGradient` stands; any other value as it is."""
+    return value.gradient if type(value) is HiddenGradient else value
 
 
 Memory = memoryview | torch.Tensor
@@ -75,7 +75,7 @@ Memory = memoryview | torch.Tensor
 
 
 def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
-    """Return `numel` elements of `dtype` from `offset_bytes` of `memory` on, 1-D."""
+    """Return a 1-D tensor of `numel` elements of `dtype`, starting `offset_bytes` into `memory`."""
     if type(memory) is memoryview:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -95,8 +95,8 @@ def address_of(memory: Memory) -> int:
 
 
 def give_away(view: torch.Tensor) -> bool:
-    """Let every other holder of the memory of `view` (its storage) keep its present values, in memory of its own,
-    as does `view`. False if that cannot be done: on a GPU, with torch before 2.13."""
+    """Move the present values of `view` and of all other views of its storage to memory of their own. Return False if
+    that is impossible: on a GPU, with torch before 2.13."""
     storage = view.untyped_storage()
     before, swap = storage.data_ptr(), getattr(storage, "_swap_data_ptr_", None)
     if swap is not None:
@@ -110,12 +110,12 @@ _AS_IT_IS = nullcontext()
 
 
 def without_graph() -> AbstractContextManager[None]:
-    """Return `torch.no_grad()` where it changes anything: not within a backward, where it costs more than a copy."""
+    """Return `torch.no_grad()` if it changes anything: within a backward it does not, and costs more than a copy."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 class _RoleFields(NamedTuple):
-    """Looked up in every dictionary of homes: a tuple hashes and compares without Python."""
+    """Key of every dictionary of homes: a tuple hashes and compares in C."""
 
     name: str
     dtype: torch.dtype | None = None
@@ -123,12 +123,12 @@ class _RoleFields(NamedTuple):
 
 
 class Role(_RoleFields):
-    """What a part of a chunk's memory is for: parameters, their 16-bit copies (COMPUTE, where these have homes of their
+    """The purpose of a part of a chunk's memory: parameters, their 16-bit copies (COMPUTE, if these have homes of their
     own), gradients, or the optimizer's state of that `name`.
 
     All roles of a chunk share one layout, so offsets agree. Elements have the chunk's dtype, or `dtype`; those of
-    COMPUTE what operators see. With `scale_block`, a float32 scale for every so many elements of a parameter lies
-    behind the elements.
+    COMPUTE have the dtype that operators see. With `scale_block`, a float32 scale for every so many elements of a
+    parameter lies behind the elements.
     """
 
     __slots__ = ()
@@ -139,7 +139,7 @@ class Role(_RoleFields):
 
     @property
     def is_state(self) -> bool:
-        """Whether it is the optimizer's."""
+        """Whether it is a state of an optimizer."""
         return self not in (Role.PARAM, Role.COMPUTE, Role.GRAD)
 
 
@@ -148,11 +148,11 @@ Role.PARAM, Role.COMPUTE, Role.GRAD = Role("param"), Role("compute"), Role("grad
 
 @dataclass(slots=True, eq=False)
 class Home:
-    """The authoritative place of one role of one chunk.
+    """The authoritative memory of one role of one chunk.
 
-    `memory` is host memory, or the shared mapping of the file region `extent`, or device memory. `block` is the
-    number under which the residency knows it; None for a home on the device that operators see. `away` is the place
-    that stays reserved for it elsewhere while it is on the device.
+    `memory` is host memory, or the shared mapping of the file region `extent`, or device memory. `block` is its number
+    in the residency; None for a home on the device that operators use directly. `away` is the home that stays reserved
+    on another tier while this one is on the device.
     """
 
     tier: Tier
@@ -160,18 +160,18 @@ class Home:
     block: int | None = None
     extent: Extent | None = None
     written: bool = False
-    """Whether anything that counts was ever put there (of an optimizer's state)."""
+    """Whether it was ever written (a state of an optimizer)."""
     away: Home | None = None
     flat: tuple[torch.dtype | None, int, torch.Tensor] | None = None
-    """What `Chunk.flat` returned last, behind that chunk's `gradient_dtype` and `numel` at that time."""
+    """The last result of `Chunk.flat`, with the chunk's `gradient_dtype` and `numel` at that time."""
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
     """`numel` elements of `dtype` on their home tier and of `compute_dtype` on the device.
 
-    `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages; only these move. A
-    home has room for `capacity` elements.
+    `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages; only these are copied.
+    A home has room for `capacity` elements.
     """
 
     spec: ChunkSpec
@@ -181,15 +181,15 @@ class Chunk:
     compute_dtype: torch.dtype
     most_parameters: int
     gradient_dtype: torch.dtype | None = None
-    """Of gradients that keep the dtype in which they arrive until their update has read them; None: `dtype`."""
+    """Dtype of gradients that stay as autograd made them until their update has read them; None: `dtype`."""
     parameters: list[ManagedParameter] = field(default_factory=list)
     homes: dict[Role, Home] = field(default_factory=dict)
     operand_block: int = -1
-    """The number under which the residency knows what operators see; -1: the home itself."""
+    """The number in the residency of the role that operators use; -1: they use the home itself."""
 
     @property
     def operand(self) -> Role:
-        """Return the role that a copy on the device is fetched from: the 16-bit copies at home, or the parameters."""
+        """The role that a device copy is fetched from: the 16-bit copies at home, or the parameters."""
         return Role.COMPUTE if Role.COMPUTE in self.homes else Role.PARAM
 
     @property
@@ -204,7 +204,7 @@ class Chunk:
         return self.compute_dtype if role == Role.COMPUTE else role.dtype or self.dtype
 
     def role_nbytes(self, role: Role) -> int:
-        """Return the bytes of `role` that move: whole pages."""
+        """Return the bytes of `role` that are copied: whole pages."""
         return self._bytes(role, self.numel)
 
     def home_nbytes(self, role: Role) -> int:
@@ -213,7 +213,7 @@ class Chunk:
 
     @property
     def lent_nbytes(self) -> int:
-        """Return the bytes of a home that gradients are lent, in the dtype in which they arrive."""
+        """Bytes of a lent home of gradients, in the dtype in which autograd makes them."""
         return self.capacity * self.compute_dtype.itemsize
 
     def _bytes(self, role: Role, count: int) -> int:
@@ -221,17 +221,17 @@ class Chunk:
         return count * itemsize + (self._scales_nbytes(role) if role.scale_block else 0)
 
     def _scales_nbytes(self, role: Role) -> int:
-        """Return bytes enough for a last, shorter block of each parameter, however many this chunk comes to hold."""
+        """Return bytes enough for a last, shorter block of each parameter, however many this chunk gets."""
         return round_up(4 * (self.capacity // role.scale_block + self.most_parameters), PAGE_BYTES)
 
     @property
     def compute_nbytes(self) -> int:
-        """Return the bytes of the copy that operators see."""
+        """Bytes of the copy that operators use."""
         return self.numel * self.compute_dtype.itemsize
 
     def flat(self, role: Role) -> torch.Tensor:
-        """Return what is used of the home of `role` as a 1-D tensor, whose storage is no other tensor's; the same one
-        as long as it is right."""
+        """Return the used part of the home of `role` as a 1-D tensor with a storage of its own; cached while it is
+        valid."""
         home = self.homes[role]
         if (known := home.flat) is None or known[0] is not self.gradient_dtype or known[1] != self.numel:
             with torch.inference_mode(False):
@@ -245,12 +245,12 @@ class Chunk:
         return elements(memory, self.dtype_of(role), self.numel)
 
     def recast(self) -> None:
-        """Make the 16-bit copies at home, if there are any, what the parameters say."""
+        """Cast the parameters to their 16-bit copies at home, if there are any."""
         for managed in self.parameters:
             managed.recast(managed.home)
 
     def label(self, role: Role) -> str:
-        """Return how messages name `role` of this chunk."""
+        """Return the name of `role` of this chunk for messages."""
         names = [parameter.name for parameter in self.parameters]
         more = f", … ({len(names)} parameters)" if len(names) > 2 else ""
         return f"{role.name} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
@@ -260,19 +260,19 @@ class Chunk:
 class ManagedParameter:
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
 
-    `home` is what `.data` is outside compute; `rest` what it is between the operators of a forward: the home, or,
-    where that is not of the dtype, or on the device, that operators see, `stand_in`, which reads as NaN. `home_address`
-    is where the home was when it was made: a storage may be given other memory (`share_memory_()` does that). `device`
-    is a view of the slot while the chunk has a copy on the device, `device_storage` the handle of its storage, which
-    begins at `device_address`, and `device_references` how often hetmem itself refers to that; `device_view` is a view
-    of it that autograd has been given, turned mostly. `grad_home` is the home of the gradient, and `grad_view` what
-    stands in `p.grad` for it where it is kept in 16 bits; `grad_spare` are those of the last step, which nothing else
-    holds. `version` is the parameter's version counter as last seen: a different one means that it was written to;
-    `counter` is a tensor without memory that has the same counter, and tells it whatever class the parameter is of.
-    `data_sets` counts how often `.data` was set within a forward or backward. `kind` is the parameter's class; it
-    is `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it may not be used as it is (see
-    `intercept.watched`). `bound` counts the calls of modules that it is bound for, and `data_taken` says that `.data`
-    was asked for within one. `stepped_by` stands for the optimizer of hetmem's that steps it."""
+    `home` is `.data` outside compute; `rest` is `.data` between the operators of a forward: the home, or, if that
+    differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address` is the home's
+    address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a view of the slot
+    while the chunk has a device copy, `device_storage` the handle of its storage, which begins at `device_address`, and
+    `device_references` counts hetmem's own references to that; `device_view` is a view of it given to autograd, usually
+    transposed. `grad_home` is the home of the gradient, and `grad_view` stands in `p.grad` for one in 16 bits;
+    `grad_spare` has both of the last step, to be reused. `version` is the last known version counter of the parameter:
+    another value means that it was written to; `counter` is a tensor without memory that shares the counter and is
+    independent of the parameter's class. `data_sets` counts assignments to `.data` within a forward or backward. `kind`
+    is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it
+    may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it is bound for, and
+    `data_taken` says that `.data` was read within one. `stepped_by` is the token of the hetmem optimizer that steps it.
+    """
 
     parameter: torch.nn.Parameter
     name: str
@@ -309,7 +309,7 @@ class ManagedParameter:
     stepped_by: object = None
 
     def open_grad_home(self) -> None:
-        """Make `grad_home` a view of where the gradient lives: a new one, unless that of the last step is spare."""
+        """Set `grad_home` to a view of the gradient's home: a new one, or that of the last step if it is spare."""
         spare, self.grad_spare = self.grad_spare, None
         dtype = self.chunk.dtype_of(Role.GRAD)
         memory = self.chunk.homes[Role.GRAD].memory
@@ -325,13 +325,13 @@ class ManagedParameter:
             self.grad_view = HiddenGradient(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
 
     def close_grad_home(self, *, unused: bool = False) -> None:
-        """Forget where the gradient lives. If nothing else holds the views of it, `unused`, the next one gets them."""
+        """Drop `grad_home`. If nothing else holds its views (`unused`), the next one reuses them."""
         if unused and self.grad_home is not None and self.grad_home.is_cpu:
             self.grad_spare = self.grad_home, self.grad_view
         self.grad_home = self.grad_view = None
 
     def views(self, role: Role) -> dict[str, torch.Tensor]:
-        """Return the home of this parameter's part of `role`, by the names under which users find it."""
+        """Return the home of this parameter's part of `role`, by the names that users see."""
         found = {role.name: self.view(role)}
         if role.scale_block:
             start, count = self._scales(role)
@@ -339,8 +339,8 @@ class ManagedParameter:
             found[f"{role.name}_scale"] = elements(memory, torch.float32, count, self.chunk.numel + 4 * start)
         return found
 
-    def places(self, role: Role) -> dict[str, int]:
-        """Return at how many bytes from the beginning of the home the `views` of `role` begin, without making them."""
+    def byte_offsets(self, role: Role) -> dict[str, int]:
+        """Return the offsets in bytes of the `views` of `role` in its home, without making them."""
         found = {role.name: self.offset * self.chunk.dtype_of(role).itemsize}
         if role.scale_block:
             found[f"{role.name}_scale"] = self.chunk.numel + 4 * self._scales(role)[0]
@@ -356,8 +356,8 @@ class ManagedParameter:
         return {role.name: self.part(flat).view(role.dtype), f"{role.name}_scale": scales}
 
     def _scales(self, role: Role) -> tuple[int, int]:
-        """Return where the scales of this parameter begin, and how many it has: each parameter before it in the chunk
-        may have a last, shorter block."""
+        """Return the offset and count of this parameter's scales: each parameter before it in the chunk may have a
+        last, shorter block."""
         before = self.offset // role.scale_block + self.chunk.parameters.index(self)
         return before, -(-self.numel // role.scale_block)
 
@@ -366,13 +366,13 @@ class ManagedParameter:
         dtype = self.chunk.dtype_of(role)
         flat = elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize)
         view = torch.empty(0, dtype=dtype, device=flat.device)
-        view.data = self.shaped(flat)  # a view of `flat` would keep that memory when its `.data` is set elsewhere
+        view.data = self.shaped(flat)  # a view of `flat` would keep that memory alive when its `.data` is set
         return view
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return `flat`, this parameter's elements, in its shape and strides."""
         if self.shape == flat.shape and self.stride == (1,):
-            return flat  # a bias, which is as it should be
+            return flat  # a bias, say
         return flat.as_strided(self.shape, self.stride) if self.numel else flat.new_empty(self.shape)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:
@@ -380,7 +380,7 @@ class ManagedParameter:
         return flat[self.offset : self.offset + self.numel]
 
     def recast(self, home: torch.Tensor) -> None:
-        """Make the 16-bit copy at home, if there is one, what `home`, which holds the parameter's values, says."""
+        """Cast `home`, which holds the parameter's values, to its 16-bit copy at home, if there is one."""
         if Role.COMPUTE in self.chunk.homes:
             with torch.no_grad():
                 self.view(Role.COMPUTE).copy_(home)

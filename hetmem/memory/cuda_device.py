@@ -30,7 +30,7 @@ from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import PIECE_BYTES
 
-_REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds says no microseconds after ten seconds or so
+_REBASE_MILLISECONDS = 10_000.0  # a float32 of milliseconds loses microseconds after about ten seconds
 
 
 class CudaDevice(Device):
@@ -67,34 +67,34 @@ class CudaDevice(Device):
         return cores_near(pci_address(self.torch_device))
 
     @cached_property
-    def _compute(self) -> ComputeStreams:
-        return ComputeStreams(self.torch_device)
+    def _compute(self) -> ComputeStream:
+        return ComputeStream(self.torch_device)
 
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
-        return DevicePool(slot_bytes, slots, self.torch_device, self._compute.empty, self._compute.last_use)
+        return DevicePool(slot_bytes, slots, self.torch_device, self._compute.empty)
 
     def allocate(self, nbytes: int) -> Memory:
         return self._compute.zeros(nbytes)
 
     def available_bytes(self) -> int:
-        """Return nine tenths of what is free or torch's allocator already has: the budget is this process's, which may
-        be allowed a part of the GPU only."""
+        """Return nine tenths of the memory that is free or reserved by torch's allocator; this process may be allowed a
+        part of the GPU only."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.torch_device))
         return int(min(free + torch.cuda.memory_reserved(self.torch_device), allowed) * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
-        """Register `host` with the driver, exactly as long as it is. Returns what undoes it.
+        """Register `host` with the driver, exactly as long as it is; return a function that undoes it.
 
-        Its pages are populated first, new ones in the memory nearest to this GPU; raises `CapacityError` where the
-        machine has too few. Where registering is refused (a limit of locked memory, a container), copies still work,
-        several times slower, and a warning says so.
+        Its pages are populated first, new ones in the memory nearest to this GPU; raises `CapacityError` if the machine
+        has too few. If registering is refused (a limit of locked memory, a container), copies still work, several times
+        slower, and a warning says so.
         """
         host.populate(self.cores)
         with torch.cuda.device(self.torch_device):
             locks = PageLocks(torch.cuda.cudart(), host)
         if locks.error:
-            with contextlib.suppress(RuntimeError):  # CUDA tells it once more, at the next launch: let that be this one
+            with contextlib.suppress(RuntimeError):  # CUDA reports the error again at the next launch: this one
                 torch.zeros(1, device=self.torch_device)
             self._refused = (
                 f"the driver refused to page-lock {format_size(host.nbytes - locks.nbytes)} of "
@@ -112,11 +112,11 @@ class CudaDevice(Device):
 
     def captures(self) -> bool:
         with torch.cuda.device(self.torch_device):
-            return torch.cuda.is_current_stream_capturing()
+            return torch.cuda.is_current_stream_capturing() or self._compute.current() is None
 
     def peak_bytes(self) -> int:
-        """Return the most that torch's allocator had handed out at one time since the last call, also if others have
-        asked it meanwhile: there is one peak for all models on a GPU, and each sets it back."""
+        """Return the most that torch's allocator had handed out at one time since this device's last call: all models
+        on a GPU share one peak, which each call resets."""
         seen = torch.cuda.memory_stats(self.torch_device)
         peak, fragments = (int(seen.get(f"{what}_bytes.all.peak", 0)) for what in ("allocated", "inactive_split"))
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -132,7 +132,7 @@ class CudaDevice(Device):
 
     @cached_property
     def moves(self) -> Moves:
-        """Return how bytes cross; made at the first use."""
+        """The copies of this GPU; made at the first use."""
         return Moves(self.torch_device, self._kernels())
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -149,12 +149,12 @@ class CudaDevice(Device):
             self.moves.gradient_out(target, arrived, add=add)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
-        """Tell of refusals by an observer of torch's allocator, which can only look: the allocation fails anyway."""
+        """Report refusals by an observer of torch's allocator, which cannot prevent them."""
         _observe_allocator()
         self._refusals.append(weakref.WeakMethod(refused))
 
     def refused(self, asked_bytes: int) -> None:
-        """Tell models that the allocator has refused `asked_bytes`, on the thread that asked."""
+        """Tell models that the allocator has refused `asked_bytes`, on the allocating thread."""
         allocated = int(torch.cuda.memory_allocated(self.torch_device))
         for method in self._refusals:
             told = method()
@@ -185,15 +185,15 @@ _devices: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
 
 @cache
 def _observe_allocator() -> None:
-    """Observe torch's allocator, once in a process, as torch takes no observer off. Other allocators call none."""
+    """Observe torch's allocator, once in a process, as torch cannot remove an observer. Other allocators call none."""
     attach: Any = torch_private.out_of_memory_observer()
     if attach is not None:
-        with contextlib.suppress(RuntimeError):  # of cudaMallocAsync, or a plugin's
+        with contextlib.suppress(RuntimeError):  # with cudaMallocAsync, or a plugin's allocator
             attach(_refused)
 
 
 def _refused(index: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
-    """Tell devices of a refusal. Raise nothing: that would take the place of torch's error, which torch catches."""
+    """Report a refusal to devices. Raises nothing: that would replace torch's error, which torch catches."""
     with contextlib.suppress(Exception):
         for device in list(_devices):
             if device.torch_device.index in (index, None):
@@ -211,25 +211,25 @@ class PageLocks:
     """
 
     def __init__(self, cudart: Any, host: Mapping) -> None:
-        self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until it is unregistered
+        self._cudart, self._host, self._process = cudart, host, os.getpid()  # holds the memory until then
         self.pieces: list[range] = []
         self.error = 0
         for start in range(host.address, host.address + host.nbytes, PIECE_BYTES):
             piece = range(start, min(start + PIECE_BYTES, host.address + host.nbytes))
             error = cudart.cudaHostRegister(piece.start, len(piece), _PORTABLE)
-            self.error = int(getattr(error, "value", error))  # torch's own enumeration, which need not be a number
+            self.error = int(getattr(error, "value", error))  # torch's enumeration, not always a number
             if self.error:
                 break
             self.pieces.append(piece)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are page-locked."""
+        """Bytes that are page-locked."""
         return sum(map(len, self.pieces))
 
     def end(self) -> None:
-        """Unregister all pieces, which waits for the driver. In a forked child, which has none of its state, and at the
-        end of the process, which is that of page-locking too, it does nothing."""
+        """Unregister all pieces, which waits for the driver. Does nothing in a forked child, which lacks the driver's
+        state, and at the end of the process, which unlocks its pages anyway."""
         if process_ends():
             _LEFT.append(self)
         elif os.getpid() == self._process:
@@ -238,11 +238,11 @@ class PageLocks:
 
 
 _LEFT: list[PageLocks] = []
-"""What the end of the process unregisters, with its memory."""
+"""Kept alive until the end of the process, which unregisters them."""
 
 
 def _locked_memory_advice(nbytes: int) -> str:
-    """Return what may help where the driver refuses to page-lock `nbytes`: a higher limit only if it is too low."""
+    """Return advice if the driver refuses to page-lock `nbytes`: a higher limit only if it is too low."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit != resource.RLIM_INFINITY and limit < nbytes:
         return (
@@ -258,65 +258,46 @@ def pci_address(device: torch.device) -> str:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-class ComputeStreams:
-    """The streams on which a program was seen to compute on one GPU. The default one is always among them.
-
-    Note "pools": torch's allocator keeps memory for the stream that was current when it was taken, and hands it out
-    there again as soon as it is given back. So all slots are taken from the default stream's, whatever stream is
-    current: those of a copy or of the user's would be lost to everybody else.
-    """
+class ComputeStream:
+    """The default stream of one GPU, the only one that a program may compute on: freed memory of slots is reused there
+    in the order of that stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.default = torch.cuda.default_stream(device)
-        self.seen: dict[torch.cuda.Stream, None] = {self.default: None}
-        self._by_handle: dict[Any, torch.cuda.Stream] = {}
+        self._handle: Any = None
 
     def current(self) -> torch.cuda.Stream:
-        """Return the stream that is current, and count it as seen from now on."""
+        """Return the default stream. Raises `ManageError` if another one is current."""
         handle_of = torch_private.raw_current_stream
         handle = None if handle_of is None else handle_of(self._device.index)
-        stream = self._by_handle.get(handle)
-        if stream is None:
-            stream = torch.cuda.current_stream(self._device)
-            self.seen[stream] = None
-            if handle is not None:
-                self._by_handle[handle] = stream
-        return stream
+        if handle is None or handle != self._handle:
+            if torch.cuda.current_stream(self._device) != self.default:
+                raise ManageError(
+                    f"a managed model is used on another stream of {self._device} than its default one: leave out "
+                    f"torch.cuda.stream(…) around calls of the model, backward() and step()"
+                )
+            self._handle = handle
+        return self.default
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Return memory that may still be in use by what the default stream was asked for earlier."""
+        """Return memory that earlier work of the default stream may still use."""
         with torch.cuda.stream(self.default):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def zeros(self, nbytes: int) -> torch.Tensor:
-        """Return memory that the current stream finds zeroed."""
+        """Return zeroed memory."""
         with torch.cuda.stream(self.default):
-            memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        current = torch.cuda.current_stream(self._device)
-        if current != self.default:
-            current.wait_stream(self.default)
-        return memory
-
-    def last_use(self, memory: torch.Tensor) -> None:
-        """Keep `memory`, which is given back next, from being reused before the work of other streams on it is done."""
-        for stream in self.seen:
-            if stream != self.default:
-                memory.record_stream(stream)
+            return torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
 
 
 class CudaStreams:
-    """A stream of a GPU for each direction, and its `ComputeClock`; compute is whatever stream is current when asked.
+    """A stream of a GPU for each direction, and its `ComputeClock`."""
 
-    A program may compute on several. `mark` is behind all that were seen: weights are read by all of them, and what
-    one of them has read must not be overwritten because another is done.
-    """
-
-    def __init__(self, device: torch.device, compute: ComputeStreams) -> None:
+    def __init__(self, device: torch.device, compute: ComputeStream) -> None:
         self._device = device
         self._compute = compute
         self.see_compute = compute.current
-        self._joined: torch.cuda.Stream | None = None
         self._streams = {link: torch.cuda.Stream(device) for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._base = torch.cuda.Event(enable_timing=True)
         self._base.record(torch.cuda.current_stream(device))
@@ -328,36 +309,28 @@ class CudaStreams:
         return None if torch.cuda.is_current_stream_capturing() else self.mark()
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event on the current stream, or behind all streams where there are several, with the time at which
-        it was asked for."""
+        """Return an event on the stream of compute, with the time of this call."""
         event: Any = torch.cuda.Event(enable_timing=True)
-        event.hetmem_asked = time.perf_counter()  # torch 2.11 lets events die without telling weak references
-        stream = self._compute.current()
-        if len(self._compute.seen) > 1:
-            stream = self._joined = self._joined or torch.cuda.Stream(self._device)
-            for one in self._compute.seen:
-                behind = torch.cuda.Event()
-                behind.record(one)
-                stream.wait_event(behind)
-        event.record(stream)
+        event.hetmem_asked = time.perf_counter()  # weak references to events are not cleared in torch 2.11
+        event.record(self._compute.current())
         found: torch.cuda.Event = event
         return found
 
     def enqueue(self, link: Link, after: Sequence[Any], work: Callable[[], None]) -> torch.cuda.Event:
-        """Ask for `work` on the stream of `link`, behind the events `after`; return the event of its end. If it raises,
-        nothing that `work` asked for is still under way."""
+        """Launch `work` on the stream of `link`, behind the events `after`; return the event of its end. If it raises,
+        nothing that `work` launched is still under way."""
         stream, compute, device = self._streams[link], self._compute.current(), torch.cuda.current_device()
         end: Any = torch.cuda.Event(enable_timing=True)
         end.hetmem_asked = time.perf_counter()
-        torch.cuda.set_stream(stream)  # `with torch.cuda.stream(…)` asks for the current one three times
+        torch.cuda.set_stream(stream)  # `with torch.cuda.stream(…)` queries the current one three times
         try:
             for event in after:
                 stream.wait_event(event)
             try:
                 work()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the device has failed: nothing runs any more
-                    stream.synchronize()  # what was asked for uses memory that its owner is about to let go
+                with contextlib.suppress(RuntimeError):  # a failed device runs nothing
+                    stream.synchronize()  # launched work uses memory that its owner will free
                 raise
             end.record(stream)
         finally:
@@ -368,7 +341,7 @@ class CudaStreams:
         return ended
 
     def order_compute(self, event: torch.cuda.Event) -> None:
-        """Have compute asked for from now on run after `event`."""
+        """Order later compute behind `event`."""
         self._compute.current().wait_event(event)
 
     now = staticmethod(time.perf_counter)
@@ -380,8 +353,8 @@ class CudaStreams:
         event.synchronize()
 
     def when(self, event: torch.cuda.Event) -> float:
-        """Return the time at which `event` passed, by what lies between an earlier event and this one on the GPU, whose
-        clock need not go as the host's: no event passes before it is asked for, nor later than now."""
+        """Return the time at which `event` passed, from the GPU's time between an earlier event and this one. As the
+        GPU's clock may drift from the host's, it is clamped to lie between the request and now."""
         milliseconds: float = self._base.elapsed_time(event)
         seconds: float = self._base_seconds + milliseconds / 1e3
         asked, now = getattr(event, "hetmem_asked", seconds), time.perf_counter()

@@ -1,7 +1,7 @@
 """An accelerator, as the runtime sees it, and its memory as a pool of slots.
 
-Here is the simulated one, which lives in host memory and acts like a GPU.
-It holds memory and knows link speeds; it does not know chunks, traces or which slots are taken.
+The simulated one is here, which lives in host memory and acts like a GPU. A device holds memory and knows link speeds;
+it does not know chunks, traces or which slots are taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
 
 POISON = 0xFF
-"""The byte a freed slot is filled with under `sanitize`: NaN in every floating-point format, -1 in integers."""
+"""The byte that fills a freed slot under `sanitize`: NaN in every floating-point format, -1 in integers."""
 
 
 _POOLS: weakref.WeakSet[DevicePool] = weakref.WeakSet()
@@ -32,14 +32,13 @@ def lies_in_a_slot(address: int) -> bool:
 
 
 class DevicePool:
-    """Places for chunks on `device`, by number, each of one or more slots of `slot_bytes`.
+    """Numbered places for chunks on `device`, each of one or more slots of `slot_bytes`.
 
-    A place takes memory when a chunk first comes to lie there, and keeps it until that is given back. `slots` is how
-    many may hold memory: before a place is prepared, others are given back.
+    A place takes memory when a chunk is first put there, and keeps it until `give_back`. At most `slots` slots may hold
+    memory: before a place is prepared, others are given back.
 
-    `empty` gives bytes of the device, and `last_use` is told of memory that is dropped next. Memory that was given back
-    is safe for its next user, and memory that was just taken may still be read by compute that was asked for earlier;
-    see `ComputeStreams`.
+    `empty` allocates device memory. Freed memory is safe for its next user, and newly allocated memory may still be
+    read by earlier compute.
     """
 
     def __init__(
@@ -48,31 +47,30 @@ class DevicePool:
         slots: int,
         device: torch.device,
         empty: Callable[[int], Memory],
-        last_use: Callable[[Any], None] = lambda memory: None,
     ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._device = device
-        self._empty, self._last_use = empty, last_use
+        self._empty = empty
         self._memory: dict[int, Memory] = {}
         self._spans: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # addresses of that memory
         self.views: dict[int, dict[Any, Any]] = {}
-        """By place, what others keep of views of its memory until that is given back."""
+        """By place, views of its memory that callers cache until it is given back."""
         self.held_slots = 0
-        """The slots that hold memory."""
+        """How many slots hold memory."""
         _POOLS.add(self)
 
     def held_bytes(self) -> int:
-        """Return what slots have taken of the device's memory."""
+        """Return the bytes of device memory that slots hold."""
         return self.held_slots * self.slot_bytes
 
     def holds_place(self, place: int) -> bool:
-        """Whether there is memory at `place`."""
+        """Return whether `place` has memory."""
         return place in self._memory
 
     def prepare(self, place: int, span: int) -> None:
-        """Have memory for `span` slots at `place`, where there is none. Other compute may still be using it."""
+        """Allocate memory for `span` slots at `place`, which has none. Earlier compute may still be using it."""
         self._memory[place] = self._empty(span * self.slot_bytes)
         self._starts[place] = address_of(self._memory[place])
         self._spans[place] = span
@@ -95,12 +93,12 @@ class DevicePool:
 
     def poison(self, place: int) -> None:
         """Overwrite `place`, on the stream of compute, so that a stale reader gets NaN."""
-        if place in self._memory:  # there may have been none for it
+        if place in self._memory:  # it may have none
             self.flat(place, torch.uint8, self._spans[place] * self.slot_bytes).fill_(POISON)
 
     def give_back(self, free: list[int], keep: int) -> None:
-        """Return the memory of places among `free`, those with the highest numbers first, until at most `keep` slots
-        hold memory."""
+        """Free the memory of places among `free`, those with the highest numbers first, until at most `keep` slots hold
+        memory."""
         for place in reversed(free):
             if self.held_slots <= keep:
                 return
@@ -108,25 +106,25 @@ class DevicePool:
                 self.held_slots -= self._spans.pop(place)
                 del self._starts[place]
                 self.views.pop(place, None)
-                self._last_use(self._memory.pop(place))
+                del self._memory[place]
 
     def holds(self, address: int) -> bool:
-        """Whether `address` lies in a slot."""
+        """Return whether `address` lies in a slot."""
         return any(0 <= address - start < self._spans[place] * self.slot_bytes for place, start in self._starts.items())
 
 
 class Device:
-    """An accelerator, as the runtime sees it; what is here holds of one that lives in host memory.
+    """An accelerator, as the runtime sees it; the methods here are those of one that lives in host memory.
 
-    `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what
-    memory it needs; otherwise the allocator of the device says it (`peak_bytes`). `cores`: the CPU numbers nearest to
-    it, for threads that work on what it reads; empty where all are alike.
+    `memory_bytes`: its capacity, None = the budget's. `watched`: the program watches every operator to know what memory
+    it needs; otherwise the device's allocator counts it (`peak_bytes`). `cores`: the CPU numbers nearest to it, for
+    threads that work on memory it reads; empty if all are alike.
     """
 
     torch_device = torch.device("cpu")
     watched = True
     SHARE = 0.25
-    """Without a budget: this share of the memory that is free now."""
+    """Share of the free memory that is used without a budget."""
 
     def __init__(self, memory_bytes: int | None) -> None:
         self.memory_bytes = memory_bytes
@@ -148,31 +146,31 @@ class Device:
         return int(free_host_bytes() * self.SHARE)
 
     def pin(self, host: Mapping) -> Callable[[], None]:
-        """Make copies from and to `host` as fast as the link is; return what undoes it."""
+        """Page-lock `host`, for copies at the full rate of the link; return a function that undoes it."""
         return lambda: None
 
     def captures(self) -> bool:
-        """Say whether what is asked for now is recorded, in a CUDA graph, to run again later without the program."""
+        """Return whether the current stream is being captured in a CUDA graph. Raises `ManageError` if it is not the
+        default stream of a GPU."""
         return False
 
     def peak_bytes(self) -> int:
-        """Return, unless `watched`, the most that was allocated on it, by anyone in this process, since the last
-        call."""
+        """Return, unless `watched`, the most bytes allocated on it at one time by this process since the last call."""
         return 0
 
     def fragment_bytes(self) -> int:
-        """Return the most that its allocator had at one time between tensors: free, and of no use to others."""
+        """Return the most bytes that its allocator had at one time between tensors: free, and of no use to others."""
         return 0
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Ask for `source`, a home, to be copied to `target`, a slot, on the current stream: both 1-D, contiguous and
-        as long. It is cast to the slot's dtype as `Tensor.copy_` does it; a NaN stays one, with any payload."""
-        target.copy_(source)  # none needs a gradient
+        """Copy `source`, a home, to `target`, a slot, on the current stream: both 1-D, contiguous and of one length.
+        Casts to the slot's dtype as `Tensor.copy_` does; a NaN stays one, with any payload."""
+        target.copy_(source)  # neither needs a gradient
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """Ask for `arrived`, a gradient on the device, to be written to `target`, its home, or added to it, on the
-        current stream: of one shape, in the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
-        if torch.is_grad_enabled():  # a context for each gradient takes more calls than to ask
+        """Copy `arrived`, a gradient on the device, to `target`, its home, or add it, on the current stream: of one
+        shape, with the bits of `Tensor.copy_` and `add_`; a NaN stays one, with any payload."""
+        if torch.is_grad_enabled():  # a context for each gradient costs more than this test
             with torch.no_grad():
                 self.gradient_out(target, arrived, add=add)
         elif add:
@@ -181,15 +179,15 @@ class Device:
             target.copy_(arrived)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
-        """Call `refused`, a method that is held weakly, with the bytes that the device's allocator has just refused to
-        anyone in this process and with those that it has handed out; on any thread, before the error is raised."""
+        """Call `refused`, a method that is held weakly, whenever the device's allocator refuses memory to this process,
+        with the refused bytes and those allocated; on any thread, before the error is raised."""
 
     def remarks(self) -> list[str]:
-        """Return sentences for the report: what is slower here than it could be, why, and the way out."""
+        """Return sentences for the report: what is slower than it could be, why, and the remedy."""
         return []
 
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        """Return what moves bytes between host memory and this device."""
+        """Return the copier between host memory and this device."""
         raise NotImplementedError
 
 
@@ -198,8 +196,8 @@ class SimDevice(Device):
 
     `memory`: capacity in bytes or as a string; None = the budget's. `host_to_device`, `device_to_host`: bytes per
     second (ints or strings such as "12GB"); None = as fast as this machine copies. Operators compute on the CPU;
-    `hetmem` sees to it that they meet only memory of this device, as on a GPU (with `manage(sanitize=True)` it raises
-    where they do not). Raises `BudgetError` for a size or a speed that is none.
+    `hetmem` sees to it that they use only memory of this device, as on a GPU (with `manage(sanitize=True)` it raises if
+    they do not). Raises `BudgetError` for an invalid size or speed.
     """
 
     def __init__(
@@ -222,7 +220,7 @@ class SimDevice(Device):
 
 
 def _speed(wanted: int | str | None, what: str) -> int | None:
-    """Return bytes a second. Raises `BudgetError` for a speed with which nothing would ever arrive."""
+    """Return bytes a second. Raises `BudgetError` for a speed of 0."""
     speed = None if wanted is None else parse_size(wanted, what)
     if speed == 0:
         raise BudgetError(f"{what} must be above 0 bytes per second; None is as fast as this machine copies")

@@ -1,9 +1,9 @@
-"""Host memory in whole pages, straight from the kernel, near a device; how much the machine has left; and a pool of it,
-cut into permanent homes, loans, and the slots of a staging ring.
+"""Host memory in whole pages, straight from the kernel, near a device; how much memory the machine has left; and a pool
+of it, divided into permanent homes, loans, and the slots of a staging ring.
 
-Pages are what O_DIRECT, page-locking and huge pages all need. Where Linux has no files about them, all cores are as
-near, and there is no limit. A container, or a job of a batch system, has a limit that the machine's own numbers say
-nothing of, and a process that goes beyond it is killed. A pool keeps to its capacity. Must not know torch, or what the
+O_DIRECT, page-locking and huge pages all need whole pages. Where Linux has no files about them, all cores count as
+equally near, and there is no limit. A container, or a job of a batch system, has a limit that the machine's own numbers
+do not show, and a process that exceeds it is killed. A pool keeps to its capacity. Must not know torch, or what the
 memory is for.
 """
 
@@ -31,8 +31,8 @@ SYSFS = Path("/sys")
 
 
 def cores_near(pci_address: str) -> tuple[int, ...]:
-    """Return the CPU numbers nearest to the device at "domain:bus:device.function" (hexadecimal) that this process may
-    run on, ascending; none where all of them are as near, or the system does not say."""
+    """Return the CPU numbers nearest to the device at "domain:bus:device.function" (hexadecimal) on which this process
+    may run, ascending; empty if all are equally near, or the system does not say."""
     allowed = os.sched_getaffinity(0)
     try:
         text = (SYSFS / "bus/pci/devices" / pci_address.lower() / "local_cpulist").read_text()
@@ -43,7 +43,7 @@ def cores_near(pci_address: str) -> tuple[int, ...]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the numbers of a list such as "0-3,8,10-11"."""
+    """Parse a list such as "0-3,8,10-11"."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -51,24 +51,23 @@ def _numbers(text: str) -> list[int]:
     return found
 
 
-_UNLIMITED = 1 << 60  # version 1 says no limit by a number near 2 ** 63
+_UNLIMITED = 1 << 60  # version 1 has a number near 2 ** 63 for no limit
 
 
 def free_host_bytes() -> int:
     """Return what the machine, or a control group of this process, has left, whichever is less."""
-    import psutil  # costs more than all of hetmem to import, and a budget that is said needs it not
+    import psutil  # imported late: takes longer than hetmem, and only runs without a budget need it
 
     return min(int(psutil.virtual_memory().available), *left_by_groups())
 
 
 def left_by_groups(root: Path = Path("/")) -> list[int]:
-    """Return what each control group that limits memory leaves; 2 ** 60 if none does. Files that are read again from
-    the disk count as left."""
+    """Return what each control group that limits memory leaves; 2 ** 60 if none does. The page cache counts as left."""
     return [_UNLIMITED, *(left for folder in _groups(root) if (left := _left(folder)) is not None)]
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, of either version, and of those around them."""
+    """Yield the folders of this process's control groups, of either version, and of their parents."""
     mounted = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -84,7 +83,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _left(folder: Path) -> int | None:
-    """Return what the group of `folder` leaves; None without a limit that can be read. A container's is the topmost."""
+    """Return what the group of `folder` leaves; None without a readable limit. A container's is the topmost."""
     names = ("memory.max", "memory.current", "inactive_file")
     if not (folder / names[0]).exists():
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -103,13 +102,13 @@ _SYSTEM_PAGE_BYTES = mmap.PAGESIZE
 # Below this a huge page would be mostly padding (its size is 2 MiB on x86-64 and on most arm64).
 _HUGE_PAGE_BYTES = 2 * MIB
 
-# Linux's; Python's mmap module names neither. Without the first, a machine that counts commitments refuses one mapping
-# larger than the memory it has at present, though only what is touched takes memory.
+# Linux's; Python's mmap module names neither. Without the first, a machine that limits overcommit refuses a mapping
+# larger than its free memory, though only touched pages take memory.
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 _POPULATE_STEP_BYTES = GIB
-"""Between two steps of `Mapping.populate` the machine is asked what it has left."""
+"""After each such step `Mapping.populate` checks what the machine has left."""
 _POPULATE_THREADS = 8
 
 
@@ -118,7 +117,7 @@ def address_of(memory: memoryview) -> int:
     if memory.readonly:
         address: int = np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0]
         return address
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a fifth of the time, for each transfer
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # in a fifth of the time, for each transfer
 
 
 _KEPT_FROM_CHILDREN: weakref.WeakSet[Mapping] = weakref.WeakSet()
@@ -126,7 +125,7 @@ _NEVER_UNMAPPED: list[Mapping] = []
 
 
 def _after_fork() -> None:
-    """Keep a child from unmapping what it does not have: other memory may have come to lie at that address since."""
+    """Keep a child from unmapping what it does not have: other memory may have been mapped at that address since."""
     _NEVER_UNMAPPED.extend(_KEPT_FROM_CHILDREN)
 
 
@@ -134,14 +133,14 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _stay_on(cores: Collection[int]) -> None:
-    """Keep this thread on `cores`, if there are any and the system allows it."""
+    """Bind this thread to `cores`, if there are any and the system allows it."""
     if cores:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, cores)
 
 
 def _touch(address: int, nbytes: int) -> int:
-    """Populate whole pages from `address` on; returns an errno, 0 if it worked. The GIL is not held meanwhile."""
+    """Populate whole pages from `address` on; return an errno, 0 if it worked. The GIL is released meanwhile."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE) == 0:
         return 0
@@ -158,8 +157,8 @@ class Mapping:
     """`nbytes` of private, page-aligned, zeroed memory that belongs to no file.
 
     Nothing is touched on creation: a page costs memory, and the time of its first touch (0.5 to 3 s per GiB), when it
-    is first written. The memory is given back when the mapping and every view of it are gone; there is no `close`, so
-    a view cannot dangle. Large mappings ask for huge pages, which make disk transfers and updates 1.2 times faster.
+    is first written. The memory is freed when the mapping and every view of it are gone; there is no `close`, so a view
+    cannot dangle. Large mappings ask for huge pages, which make disk transfers and updates 1.2 times faster.
     """
 
     __slots__ = ("__weakref__", "_pages", "address", "nbytes")
@@ -185,9 +184,9 @@ class Mapping:
     def populate(self, cores: Collection[int] = ()) -> None:
         """Touch every page, by several threads, so that page-locking finds them; their contents stay.
 
-        Those threads run on `cores`, if any are given: the system takes new pages from the memory that is nearest to
-        the core that touches them. Raises `CapacityError` as soon as the machine, or a control group of this process,
-        has less memory left than the next step of 1 GiB takes: going on would end the process, or another one.
+        Those threads run on `cores`, if any are given: the system allocates pages in the memory nearest to the core
+        that touches them. Raises `CapacityError` as soon as the machine, or a control group of this process, has less
+        memory left than the next step of 1 GiB takes: continuing would get this process, or another one, killed.
         """
         threads = min(_POPULATE_THREADS, len(cores) or os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, "hetmem-populate", _stay_on, (cores,)) as pool:
@@ -233,8 +232,8 @@ class Mapping:
         return memoryview(self._pages)[offset : offset + nbytes]
 
     def shorten(self, nbytes: int, used: int) -> None:
-        """Keep the first `nbytes` only, of which what lies behind the `used` ones, whole pages, reads zeros and takes
-        no memory; the rest stays mapped for views of it, and unused."""
+        """Keep the first `nbytes` only. What lies behind the `used` ones, whole pages, reads zeros and takes no memory;
+        the rest stays mapped for views of it, and unused."""
         if used < self.nbytes:
             self._pages.madvise(mmap.MADV_DONTNEED, used, self.nbytes - used)
         self.nbytes = nbytes
@@ -247,7 +246,7 @@ class Mapping:
 # ---- The pool. ----
 
 PAGE_BYTES = 4096
-"""What is reserved and lent is whole multiples of it."""
+"""Reservations and loans are multiples of it."""
 
 
 class Spans:
@@ -257,31 +256,31 @@ class Spans:
     def __init__(self, end: int, piece: int) -> None:
         self._end, self._piece = round_down(end, PAGE_BYTES), piece
         self._free: list[tuple[int, int]] = []
-        """Begin and end of what was given back and has lent spans below it, sorted."""
+        """Sorted starts and ends of free spans above the lowest lent one."""
         self._lowest = self._end
-        """No span begins below."""
+        """No span starts below."""
         self._lent: dict[int, int] = {}
         self._given: deque[int] = deque()
 
     @property
     def end(self) -> int:
-        """Where the range ends."""
+        """The end of the range."""
         return self._end
 
     @property
     def lowest(self) -> int:
-        """Return where the lowest span that is lent begins; the end of the range if none is."""
+        """The start of the lowest lent span; the end of the range if there is none."""
         self._settle()
         return self._lowest
 
     @property
     def lent_bytes(self) -> int:
-        """Return what is lent now."""
+        """Bytes lent now."""
         self._settle()
         return self._end - self._lowest - sum(end - start for start, end in self._free)
 
     def take(self, nbytes: int, start: int) -> int | None:
-        """Return where `nbytes` at or above `start` are lent from now on; None if no such span is free."""
+        """Lend `nbytes` at or above `start` and return where they start; None if no such span is free."""
         self._settle()
         size = round_up(max(1, nbytes), PAGE_BYTES)
         fitting = [(end - begin, begin, end) for begin, end in self._free if end - begin >= size]
@@ -305,7 +304,7 @@ class Spans:
         self._given.append(at)
 
     def _fit(self, begin: int, end: int, size: int) -> int | None:
-        """Return the highest place for `size` bytes within [begin, end), or None."""
+        """Return the highest start for `size` bytes within [begin, end), or None."""
         at = round_down(end - size, PAGE_BYTES)
         if size <= self._piece and at // self._piece != (at + size - 1) // self._piece:
             at = round_down(end - 1, self._piece) - size
@@ -327,7 +326,7 @@ class Spans:
 
 
 class Loan:
-    """`memory` of a `HostPool`, which has it back when this is dropped, on any thread."""
+    """`memory` of a `HostPool`, returned to it when this object is dropped, on any thread."""
 
     __slots__ = ("_at", "_spans", "memory")
 
@@ -348,9 +347,9 @@ class HostPool:
         self.capacity_bytes = round_down(capacity_bytes, PAGE_BYTES)
         self.reserved_bytes = 0
         self.peak_bytes = 0
-        """The most that was reserved and lent at one time."""
+        """The most bytes that were reserved and lent at one time."""
         self.for_loans_bytes = 0
-        """So much at the end is never reserved."""
+        """Bytes at the end that are never reserved."""
         self.mapping = mapping or Mapping(max(PAGE_BYTES, self.capacity_bytes))
         self.mapping.keep_from_children()
         self._staging_offset = 0
@@ -359,7 +358,7 @@ class HostPool:
 
     @property
     def free_bytes(self) -> int:
-        """Return what may still be reserved."""
+        """Bytes that may still be reserved."""
         return self._reserved_up_to() - self.reserved_bytes
 
     def _reserved_up_to(self) -> int:
@@ -367,11 +366,11 @@ class HostPool:
 
     @property
     def lent_bytes(self) -> int:
-        """Return what `lend` has handed out."""
+        """Bytes that `lend` has handed out."""
         return self._spans.lent_bytes
 
     def loan_room_bytes(self, leave_bytes: int) -> int:
-        """Return what may be lent beside `leave_bytes` that are to be reserved, in however many pieces."""
+        """Return what may be lent beside `leave_bytes` that are to be reserved, in any number of pieces."""
         return self.capacity_bytes - self._first_loan(leave_bytes) - self.lent_bytes
 
     def _first_loan(self, leave_bytes: int) -> int:
@@ -379,8 +378,8 @@ class HostPool:
         return max(self.reserved_bytes, min(start, self.capacity_bytes - self.for_loans_bytes))
 
     def lend(self, nbytes: int, leave_bytes: int = 0, apart_bytes: int = 0) -> Loan | None:
-        """Lend page-aligned memory for a while, and leave `leave_bytes` to be reserved, and `apart_bytes` beside them
-        to other loans; None if there is no room."""
+        """Lend page-aligned memory, and leave `leave_bytes` for reservations and `apart_bytes` for other loans; None if
+        there is no room."""
         at = self._spans.take(nbytes, round_up(self._first_loan(leave_bytes) + apart_bytes, PAGE_BYTES))
         if at is None:
             return None
@@ -403,12 +402,12 @@ class HostPool:
         return self.mapping.buffer(start, nbytes)
 
     def reserve_staging(self, slot_bytes: int, slots: int) -> None:
-        """Set `slots` slots of `slot_bytes` (whole pages) aside for staging; once."""
+        """Reserve `slots` slots of `slot_bytes` (whole pages) for staging; once."""
         self._staging_offset = self.reserved_bytes
         self.slot_bytes = slot_bytes
         if slots:
             self.reserve(slot_bytes * slots)
 
     def staged(self, slot: int, nbytes: int) -> memoryview:
-        """Return `nbytes` of memory from staging slot `slot` on."""
+        """Return `nbytes` of memory that start at staging slot `slot`."""
         return self.mapping.buffer(self._staging_offset + slot * self.slot_bytes, nbytes)

@@ -1,14 +1,15 @@
-"""Ctrl-C while hetmem works: it comes when that is done, or where that waits for something.
+"""Defers Ctrl-C while hetmem works, until that work ends or waits for something.
 
-Python raises KeyboardInterrupt between any two instructions: a copy that was begun and not taken note of would be
+Python raises KeyboardInterrupt between any two instructions: a copy that has begun and is not recorded yet would be
 waited for without end. So within `HELD_BACK` an interrupt is only remembered. It is raised where a transfer is waited
-for, as an error of that transfer would be, and at the end. The second of two comes at once, whatever it breaks.
+for, like an error of that transfer, and at the end. A second interrupt is raised at once, whatever it breaks.
 
-Only the main thread gets signals; the handler that is set for them is what happens in the end. What the work is, is not
-known here.
+Only the main thread gets signals; in the end the program's own handler is called. This module does not know what the
+work is.
 
-Note "hooks": what torch calls around each module and each gradient is held back by its code alone (`covers`), as that
-costs no call: the handler is set for the length of a segment, and looks for such code on the stack.
+Note "hooks": for functions that torch calls around each module and gradient, interrupts are held back by their code
+objects alone (`covers`), as that costs no call: the handler is set for the length of a segment, and looks for such code
+on the stack.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from typing import Any, TypeVar
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 _INTERRUPT = int(signal.SIGINT)
 _SIGNALS: Any = importlib.import_module("_signal")
-"""What `signal` wraps, which takes twenty times as long, to make enums; this is asked around every operator."""
+"""The module under `signal`: that one makes enums, in twenty times as long, and is called around every operator."""
 
 
 _main = threading.main_thread().ident
-"""Of the main thread. Asked by its number: `current_thread` would make an object for each thread not Python's own."""
+"""Identifier of the main thread, as `current_thread` would make an object for each thread not started by Python."""
 
 
 class _Here(threading.local):
-    """Facts of each thread that are asked for around every module: looking them up calls nothing."""
+    """Facts of each thread that are read around every module, without a call."""
 
     def __init__(self) -> None:
         self.ident = get_ident()
@@ -44,17 +45,15 @@ HERE = _Here()
 
 
 class HeldBack(ContextDecorator):
-    """A context, or a decorator, to be entered any number of times within itself, in which interrupts wait."""
+    """A context, or a decorator, in which interrupts wait; it can be nested."""
 
     def __init__(self) -> None:
         self.depth = 0
-        """How often this is entered."""
+        """How many times it is entered."""
         self.segments = 0
         self._covered: set[CodeType] = set()
         self._handler_before: Any = None
         self.came = False
-        self.before_raised: set[Callable[[], object]] = set()
-        """What is called before an interrupt of the main thread is raised, where hetmem's work is done."""
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
@@ -64,28 +63,28 @@ class HeldBack(ContextDecorator):
         return function
 
     def begin_segment(self) -> None:
-        """Note that a forward, a backward or a step begins: until `end_segment` hetmem's handler stays, and does what
-        the program's handler does wherever nothing is held back."""
+        """Install the handler for a forward, a backward or a step, until `end_segment`; where nothing is held back it
+        does what the program's handler does."""
         if HERE.is_main and (self.depth or self._take()):
             self.segments += 1
 
     def end_segment(self) -> None:
-        """End a segment; call it once for each `begin_segment`. Nothing happens if that was forgotten."""
+        """End a segment; call it once for each `begin_segment`. Without effect if none runs."""
         if self.segments and HERE.is_main:
             self.segments -= 1
             if not (self.segments or self.depth):
                 self._give_back()
 
     def _take(self) -> bool:
-        """Have interrupts come here, if they do not; False if they cannot. A segment may have been forgotten, by a
-        forward that ended without a word, and the handler of the program be another one since."""
+        """Install the handler if it is not installed; False if that is impossible. After a forward that ended without
+        calling `end_segment`, the program may have set another one."""
         handler = _SIGNALS.getsignal(_INTERRUPT)
-        if handler is None:  # set by C: it could not be set again
+        if handler is None:  # set by C, so it cannot be restored
             return False
         if handler == self._ours:
             return True
         self._handler_before = handler
-        _SIGNALS.signal(_INTERRUPT, self._ours)  # until here one may be raised, and nothing has begun
+        _SIGNALS.signal(_INTERRUPT, self._ours)  # an interrupt before this is raised, with nothing begun
         return True
 
     def __enter__(self) -> None:
@@ -98,18 +97,18 @@ class HeldBack(ContextDecorator):
             self.leave()
 
     def leave(self) -> None:
-        """End what was entered, if all is: an interrupt that came is raised."""
+        """Raise an interrupt that came, if nothing is entered any more."""
         if not self.depth and (self.came or not self.segments) and HERE.is_main:
             self._give_back()
 
     def raise_here(self) -> None:
-        """Call before a wait: an interrupt that came before is raised instead."""
+        """Raise an interrupt that came; call it before a wait."""
         if self.came and HERE.is_main:
             self.came = False
             self._deliver()
 
     def wait(self, wait: Callable[[], Any], wake: Callable[[], None]) -> Any:
-        """Return `wait()`. An interrupt calls `wake`, which makes it return; then the caller is to ask `raise_here`."""
+        """Return `wait()`. An interrupt calls `wake`, which makes it return; the caller then calls `raise_here`."""
         if not HERE.is_main:
             return wait()
         self._wake = wake
@@ -125,12 +124,11 @@ class HeldBack(ContextDecorator):
         while not held and frame is not None:
             held, frame = frame.f_code in self._covered, frame.f_back
         if not held:
-            self._tell()
             self._deliver()
             return
         if self.came:  # the second one
             self._give_back()
-            self._deliver()  # for a handler that counts them, and has not raised
+            self._deliver()  # the second, if the handler did not raise for the first
             return
         self.came = True
         if self._wake is not None:
@@ -144,22 +142,17 @@ class HeldBack(ContextDecorator):
             _SIGNALS.signal(_INTERRUPT, self._handler_before)
         if came or self.came:
             self.came = False
-            self._tell()
             self._deliver()
 
-    def _tell(self) -> None:
-        for call in (*self.before_raised,):
-            call()
-
     def _deliver(self) -> None:
-        """Do what an interrupt does when it is not held back: usually it raises KeyboardInterrupt, which ends a forward
-        without a word. So no segment runs from here on, unless it has not raised."""
+        """Call the program's handler: usually it raises KeyboardInterrupt, which ends a forward without calling
+        `end_segment`. So no segment counts from here on, unless it does not raise."""
         segments, self.segments = self.segments, 0
         if _SIGNALS.getsignal(_INTERRUPT) == self._ours:
             _SIGNALS.signal(_INTERRUPT, self._handler_before)
         if callable(self._handler_before):
             self._handler_before(_INTERRUPT, None)
-        else:  # it ends the process, or is ignored
+        else:  # the default: end the process, or ignore it
             _SIGNALS.signal(_INTERRUPT, self._handler_before)
             signal.raise_signal(signal.SIGINT)
         if segments and self._take():
@@ -167,4 +160,4 @@ class HeldBack(ContextDecorator):
 
 
 HELD_BACK = HeldBack()
-"""There is one main thread, and one handler."""
+"""The only instance: there is one main thread, and one handler."""

@@ -4,7 +4,7 @@ It only observes: it reports bytes to its owner and raises what a GPU would have
 
 Note "backward": autograd saves the thread's modes when a backward starts and restores them around every node, so a mode
 cannot be switched on for a backward from outside. `watch_backward` therefore registers a hook before and after each
-node of the graph; they exist only in steps that are watched.
+node of the graph, in watched steps only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _dispatch_modes: Any = torch_private.dispatch_modes_around
 _function_modes: Any = torch_private.function_modes_around
 
 NAMED_BYTES = 1 << 16
-"""Tensors of less are not told apart at the peak: they are not what fills a device."""
+"""Smaller tensors are not listed at the peak, as they do not fill a device."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,22 +47,22 @@ class Made:
 
 
 class PeakTensors:
-    """The tensors of NAMED_BYTES at least that were alive when most was, of all that was watched: see `reached`."""
+    """The tensors of at least NAMED_BYTES that were alive at the peak of everything watched: see `reached`."""
 
     def __init__(self) -> None:
         self.alive: dict[Made, None] = {}
         self.tensors: list[Made] = []
-        """Those of the peak."""
+        """The tensors at the peak."""
         self.nbytes = self.step = 0
         self.segment = ""
 
     def outlived_forward(self) -> None:
-        """Note that what is alive is kept for a backward."""
+        """Mark what is alive as saved for a backward."""
         for made in self.alive:
             made.saved = True
 
     def reached(self, live_bytes: int, step: int) -> None:
-        """Note that `live_bytes` are alive now, which may be the peak, in the step with that number."""
+        """Record that `live_bytes` are alive now, which may be the peak, in the step with that number."""
         if live_bytes > self.nbytes:
             self.nbytes, self.step = live_bytes, step
             self.segment = "forward" if torch_private.current_node() is None else "backward"
@@ -70,22 +70,21 @@ class PeakTensors:
 
 
 class DeviceMonitor(TorchDispatchMode):
-    """Counts the live bytes of every tensor on devices like `device` that operators make or meet, except chunk memory.
+    """Counts the live bytes of every tensor on devices like `device` that operators make or use, except chunk memory.
 
-    `is_device_memory(address)` and `is_home_memory(address)` tell chunk slots and homes from everything else;
-    `grown(live_bytes)` is called whenever the live bytes have grown, before the new tensor is used by anyone;
+    `is_device_memory(address)` and `is_home_memory(address)` tell chunk slots and homes from all other memory.
+    `grown(operator, live_bytes)` is called whenever the live bytes have grown, before anything uses the new tensor.
     `transformed` says that a `torch.func` transform is around the forward: it has wrapped parameters before the model
-    was called, so they are read where they are; `left`: the model has left the device within the function of torch's,
-    or the node, that runs, which may be many operators: a GPU, which has refused it memory, would begin it again with
-    the weights where they are then; with `strict`, an operator that reads or writes home memory raises
-    `DeviceAccessError`, unless the model has `left`.
+    was called, so they are read at home. `left`: the model has left the device within the running function of torch, or
+    node, which may be many operators; a GPU would have refused memory and run it again with the weights at home. With
+    `strict`, an operator that reads or writes home memory raises `DeviceAccessError`, unless the model has `left`.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch compile under this mode, as `torch.cond` does by itself; what is compiled runs under it."""
+        """Let torch compile under this mode, as `torch.cond` does by itself; compiled code runs under it."""
         return True
 
     def __init__(
@@ -114,8 +113,8 @@ class DeviceMonitor(TorchDispatchMode):
 
     @property
     def live_bytes(self) -> int:
-        """Return what is alive now, for the thread that computes: tensors die on any, also in the middle of a sum of
-        this one, and only leave their bytes here."""
+        """Bytes alive now, read on the thread that computes: tensors die on any thread, also in the middle of a sum of
+        this one, and only queue their bytes."""
         while self._dead:
             nbytes, made = self._dead.popleft()
             self._live_bytes -= nbytes
@@ -124,12 +123,12 @@ class DeviceMonitor(TorchDispatchMode):
         return self._live_bytes
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Count nothing meanwhile: what hetmem does is no operator of the model, nor of a `torch.func` transform, nor
-        for the user's modes: one that keeps results for a recomputation would give them in place of hetmem's copies."""
-        if self.paused:  # whatever is around was left when that began
+        """Return a context that counts nothing and hides hetmem's own work from modes and `torch.func` transforms: a
+        mode that caches results for a recomputation, say, would return them in place of hetmem's copies."""
+        if self.paused:  # modes and transforms were left when that began
             return _AS_IT_IS
         transformed = _transform() is not None
-        inference = _inference()  # views made in it could not be written to outside
+        inference = _inference()  # its views could not be written to outside
         modes = _modes_are_around()
         if transformed or inference or modes:
             return self._outside(transformed=transformed, inference=inference, modes=modes)
@@ -152,7 +151,7 @@ class DeviceMonitor(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.paused or _accumulates():
             return func(*args, **kwargs)
-        if isinstance(func, torch_private.HigherOrderOperator):  # with functions among its arguments
+        if isinstance(func, torch_private.HigherOrderOperator):  # its arguments include functions
             result = func(*args, **kwargs)
             self.count(func, tree_leaves(result))
             return result
@@ -169,8 +168,8 @@ class DeviceMonitor(TorchDispatchMode):
 
     @HELD_BACK
     def count(self, operator: Any, tensors: Iterable[Any]) -> None:
-        """Add the storages of `tensors` that are not known yet; they leave the count when they die. `operator`, or what
-        it is in words, has made them."""
+        """Add the storages of `tensors` that are not counted yet; they leave the count when they die. `operator`, or a
+        description of it, has made them."""
         before, came = self.live_bytes, dict[Made, None]()
         for tensor in tensors:
             if not _has_memory(tensor) or tensor.device.type != self._device_type:
@@ -190,7 +189,7 @@ class DeviceMonitor(TorchDispatchMode):
             if made is not None:
                 came[made] = None
         grown = self.live_bytes > before
-        self.peak.alive.update(came)  # behind those that have died
+        self.peak.alive.update(came)  # after removing those that have died
         if grown:
             self._grown(str(operator), self.live_bytes)
 
@@ -204,11 +203,11 @@ class DeviceMonitor(TorchDispatchMode):
                 )
 
     def watch_backward(self, outputs: Any) -> None:
-        """Watch every node of the autograd graph behind `outputs`, those of a forward that is over, while it runs."""
+        """Watch every node of the autograd graph behind `outputs`, those of a forward that has ended, while it runs."""
         if torch.is_grad_enabled():
             self.peak.outlived_forward()
         for node in nodes_behind(outputs):
-            if not hasattr(node, "variable"):  # a node that accumulates runs the user's hooks, which may read homes
+            if not hasattr(node, "variable"):  # accumulation runs the program's hooks, which may read homes
                 node.register_prehook(self._enter_node)
                 node.register_hook(self._leave_node)
 
@@ -225,12 +224,12 @@ class DeviceMonitor(TorchDispatchMode):
 
 
 def is_unseen() -> bool:
-    """Return whether no mode or transform is around: `DeviceMonitor.unwatched` would change nothing."""
+    """Return whether no mode or transform is active: `DeviceMonitor.unwatched` would change nothing."""
     return not (_dispatch_modes() or _function_modes() or _inference() or _transform() is not None)
 
 
 def _modes_are_around() -> bool:
-    """Whether any mode would see what is done now."""
+    """Return whether any mode is active."""
     return bool(_dispatch_modes() or _function_modes())
 
 
@@ -248,13 +247,13 @@ def nodes_behind(outputs: Any) -> Iterator[Any]:
 
 
 def _accumulates() -> bool:
-    """Whether a gradient is being accumulated: then the user's hooks run, which may read homes. A checkpoint runs a
-    backward of its own within a node that is watched, so that node's mode is on."""
+    """Return whether a gradient is being accumulated: then the program's hooks run, which may read homes. A checkpoint
+    runs a backward of its own within a watched node, whose mode is on."""
     return hasattr(torch_private.current_node(), "variable")
 
 
 class _Paused:
-    """`monitor` sees nothing within: entered several times in each operator, so it is no generator."""
+    """Pauses `monitor`; not a generator, as it is entered several times in each operator."""
 
     __slots__ = ("_monitor",)
 
@@ -272,16 +271,16 @@ _AS_IT_IS = nullcontext()
 
 
 def _forget(monitor: weakref.ref[DeviceMonitor], key: int) -> None:
-    """Note that a storage has died. Weak: the finalizer lives as long as that, and must not keep a model alive."""
+    """Queue the bytes of a storage that died. A strong reference would keep a model alive as long as the storage."""
     alive = monitor()
     if alive is not None:
         alive._dead.append(alive._sizes.pop(key, (0, None)))
 
 
 def _calling_module() -> int:
-    """Return the `id` of the module whose call is innermost on this thread; 0: of none, as in a backward."""
+    """Return the `id` of the module whose call is innermost on this thread; 0 if there is none, as in a backward."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:  # which runs backwards
+    while frame is not None and frame.f_globals.get("__name__") != torch.autograd.__name__:  # it runs backwards
         if frame.f_code is _CALL:
             return id(frame.f_locals["self"])
         frame = frame.f_back
@@ -293,12 +292,12 @@ _CALL = torch.nn.Module.__call__.__code__
 
 @cache
 def _name(operator: Any) -> str:
-    """Return how people call `operator`."""
+    """Return the common name of `operator`."""
     return str(operator).removeprefix("aten.").partition(".")[0].strip("_")
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Return the tensors among `values`, arguments or results of an operator, which has them alone or in lists."""
+    """Yield the tensors among `values`, arguments or results of an operator, alone or in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -307,7 +306,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _has_memory(value: Any) -> bool:
-    """Whether `value` is a tensor with memory that can be asked for (not one inside a `torch.func` transform, or of a
+    """Return whether `value` is a tensor with accessible memory (not one inside a `torch.func` transform, or of a
     backward of many gradients at once)."""
     return (
         isinstance(value, torch.Tensor)
@@ -320,7 +319,7 @@ def _has_memory(value: Any) -> bool:
 
 
 def _address_of(storage: Any) -> int:
-    """Return where `storage` lies; 0 where it stands for one in code that is being traced."""
+    """Return the address of `storage`; 0 for a symbolic one in code that is being traced."""
     try:
         return storage.data_ptr()  # type: ignore[no-any-return]
     except RuntimeError:
@@ -328,8 +327,8 @@ def _address_of(storage: Any) -> int:
 
 
 class Operator(NamedTuple):
-    """An operator of torch, as people call it, and what its schema says: whether it touches no elements, so that its
-    results are views of its arguments, and whether it speaks of no shared memory."""
+    """An operator of torch, its common name, and facts of its schema: whether it only makes views of its arguments,
+    without touching elements, and whether it declares no aliases."""
 
     func: Any
     name: str
@@ -341,7 +340,7 @@ _operators: dict[int, Operator] = {}
 
 
 def operator_of(func: Any) -> Operator:
-    """Look `func` up by its identity: its hash is a call of Python, and a trace asks ten thousand times."""
+    """Return the `Operator` of `func`, looked up by identity: its hash is Python, and a trace needs ten thousand."""
     found = _operators.get(id(func))
     if found is None:
         schema = func._schema
@@ -355,10 +354,10 @@ def operator_of(func: Any) -> Operator:
 
 @cache
 def _is_of_several(func: Any) -> bool:
-    """Whether `func` is made of other operators. In inference mode it is a mode's as a whole, and views that are made
-    in it do not know what they are views of; torch computes a product with a view of a weight in another order then.
-    Everywhere else only those others are a mode's. Of `chunk` and `narrow` it is known before they are a mode's, and
-    torch refuses to be told again."""
+    """Return whether `func` is composed of other operators. In inference mode a mode gets it as a whole, and views made
+    in it do not know their base; torch then computes a product with a view of a weight in another order. Otherwise a
+    mode gets only the parts. Not `chunk` and `narrow`: their own ADInplaceOrView kernels record the base before a mode
+    runs."""
     has, name = torch_private.has_kernel, func.name()
     return bool(has(name, "CompositeImplicitAutograd") and not has(name, "ADInplaceOrView"))
 

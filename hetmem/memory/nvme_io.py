@@ -1,8 +1,8 @@
-"""Files of the NVMe store, without a name, sparse and mapped; and the threads of each disk that read and write them,
-with O_DIRECT where that works.
+"""Files of the NVMe store, unnamed, sparse and mapped, and the threads of each disk that read and write them, with
+O_DIRECT if possible.
 
-Knows descriptors, blocks, the page cache, memory and futures. Must not know extents, capacities or callers. Requests
-go over one link for each direction, with its traffic and its time.
+Knows descriptors, blocks, the page cache, memory and futures. Must not know extents, capacities or callers. Requests go
+over one link for each direction, which counts its bytes and time.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from hetmem.memory.host_memory import Mapping, Spans
 
 BLOCK_BYTES = 4096  # covers the O_DIRECT alignment of the disks and filesystems in use
 _EXIT_SECONDS = 5.0  # a disk that hangs must not keep a process alive that has failed
-_LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more of a core than a second thread wins
+_LEAST_REQUEST_BYTES = 2 * MIB  # smaller ones cost more CPU time than a second thread saves
 
 Move = Callable[[int, list[memoryview], int], int]
-"""`preadv` or `pwritev`: descriptor, buffers and offset to the bytes moved."""
+"""`preadv` or `pwritev`: from descriptor, buffers and offset to the bytes moved."""
 
 
 class StoreFile:
-    """A file without a name: its descriptors, its mapping and how much of it is reserved (a prefix).
+    """An unnamed file: its descriptors, its mapping and how much of it is reserved (a prefix).
 
-    Without O_DIRECT, `direct` is `buffered`, and what a transfer left in the page cache is dropped behind it: written
-    out before, so that a failing disk is noticed by the transfer that it fails, and memory that training needs is not
-    spent on bytes that are used once. Pages that a view has touched stay.
+    Without O_DIRECT, `direct` is `buffered`, and each transfer drops its pages from the page cache: after writing them
+    out, so that a failing disk fails the transfer, and memory that training needs is not spent on bytes that are used
+    once. Pages that a view has touched stay.
     """
 
     def __init__(self, directory: str, nbytes: int) -> None:
         self.directory = directory
         self.reserved_bytes = 0
         self.kept_bytes = 0
-        """Of the begin of the file: blocks that are there, reserved or not."""
+        """Allocated blocks at the start of the file, reserved or not."""
         self.loans = Spans(nbytes, nbytes + 1)
-        """What is lent, from the end of the file downward."""
+        """Lent spans, from the end of the file downward."""
         self._lent_from = nbytes
-        """From here on the blocks are allocated, and say anything."""
+        """From here on blocks are allocated, with any content."""
         with contextlib.ExitStack() as opened:
             try:
                 self.buffered = _open_unnamed(directory)
@@ -60,9 +60,9 @@ class StoreFile:
                 raise BudgetError(f"{what}. Name an existing, writable directory on the disk to use") from error
             disk = os.fstatvfs(self.buffered)
             self.disk = os.fstat(self.buffered).st_dev
-            """Which one it lies on: files on one disk share its room."""
+            """The disk it lies on: files on one disk share its free space."""
             self.disk_room_bytes = disk.f_bavail * disk.f_frsize * 9 // 10
-            """What the disk had free when this was made, less the tenth that a budget leaves it."""
+            """The disk's free space when this was made, less the tenth that a budget leaves it."""
             self.direct = _open_direct(self.buffered)
             if self.direct != self.buffered:
                 opened.callback(os.close, self.direct)
@@ -77,19 +77,19 @@ class StoreFile:
         return self.direct != self.buffered
 
     def allocate(self, nbytes: int) -> None:
-        """Take zeroed disk blocks for `nbytes` after the reserved ones; `trim` gives them back."""
+        """Allocate zeroed disk blocks for `nbytes` after the reserved ones; `trim` frees them."""
         if self._lent_from < self.loans.end:
             self.trim()
         self._take_blocks(self.reserved_bytes, nbytes)
         end = self.reserved_bytes + nbytes
-        if end > self._lent_from:  # where nothing is lent any more
+        if end > self._lent_from:  # into former loans, which have old content
             start = max(self.reserved_bytes, self._lent_from)
             self.pages[start:end] = bytes(end - start)
             self._lent_from = end
 
     def lend(self, nbytes: int) -> int | None:
-        """Return where `nbytes`, whole blocks, are lent until `loans` has them back; None if there is no room. Their
-        blocks stay allocated, so that the next step allocates none."""
+        """Lend `nbytes`, whole blocks, until `loans` gets them back, and return their offset; None if there is no room.
+        Their blocks stay allocated, so that the next step allocates none."""
         at = self.loans.take(nbytes, self.reserved_bytes)
         if at is not None and at < self._lent_from:
             try:
@@ -104,12 +104,12 @@ class StoreFile:
         disk = os.fstatvfs(self.buffered)
         free = disk.f_bavail * disk.f_frsize + max(0, self.kept_bytes - start)
         try:
-            # Asked first because a failing fallocate fills the disk, for every process on it, before it says so.
+            # Checked first because a failing fallocate fills the disk, for every process on it, before it fails.
             if nbytes > free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self.buffered, start, nbytes)
         except OSError as error:
-            missing = f", {sized(nbytes - free)} are missing" if nbytes > free else ""  # a quota, say, else
+            missing = f", {sized(nbytes - free)} are missing" if nbytes > free else ""  # otherwise a quota, say
             raise StoreError(
                 error.errno,
                 f"cannot reserve {sized(nbytes)} in {self.directory!r}: {error.strerror}; {sized(free)} were free"
@@ -117,15 +117,15 @@ class StoreFile:
             ) from error
 
     def trim(self) -> None:
-        """Give back blocks beyond the reserved ones, unless some are lent; no view of them exists, and `allocate`
-        lengthens the file."""
+        """Free blocks beyond the reserved ones, unless some are lent; no view of them exists, and `allocate` extends
+        the file again."""
         if not self.loans.lent_bytes:
             os.ftruncate(self.buffered, max(self.reserved_bytes, self.kept_bytes))
             self._lent_from = self.loans.end
 
     def transfer(self, verb: str, move: Move, memory: memoryview, position: int) -> None:
-        """Move all of `memory` from or to `position`, however little each call moves; `StoreError` if not, whatever it
-        was that went wrong: the waiting thread must learn where."""
+        """Move all of `memory` from or to `position`, in as many calls as necessary. Raises `StoreError` for any
+        failure, with its position, for the waiting thread."""
         done = 0
         try:
             while done < memory.nbytes:
@@ -147,8 +147,8 @@ class StoreFile:
     def keep_in_cache(self, move: Move, memory: memoryview, position: int) -> bool:
         """Return, after a failed write, whether the page cache took all of it instead, so that views see all of it.
 
-        Otherwise a part of the range is new and a part old, and a reader of a home would see weights that never
-        were. It is no replacement for the write: the system may lose what it cannot write out.
+        Otherwise a part of the range is new and a part old, and a reader of a home would see a mixture of two versions.
+        The cache does not replace the write: the system may lose what it cannot write out.
         """
         done = 0
         with contextlib.suppress(Exception):
@@ -158,18 +158,18 @@ class StoreFile:
 
     def _drop_behind(self, position: int, nbytes: int, *, written: bool) -> None:
         if written:
-            os.fdatasync(self.buffered)  # the next line drops clean pages only
+            os.fdatasync(self.buffered)  # posix_fadvise drops only clean pages
         os.posix_fadvise(self.buffered, position, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _open_unnamed(directory: str) -> int:
-    """Return a new file, readable by its owner only, that has no name: no crash leaves it behind."""
+    """Return a new unnamed file, accessible to its owner only: no crash leaves it behind."""
     with tempfile.TemporaryFile(buffering=0, dir=directory) as file:  # O_TMPFILE, or mkstemp and unlink
         return os.dup(file.fileno())
 
 
 def _open_direct(fd: int) -> int:
-    """Return a second descriptor of the same file, with O_DIRECT; `fd` itself where the filesystem does not do that."""
+    """Return a second descriptor of the same file, with O_DIRECT; `fd` itself if the filesystem has none."""
     block = Mapping(BLOCK_BYTES).buffer(0, BLOCK_BYTES)
     direct = fd
     try:
@@ -183,15 +183,15 @@ def _open_direct(fd: int) -> int:
 
 
 def sized(nbytes: int) -> str:
-    """Return bytes, and the same in a unit that people read."""
+    """Return bytes, and the same in a readable unit."""
     return f"{nbytes} bytes ({format_size(nbytes)})"
 
 
 class DiskLink:
     """One direction: the bytes moved, and the time it was busy.
 
-    Each file has threads of its own, so that no disk waits for another. A transfer is shared out to all of them, also
-    where it is smaller than their requests may be: a single one that training waits for has the whole disk.
+    Each file has threads of its own, so that no disk waits for another. A transfer is divided among all of them, even
+    if it is smaller than one request may be: a single one that training waits for has the whole disk.
     """
 
     def __init__(self, verb: str, move: Move, files: int, threads: int, request_bytes: int) -> None:
@@ -217,7 +217,7 @@ class DiskLink:
         return _Transfer(self, file, memory, position).start(self._threads[index], nbytes)
 
     def end(self, moved_bytes: int) -> None:
-        """Note that a transfer has ended."""
+        """Count the end of a transfer."""
         with self._lock:
             self.moved_bytes += moved_bytes
             self._in_flight -= 1
@@ -225,12 +225,12 @@ class DiskLink:
                 self._busy_seconds += time.perf_counter() - self._busy_since
 
     def busy_seconds(self) -> float:
-        """Return seconds during which at least one transfer was queued or running."""
+        """Return the seconds during which at least one transfer was queued or running."""
         with self._lock:
             return self._busy_seconds + (time.perf_counter() - self._busy_since if self._in_flight else 0.0)
 
     def join(self) -> None:
-        """Let the threads end once nothing is queued, and wait for them."""
+        """End the threads once nothing is queued, and wait for them."""
         for threads in self._threads:
             threads.stop()
         for threads in self._threads:
@@ -238,7 +238,7 @@ class DiskLink:
 
 
 class _Transfer:
-    """One read or write, cut into requests; the last request to end settles the future."""
+    """One read or write, divided into requests; the last request to end settles the future."""
 
     def __init__(self, link: DiskLink, file: StoreFile, memory: memoryview, position: int) -> None:
         self._link = link
@@ -268,7 +268,7 @@ class _Transfer:
             try:
                 self._file.transfer(link.verb, link.move, memory, position)
                 moved_bytes = memory.nbytes
-            except BaseException as error:  # whatever it is, the waiting thread must learn of it
+            except BaseException as error:  # of any kind: the waiting thread must get it
                 self._error = error
         with self._lock:
             self._moved_bytes += moved_bytes

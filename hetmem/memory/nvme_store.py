@@ -1,10 +1,10 @@
-"""The NVMe store: extents of unnamed files, moved by threads with O_DIRECT.
+"""The NVMe store: extents of unnamed files, transferred by threads with O_DIRECT.
 
-Knows directories, extents and raw bytes. Must not know torch, chunks, slots or when a transfer is worth while.
+Knows directories, extents and raw bytes. Must not know torch, chunks, slots or when to transfer.
 
-Each directory holds one file without a name, as long as the whole capacity but sparse: blocks are taken when extents
-are reserved, and the kernel gives all of them back when the process ends, however it ends. Because the length is
-fixed, one shared mapping per file serves every view. The system calls drop the GIL, so Python's threads suffice.
+Each directory holds one unnamed file, as long as the whole capacity but sparse: blocks are allocated when extents are
+reserved, and the kernel frees all of them when the process ends, however it ends. Because the length is fixed, one
+shared mapping per file serves every view. The system calls release the GIL, so Python's threads suffice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetmem.memory.nvme_io import BLOCK_BYTES, DiskLink, StoreFile, sized
 __all__ = ["BLOCK_BYTES", "Extent", "NvmeStore"]
 
 THREADS, REQUEST_BYTES = 4, 16 * MIB
-"""Within a twentieth of the best of 12 and of 7 ways to ask the drives of two machines, for reads as for writes."""
+"""Within 5 % of the best of 12 and of 7 combinations measured on the drives of two machines, for reads and writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Extent:
 
 
 class LentExtent(Loan):
-    """`extent` of a store, and its bytes as `memory`: see `NvmeStore.view`. The store has it back when this is dropped,
-    on any thread; a transfer has to hold it."""
+    """`extent` of a store, and its bytes as `memory`: see `NvmeStore.view`. It returns to the store when this object is
+    dropped, on any thread; a transfer has to hold it."""
 
     __slots__ = ("extent",)
 
@@ -51,19 +51,19 @@ class LentExtent(Loan):
 
 
 class NvmeStore:
-    """Disk space in one or more directories, reserved ahead and moved asynchronously.
+    """Disk space in one or more directories, reserved in advance and transferred asynchronously.
 
     All methods may be called from any thread. Transfers of one range are not ordered against each other: wait for a
-    future before touching its memory or its range again. Futures are settled on the store's threads. A store dropped
+    future before using its memory or its range again. Futures are settled on the store's threads. A store dropped
     without `close` cleans up too: its threads end once the queued transfers, which hold their file, have run, and each
     file closes itself when nothing holds it.
 
     A transfer takes memory aligned to 4096 bytes and a length that is a multiple of it. Anything else is refused with
-    ValueError, on every filesystem: the page cache would take it, at an eighth of the speed without a word why.
+    ValueError, on every filesystem: the page cache would take it silently, at an eighth of the speed.
 
     Several directories share the load by whole extents, as a view of one must be a single mapping of one file. Extents
-    that are reserved together go round the files, and the next ones begin a file further on: what belongs together
-    (the roles of a chunk) lies on different disks, and so do neighbours.
+    that are reserved together go round the files, and the next ones start one file further on: so the roles of a chunk
+    lie on different disks, and so do neighbours.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class NvmeStore:
         request_bytes: int = REQUEST_BYTES,
         io: Any = os,
     ) -> None:
-        """Open a store of at most `capacity_bytes` spread over `directories`; no disk space is taken yet.
+        """Open a store of at most `capacity_bytes` spread over `directories`; no disk space is allocated yet.
 
         At most `threads` requests of at most `request_bytes` run per directory and direction, on threads of their own:
         a fetch never queues behind write-backs. `io` has the system calls `preadv` and `pwritev`: tests pass one that
         fails.
 
-        Warns where there is no O_DIRECT. Raises `BudgetError` for a directory that cannot hold the file and for a
-        capacity below 1; nothing stays open then.
+        Warns if there is no O_DIRECT. Raises `BudgetError` for a directory that cannot hold the file and for a capacity
+        below 1; nothing stays open then.
         """
         if isinstance(directories, (str, os.PathLike)) or not directories:
             raise BudgetError(f"the NVMe store needs a sequence of at least one directory, got {directories!r}")
@@ -90,11 +90,11 @@ class NvmeStore:
             raise BudgetError(f"the NVMe store needs a capacity of at least 1 byte, got {capacity_bytes}")
         self.capacity_bytes = capacity_bytes
         self.peak_bytes = 0
-        """The most that was reserved and lent at one time."""
+        """The most bytes that were reserved and lent at one time."""
         self._lock = threading.Lock()  # guards _closed, reservations, and submission against close
         self._closed = False
-        self._first = 0  # the file that the next extents begin with, other things being equal
-        # Each file owns its descriptors: if one directory fails, those opened before it close themselves.
+        self._first = 0  # the file of the next extent, other things being equal
+        # Each file owns its descriptors: if one directory fails, files opened before close themselves.
         self._files = [StoreFile(os.fspath(path), round_up(capacity_bytes, BLOCK_BYTES)) for path in directories]
         self._reads = DiskLink("read", io.preadv, len(self._files), threads, request_bytes)
         self._writes = DiskLink("write", io.pwritev, len(self._files), threads, request_bytes)
@@ -102,17 +102,17 @@ class NvmeStore:
 
     @property
     def direct(self) -> tuple[bool, ...]:
-        """Whether O_DIRECT works, per directory; where it does not, transfers go through the page cache."""
+        """Whether O_DIRECT works, per directory; without it transfers go through the page cache."""
         return tuple(file.is_direct for file in self._files)
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the bytes reserved so far, rounding included; never above `capacity_bytes`. Zero once closed."""
+        """Bytes reserved so far, rounding included; never above `capacity_bytes`. Zero once closed."""
         return sum(file.reserved_bytes for file in self._files)
 
     @property
     def lent_bytes(self) -> int:
-        """Return the bytes that `lend` has handed out, rounding included."""
+        """Bytes that `lend` has handed out, rounding included."""
         with self._lock:
             return self._lent()
 
@@ -121,22 +121,22 @@ class NvmeStore:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes moved from disk by completed requests."""
+        """Bytes moved from disk by completed requests."""
         return self._reads.moved_bytes
 
     @property
     def bytes_written(self) -> int:
-        """Return the bytes moved to disk by completed requests."""
+        """Bytes moved to disk by completed requests."""
         return self._writes.moved_bytes
 
     @property
     def read_seconds(self) -> float:
-        """Return the seconds during which at least one read was queued or running."""
+        """Seconds during which at least one read was queued or running."""
         return self._reads.busy_seconds()
 
     @property
     def write_seconds(self) -> float:
-        """Return the seconds during which at least one write was queued or running."""
+        """Seconds during which at least one write was queued or running."""
         return self._writes.busy_seconds()
 
     def reserve(self, nbytes: int) -> Extent:
@@ -147,9 +147,9 @@ class NvmeStore:
         """Reserve one zeroed extent per size, rounded up to 4096, each whole in one file; all of them or none.
 
         The blocks are allocated now: a full disk is reported before training, not during it. Each extent goes to the
-        file with the fewest reserved bytes, in turn where they are equal, of those whose disks have room for it by what
-        was free when the store was made; where none has, to one on the disk that has most.
-        Raises `CapacityError` when the capacity would be passed, `StoreError` when a disk has no room.
+        file with the fewest reserved bytes, in turn if they are equal, of those whose disks have room for it by the
+        free space when the store was made; if none has, to one on the disk with most space. Raises `CapacityError` if
+        the capacity would be exceeded, `StoreError` if a disk has no room.
         """
         lengths = [round_up(nbytes, BLOCK_BYTES) for nbytes in sizes]
         if lengths and min(lengths) < BLOCK_BYTES:
@@ -184,8 +184,8 @@ class NvmeStore:
             return extents
 
     def lend(self, nbytes: int, leave_bytes: int = 0) -> LentExtent | None:
-        """Lend an extent of `nbytes`, which say anything, for a while, and leave `leave_bytes` to be reserved; None if
-        the capacity has no room. Raises `StoreError` when a disk has none."""
+        """Lend an extent of `nbytes` with any content, and leave `leave_bytes` for reservations; None if the capacity
+        has no room. Raises `StoreError` if a disk has none."""
         length = round_up(nbytes, BLOCK_BYTES)
         with self._lock:
             self._check_open()
@@ -200,7 +200,7 @@ class NvmeStore:
         return None
 
     def forget(self) -> None:
-        """End all reservations; what was written stays in the files, and under extents that are reserved next, until
+        """End all reservations; written data stays in the files, and under extents that are reserved next, until
         `trim`."""
         with self._lock:
             for file in self._files:
@@ -208,7 +208,7 @@ class NvmeStore:
             self._first = self.peak_bytes = 0
 
     def trim(self) -> None:
-        """Give back what `forget` has kept beyond the extents that are reserved now: those that follow are zeroed."""
+        """Free what `forget` has kept beyond the extents that are reserved now: later extents are zeroed."""
         with self._lock:
             for file in self._files:
                 file.kept_bytes = 0
@@ -224,21 +224,21 @@ class NvmeStore:
             return memoryview(file.pages)[extent.offset : extent.offset + extent.nbytes]
 
     def read(self, extent: Extent, into: memoryview) -> Future[int]:
-        """Fill `into` from the begin of the extent. The future resolves to the bytes moved, always all of them.
+        """Fill `into` from the start of the extent. The future resolves to the bytes moved, always all of them.
 
-        Raises ValueError before anything starts for memory that is longer than the extent or not aligned. The
-        future fails with `StoreError` (path, offset, bytes, errno) when the disk does, end of file included: then no
-        further request is issued, and `into` holds anything. It is settled only when no request touches `into`.
+        Raises ValueError before anything starts for memory that is longer than the extent or not aligned. The future
+        fails with `StoreError` (path, offset, bytes, errno) if the disk does, end of file included: then no further
+        request is issued, and the content of `into` is undefined. It is settled only when no request touches `into`.
         """
         if into.readonly:
             raise ValueError("cannot read into read-only memory")
         return self._start(self._reads, extent, into)
 
     def write(self, extent: Extent, source: memoryview) -> Future[int]:
-        """Write all of `source` to the begin of the extent; otherwise as `read`.
+        """Write all of `source` to the start of the extent; otherwise as `read`.
 
-        After a failure the range on disk holds anything; views see all of `source` where the page cache took it, which
-        the error says. Writes are not synced: the store dies with its process.
+        After a failure the content of the range on disk is undefined; views see all of `source` if the page cache took
+        it, which the error says. Writes are not synced: the store dies with its process.
         """
         return self._start(self._writes, extent, source)
 
@@ -251,7 +251,7 @@ class NvmeStore:
         with self._lock:
             for file in self._files:
                 file.close()
-            self._files = []  # and with them the mappings without views
+            self._files = []  # which unmaps those without views
 
     def _start(self, link: DiskLink, extent: Extent, memory: memoryview) -> Future[int]:
         flat = _block_aligned(memory)
@@ -261,7 +261,7 @@ class NvmeStore:
             return link.start(self._file_of(extent), extent.file, flat, extent.offset)
 
     def _left(self, ends: Sequence[int]) -> dict[int, int]:
-        """Return what each disk has left where files end at `ends`, by what it had when the store was made."""
+        """Return what each disk has left with files that end at `ends`, by its free space when the store was made."""
         left = {file.disk: file.disk_room_bytes for file in reversed(self._files)}
         for file, end in zip(self._files, ends, strict=True):
             left[file.disk] -= end
@@ -296,7 +296,7 @@ class NvmeStore:
 
 
 def _block_aligned(memory: memoryview) -> memoryview:
-    """Return `memory` as flat bytes, if it suits O_DIRECT."""
+    """Return `memory` as flat bytes. Raises ValueError if it does not suit O_DIRECT."""
     if memory.c_contiguous and memory.nbytes and not (memory.nbytes | address_of(memory)) % BLOCK_BYTES:
         return memory.cast("B")
     raise ValueError(
@@ -310,7 +310,7 @@ def _warn_of_buffered(files: Sequence[StoreFile]) -> None:
     if slow:
         depth = 1
         while (sys._getframe(depth).f_globals.get("__name__") or "").startswith("hetmem."):
-            depth += 1  # the line to blame is the user's
+            depth += 1  # warn of the user's line
         warnings.warn(
             f"no O_DIRECT in {', '.join(map(repr, slow))}: the NVMe store goes through the page cache, and is several "
             "times slower. Use a directory on ext4 or xfs",

@@ -1,20 +1,20 @@
-"""Copies on device streams: compute is ordered behind them by events, and the host does not wait. On a GPU bytes are
-cast and added on the device, so that its copy engine moves them.
+"""Copies on device streams: events order compute behind them, and the host does not wait. On a GPU bytes are cast and
+added on the device, so that its copy engine moves them.
 
-This module knows tensors, streams and kernels; not chunks, nor what waits for a copy. A cast gives the bits of torch's
+This module knows tensors, streams and kernels; not chunks, nor who waits for a copy. A cast gives the bits of torch's
 operators, but for NaN: one stays a NaN, and a kernel's is the quiet one without a payload.
 
-Note "stream order": a copy is *over* when its end event has passed, and only then is it reported, so host memory that
-it reads or writes stays its own until then. Compute does not wait for that: it is ordered behind the event. The other
-way round a copy into a slot is ordered behind a mark of the compute that last used the slot.
+Note "stream order": a copy has ended when its end event has passed, and only then is it reported, so it owns the host
+memory that it reads or writes until then. Compute does not wait for that: it is ordered behind the event. In turn, a
+copy into a slot is ordered behind a mark of the compute that last used the slot.
 
-Note "marks": a mark is the number of the first event behind compute that comes after it. Events are recorded where a
-copy needs one, and at every few marks, so that none of them ends much later than what it marks: most uses need none.
+Note "marks": a mark is the number of the first later event behind compute. Events are recorded when a copy needs one,
+and at every few marks, so that none of them ends much later than what it marks: most uses need none.
 
-Note "staging": what is cast goes through two small buffers on the device, a piece at a time, so that nothing is
-allocated once they are there, however large the chunk. A piece is copied on the caller's stream and cast on another
-one, so the copy engine brings the next piece meanwhile. An event of each buffer says when it is free again; only the
-device waits for it.
+Note "staging": casts go through two small buffers on the device, a piece at a time, so that nothing is allocated once
+they exist, however large the chunk. A piece is copied on the caller's stream and cast on another one, so the copy
+engine moves the next piece meanwhile. An event of each buffer marks when it is free again; only the device waits for
+it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from hetmem.memory.transfer import Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
 
 _KEPT = 64
-"""Events behind compute that are kept for marks; older marks take one of these, which is only later."""
+"""Number of events that are retained for marks; older marks use the oldest of them, which is only later."""
 _USES_AN_EVENT = 4
-"""Marks without an event between them, at most."""
+"""At most this many marks share an event."""
 
 
 class _InFlight(NamedTuple):
@@ -49,8 +49,7 @@ class _InFlight(NamedTuple):
 
 
 class StreamCopier(Copier):
-    """A `Copier` over `streams` (see `CudaStreams`). Jobs of one link are over in the order in which they were
-    started."""
+    """A `Copier` over `streams` (see `CudaStreams`). Jobs of one link end in the order in which they were started."""
 
     ordered = True
 
@@ -69,11 +68,11 @@ class StreamCopier(Copier):
         self._recorded = self._unmarked = 0
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
-        """Begin `job`; a copy from the device comes after all compute so far, which may just compute its source."""
+        """Begin `job`; a copy from the device comes after all compute so far, which may still compute its source."""
         self._not_asked.discard(job.tag)
         try:
             begun = self._begin(job, [self._event(mark) for mark in after])
-        except Exception as error:  # nothing was asked for (out of memory for a cast, say)
+        except Exception as error:  # nothing was launched (out of memory for a cast, say)
             self._not_asked.add(job.tag)
             self._finished(Finished(job.tag, error))
             return
@@ -123,15 +122,8 @@ class StreamCopier(Copier):
             self._streams.order_compute(end)
         return tag not in self._not_asked
 
-    def order_compute_behind(self, mark: Any) -> bool:
-        event = self._event(mark)
-        if self._streams.passed(event):
-            return False
-        self._streams.order_compute(event)
-        return True
-
     def poll(self) -> None:
-        passed = self._streams.passed  # asked at every use of a weight, so not by way of `_is_over`
+        passed = self._streams.passed  # called at every use of a weight, so `_is_over` is inlined
         for jobs in self._queues.values():
             while jobs:
                 try:
@@ -164,21 +156,21 @@ class StreamCopier(Copier):
                 self._wait_for(link)
 
     def abandon(self) -> None:
-        """Wait for the device alone: it must not write into memory that is given back."""
+        """Wait for the device only: it must not write into memory that is freed."""
         for jobs in self._queues.values():
             if jobs:
                 with contextlib.suppress(Exception):  # a device that failed writes no more
                     self._streams.wait(jobs[-1].end)
 
     def _is_over(self, job: _InFlight) -> bool:
-        """Return whether `job` is over, as it is if the device has failed (by an assertion in a kernel, say)."""
+        """Return whether `job` has ended, as it has if the device has failed (by an assertion in a kernel, say)."""
         try:
             return bool(self._streams.passed(job.end))
         except Exception:
             return True
 
     def _report(self, ended: _InFlight) -> None:
-        """Report errors too: a job whose end is not reported would be waited for without end."""
+        """Report a job, also after an error, as it would be waited for for ever otherwise."""
         if self._ends.get(ended.job.tag) is ended.end:
             del self._ends[ended.job.tag]
         failure = None
@@ -189,7 +181,7 @@ class StreamCopier(Copier):
         self._finished(Finished(ended.job.tag, failure))
 
     def _tell(self, ended: _InFlight) -> None:
-        """Tell when a copy ran: from when it was asked for, and all that it came behind was over."""
+        """Report when a copy ran: from its request, or from the end of all work before it, if later."""
         when, link = self._streams.when, ended.job.link
         end = when(ended.end)
         start = max(ended.asked, self._over_at[link], *map(when, ended.after))
@@ -197,9 +189,9 @@ class StreamCopier(Copier):
         self._seen(ended.job, min(start, end), end)
 
 
-# ---- moves of a GPU --------------------------------------------------------------------------------------------------
+# ---- copies of a GPU -------------------------------------------------------------------------------------------------
 
-PIECE_BYTES = 64 * MIB  # some 1.2 ms of a link of 53 GB/s, twenty times what asking for a piece costs the host
+PIECE_BYTES = 64 * MIB  # about 1.2 ms of a 53 GB/s link, twenty times the host's cost of launching a piece
 _BUFFERS = 2
 
 
@@ -215,14 +207,14 @@ class _Buffer:
     def elements(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         found = self._views.get((dtype, numel))
         if found is None:
-            with torch.inference_mode(False):  # it serves training too
+            with torch.inference_mode(False):  # training uses it too
                 found = self._views[dtype, numel] = self.memory[: numel * dtype.itemsize].view(dtype)
         return found
 
 
 class Staging:
-    """Two buffers, taken in turn. They are made on the stream that first uses them, as large as the largest piece that
-    was asked for, and kept."""
+    """Two buffers, used in turn. They are allocated on the stream that first uses them, as large as the largest piece
+    requested, and kept."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -231,17 +223,17 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Return what staging has taken of the device."""
+        """Bytes of device memory that staging takes."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
 
     def take(self, stream: torch.cuda.Stream, nbytes: int) -> _Buffer:
-        """Return the next buffer, of `nbytes` or more; work on `stream`, which is current, comes after its last use
-        from now on."""
+        """Return the next buffer, of `nbytes` or more; later work on `stream`, which is current, comes after its last
+        use."""
         if not self._buffers or self._buffers[0].memory.numel() < nbytes:
             for buffer in self._buffers:
-                buffer.free.synchronize()  # its memory is given back to the allocator, which knows of one stream only
+                buffer.free.synchronize()  # its memory returns to the allocator, which knows of one stream only
             self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
-            for buffer in self._buffers:  # of memory that this stream may have given back and be still working on
+            for buffer in self._buffers:  # their memory may still be in use by this stream's earlier work
                 buffer.free.record(stream)
         self._turn = (self._turn + 1) % _BUFFERS
         buffer = self._buffers[self._turn]
@@ -250,7 +242,7 @@ class Staging:
 
 
 class Moves:
-    """The moves of one GPU. Work is asked for on the stream that is current; tensors must stay until it has passed.
+    """The copies of one GPU. Work is launched on the current stream; tensors must stay allocated until it is done.
     Several threads may use it."""
 
     def __init__(self, device: torch.device, kernels: Backend) -> None:
@@ -262,13 +254,13 @@ class Moves:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the device memory that staging has taken."""
+        """Bytes of device memory that staging takes."""
         return sum(staging.nbytes for staging in self._staging.values())
 
     # ---- weights in --------------------------------------------------------------------------------------------
 
     def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host memory `source` to device memory `target`, both 1-D, contiguous, as long; cast to its dtype."""
+        """Copy host memory `source` to device memory `target`, with a cast: both 1-D, contiguous, of one length."""
         if source.dtype is target.dtype:
             target.copy_(source, non_blocking=True)
         else:
@@ -295,23 +287,23 @@ class Moves:
                 last = buffer
         finally:
             if last is not None:
-                copying.wait_event(last.free)  # casts are in order: what follows on this stream finds all of them done
+                copying.wait_event(last.free)  # casts are in order, so later work on this stream finds all of them done
 
     # ---- gradients out -----------------------------------------------------------------------------------------
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """Write `arrived`, on the device, over host memory `target` (dense, of the same shape), or add it to that."""
+        """Copy `arrived`, on the device, to host memory `target` (dense, of the same shape), or add it to that."""
         if not _lie_alike(target, arrived):
             self._in_another_order(target, arrived, add=add)
             return
         if not add and target.dtype is arrived.dtype:
-            target.copy_(arrived, non_blocking=True)  # they lie alike: one copy, whatever their strides
+            target.copy_(arrived, non_blocking=True)  # equal layouts: one copy, whatever the strides
         else:
             with self._turn:
                 self._from_staging(_flat(target), _flat(arrived), add=add)
 
     def _from_staging(self, home: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
-        """Cast and add on the device, so that only copies without a cast cross, which need no host."""
+        """Cast and add on the device, so that plain copies cross the link, without the host."""
         stream = torch.cuda.current_stream(self._device)
         for part in _pieces(home.numel(), PIECE_BYTES // home.itemsize):
             buffer = self._staging["out"].take(stream, min(home.nbytes, PIECE_BYTES))
@@ -325,7 +317,7 @@ class Moves:
             buffer.free.record(stream)
 
     def _in_another_order(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
-        """Copy where strides differ, which autograd avoids, through memory of the target's layout on this stream."""
+        """Copy between different strides, which autograd avoids, by way of a tensor of the target's layout."""
         there = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=self._device)
         if add:
             there.copy_(target, non_blocking=True)
@@ -341,7 +333,7 @@ def _pieces(numel: int, most: int) -> Iterator[slice]:
 
 
 def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether equal elements have equal places. `one`, a home, has no gaps."""
+    """Return whether equal elements have equal offsets. `one`, a home, has no gaps."""
     alike = one.stride() == other.stride() or all(
         size == 1 or here == there for size, here, there in zip(one.shape, one.stride(), other.stride(), strict=True)
     )

@@ -1,7 +1,7 @@
-"""Moving bytes between tiers behind compute; counts bytes and busy seconds per link.
+"""Moves bytes between tiers behind compute; counts bytes and busy seconds per link.
 
-It carries out what it is told, in order per link, and reports each job done or failed once. It decides nothing. How
-bytes cross between host and device is the device's: on threads (`ThreadCopier`), or on streams (`StreamCopier`).
+It executes jobs in order per link, and reports each one done or failed once. It decides nothing. The device determines
+how bytes cross between it and the host: on threads (`ThreadCopier`), or on streams (`StreamCopier`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.blocks import Link, LinkUse
 
 _LOOK_SECONDS = 0.0005
-"""Between two looks at copies, while something else may be over before them."""
+"""Interval at which copies are polled while other jobs may end before them."""
 
 
 @dataclass(slots=True)
 class Finished:
-    """The end of a job: `tag` is what it was submitted with, `error` None if it was carried out. `beside`: it was none
-    of the copier's."""
+    """The end of a job: `tag` is the one it was submitted with, `error` is None if it succeeded. `beside`: the copier
+    did not do it."""
 
     tag: Any
     error: BaseException | None = field(default=None)
@@ -36,7 +36,7 @@ class Finished:
 
 
 _WOKEN = Finished(None)
-"""Nothing has finished: an interrupt has come during a wait."""
+"""No job has finished: an interrupt has come during a wait."""
 
 
 class Job(NamedTuple):
@@ -49,28 +49,28 @@ class Job(NamedTuple):
 
 
 Seen = Callable[[Job, float, float], None]
-"""Told of a job that was carried out, with its start and end in seconds of `time.perf_counter`."""
+"""Called with a job that was carried out, and its start and end in seconds of `time.perf_counter`."""
 
 
 class ComputeClock:
-    """Tells when compute has come where: marks in its stream whose times can be read once they are passed.
+    """Measures when compute gets where: marks in its stream whose times can be read once they are passed.
 
-    Times are seconds of `now`, which is `time.perf_counter` wherever time is not simulated. A clock keeps no copier
-    alive, and nothing of a model. This one is of a device whose compute is over when it is asked for: marks are times.
+    Times are seconds of `now`, which is `time.perf_counter` unless time is simulated. A clock keeps neither a copier
+    nor a model alive. This one is for a device whose operators end before they return: marks are times.
     """
 
     now = timed_mark = staticmethod(time.perf_counter)
-    """The time, and a mark behind all compute so far; None while a CUDA graph is captured."""
+    """Return the time, and a mark behind all compute so far; the mark is None while a CUDA graph is captured."""
 
     def passed(self, mark: Any) -> bool:
-        """Say whether compute, or a copy, has passed `mark`; never waits."""
+        """Return whether compute, or a copy, has passed `mark`; never waits."""
         return True
 
     def wait(self, mark: Any) -> None:
         """Wait until `mark` is passed."""
 
     def when(self, mark: Any) -> float:
-        """Return the time at which `mark`, which is passed, was passed."""
+        """Return the time at which `mark` was passed."""
         return float(mark)
 
 
@@ -78,18 +78,18 @@ HOST_CLOCK = ComputeClock()
 
 
 class Copier:
-    """Carries jobs between host and device out, in order per link. What is here holds of one with threads of its own,
-    which report what they have done.
+    """Carries out jobs between host and device, in order per link. The methods here are for a copier with threads of
+    its own, which report finished jobs.
 
-    `ordered`: compute may go on before a copy has arrived, by being ordered behind it (`order_compute_after`), and a
-    place is free for a copy only after a `mark` of the compute that used it. Otherwise the caller itself waits.
+    `ordered`: compute may continue before a copy has arrived, by being ordered behind it (`order_compute_after`), and a
+    copy may overwrite a place only after a `mark` of the compute that used it. Otherwise the caller itself waits.
     """
 
     ordered = False
     clock: ComputeClock = HOST_CLOCK
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
-        """Begin `job` once the marks in `after` are passed. It is reported when it is over, also if it cannot begin."""
+        """Begin `job` once the marks in `after` are passed. Its end is reported, also if it cannot begin."""
         raise NotImplementedError
 
     def now(self, job: Job) -> None:
@@ -97,42 +97,36 @@ class Copier:
         raise NotImplementedError
 
     def unlimited(self, link: Link) -> bool:
-        """Say whether the caller can do a copy over `link` as fast as the copier can."""
+        """Return whether the caller can copy over `link` as fast as the copier can."""
         return False
 
     def mark(self) -> Any:
-        """Return a mark behind all compute that was asked for so far."""
+        """Return a mark behind all compute so far."""
 
     def end_of(self, tag: Any) -> Any:
-        """Return the mark at the end of the copy with `tag`, for `clock`; None where it is over, or none was asked
-        for."""
+        """Return the mark at the end of the copy with `tag`, for `clock`; None if it has ended, or there is none."""
 
     def order_compute_after(self, tag: Any) -> bool:
-        """Have compute asked for from now on run only after the job with `tag`, if that is not over yet; False if the
-        job could not be asked for, which is reported."""
+        """Order later compute behind the job with `tag`, unless it has ended; False if the job could not begin, which
+        is reported."""
         raise AssertionError("compute on this device is not ordered behind copies")
 
-    def order_compute_behind(self, mark: Any) -> bool:
-        """Have compute asked for from now on, on whatever stream, run only after `mark`; False if that is over
-        anyway."""
-        return False
-
     def poll(self) -> None:
-        """Report finished jobs, where no thread of the copier does."""
+        """Report finished jobs, if no thread of the copier does."""
 
     def busy(self) -> bool:
-        """Say whether there is a job that only `poll` will report."""
+        """Return whether there is a job that only `poll` will report."""
         return False
 
     def wait(self) -> bool:
-        """Wait for the oldest of those, unless a younger one is over, and report it; False if there is none."""
+        """Wait for the oldest job, unless a younger one has ended, and report it; False if there is none."""
         return False
 
     def close(self) -> None:
-        """Wait for everything and stop. Idempotent."""
+        """Wait for all jobs and stop. Idempotent."""
 
     def abandon(self) -> None:
-        """Stop taking requests. Called by the garbage collector: takes no lock and joins no thread."""
+        """Accept no more jobs. Called by the garbage collector: takes no lock and joins no thread."""
 
 
 class ThreadCopier(Copier):
@@ -143,7 +137,7 @@ class ThreadCopier(Copier):
         self._threads = {link: ThreadPoolExecutor(1, thread_name_prefix=f"hetmem-{link.value}") for link in rates}
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
-        # All compute is over when a copy is asked for here, so there is nothing to come after.
+        # All compute has ended when a copy is requested here, so `after` needs no wait.
         finished, tag = self._finished, job.tag
         try:
             future = self._threads[job.link].submit(self._last_use, [job])
@@ -153,7 +147,7 @@ class ThreadCopier(Copier):
         future.add_done_callback(lambda ended: finished(Finished(tag, ended.exception())))
 
     def _last_use(self, jobs: list[Job]) -> None:
-        """Let go of the job's memory before its end is reported: the receiver may count on having it alone."""
+        """Release the job's memory before its end is reported: the receiver may rely on owning it alone."""
         self.now(jobs.pop())
 
     def now(self, job: Job) -> None:
@@ -178,25 +172,24 @@ class ThreadCopier(Copier):
 class TransferEngine:
     """All links of one managed module: the device's copier, and the store's own threads for NVMe.
 
-    `copier` makes what moves bytes between host memory and the device. `observe` is told of every transfer, on any
+    `copier` makes the copier between host memory and the device. `observe` is called with every transfer, on any
     thread: link, tag, start and end in seconds, bytes. One to or from NVMe starts when it is submitted.
 
-    Jobs are submitted and `take`n by one thread (the one that trains). A job's buffers belong to it from submission
-    to its `Finished`.
+    Jobs are submitted, and finished ones `take`n, by one thread (the one that trains). A job owns its buffers from
+    submission to its `Finished`.
     """
 
     def __init__(self, copier: Callable[[Seen, Callable[[Finished], None]], Copier], store: NvmeStore | None) -> None:
         self._store = store
         self._copied = {link: LinkUse() for link in (Link.HOST_TO_DEVICE, Link.DEVICE_TO_HOST)}
         self._by_caller: dict[Link, LinkUse] = {}
-        """What the caller, which alone counts here, has copied itself: over links where it is as fast as the copier."""
+        """What the caller has copied itself, over links on which it is as fast as the copier; only it counts here."""
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-        self._beside = 0  # jobs under way that are none of the copier's
+        self._beside = 0  # jobs under way that the copier does not do
         self._counting = threading.Lock()
         self._copier = copier(weakly(self._copied_over), self._finished.put)
         self.mark, self.end_of, self.unlimited = self._copier.mark, self._copier.end_of, self._copier.unlimited
         self.order_compute_after = self._copier.order_compute_after
-        self.order_compute_behind = self._copier.order_compute_behind
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         for link in self._copied:
@@ -204,7 +197,7 @@ class TransferEngine:
                 self._by_caller[link] = LinkUse()
         self.clock = self._copier.clock
         self.nothing_over: Callable[[], bool] = self._finished.empty if not self.ordered else self._nothing_over
-        """Whether `take` has nothing to give. Asked at each use of a weight: it mostly has not."""
+        """Whether `take` would return None. Called at each use of a weight: usually it would."""
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int, after: Sequence[Any] = ()) -> None:
@@ -212,7 +205,7 @@ class TransferEngine:
         self._copier.start(Job(tag, link, work, nbytes), after)
 
     def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
-        """Run `work` here and now, at the link's speed, behind all compute so far."""
+        """Run `work` on this thread, at the link's speed, behind all compute so far."""
         if link not in self._by_caller:
             self._copier.now(Job(tag, link, work, nbytes))
             return
@@ -237,8 +230,8 @@ class TransferEngine:
         return self._finished.empty()
 
     def take(self, *, wait: bool) -> Finished | None:
-        """Return one finished job: None if none was seen to be over yet (see `nothing_over`), or with `wait` as soon as
-        there is one.
+        """Return one finished job: None if no end was noticed yet (see `nothing_over`), or with `wait` as soon as there
+        is one.
 
         An interrupt that was held back is raised instead of waiting, and nothing is taken.
         """
@@ -251,7 +244,7 @@ class TransferEngine:
             self._copier.poll()
             if self._finished.empty():
                 finished = HELD_BACK.wait(self._next, self._wake)
-                if finished not in (None, _WOKEN):  # before an interrupt, which would be the end of it
+                if finished not in (None, _WOKEN):  # before an interrupt, which would lose it
                     return self._taken(finished)
                 HELD_BACK.raise_here()
         return finished
@@ -265,7 +258,7 @@ class TransferEngine:
         return self._taken(finished)
 
     def _next(self) -> Finished | None:
-        patience = _LOOK_SECONDS if self._copier.busy() else None  # the disk's end must not wait for a copy's
+        patience = _LOOK_SECONDS if self._copier.busy() else None  # a read's end must not wait for a copy's
         with contextlib.suppress(queue.Empty):
             return self._finished.get(timeout=patience)
         return None
@@ -278,8 +271,8 @@ class TransferEngine:
         self._finished.put(_WOKEN)
 
     def reporter(self, tag: Any) -> Callable[[], None]:
-        """Note that something other than a transfer begins. Any thread calls what this returns, once, when it is over:
-        `take` gives it like one."""
+        """Count a job that is no transfer, and return a function to call once, on any thread, when it ends: `take`
+        returns it like a transfer."""
         self._beside += 1
         return partial(self._finished.put, Finished(tag, beside=True))
 
@@ -296,17 +289,17 @@ class TransferEngine:
         }
 
     def close(self) -> None:
-        """Wait for what is in flight and stop the threads. Idempotent."""
+        """Wait for jobs in flight and stop the threads. Idempotent."""
         self._copier.close()
 
     def abandon(self) -> None:
-        """Close, for the garbage collector: what is in flight ends by itself."""
+        """Close, for the garbage collector: jobs in flight end by themselves."""
         self._copier.abandon()
         self._store = None
 
     def _copied_over(self, job: Job, start: float, end: float) -> None:
         use = self._copied[job.link]
-        with self._counting:  # the thread that trains copies some things by the copier itself
+        with self._counting:  # the thread that trains makes some copies itself
             use.bytes += job.nbytes
             use.seconds += end - start
         if self.observe is not None:
@@ -316,7 +309,7 @@ class TransferEngine:
         start, finished = time.perf_counter(), self._finished
         try:
             future = begin()
-        except Exception as error:  # no thread can be started, say: the waiting thread is told
+        except Exception as error:  # no thread can be started, say: reported to the waiting thread
             finished.put(Finished(tag, error))
             return
 
@@ -325,7 +318,7 @@ class TransferEngine:
             try:
                 if self.observe is not None:
                     self.observe(link, tag, start, time.perf_counter(), nbytes)
-            except Exception as failure:  # no memory, say: a job whose end is not reported is waited for without end
+            except Exception as failure:  # no memory, say: a job must be reported, or it is waited for for ever
                 error = error or failure
             finished.put(Finished(tag, error, beside=True))
 

@@ -29,7 +29,7 @@ _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _STATES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
 _KIND = attrgetter("device.type", "dtype")
-_step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters make the same one
+_step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters use the same one
 
 
 class AdamW(OffloadedOptimizer):
@@ -40,10 +40,10 @@ class AdamW(OffloadedOptimizer):
     `state[p]` as `exp_avg` and `exp_avg_sq`. Checkpoints interchange with `torch.optim.AdamW`. `max_grad_norm`,
     `loss_scale`, `overlap`, `gradients`, and the errors: see `OffloadedOptimizer`.
 
-    Two things change the mathematics, for fewer bytes. `moments=torch.bfloat16` or `"8bit"`: 2 or about 1 byte for
-    each moment in place of 4, rounded by chance. `stochastic_rounding=True`: parameters in bfloat16 are rounded by
-    chance too, so that they need no float32 master. Chance is a hash of `seed`, parameter, step and element: a run can
-    be repeated, and goes on from a checkpoint as if it had not stopped. `state[p]` shows codes of 8 bits beside their
+    Two options change the mathematics, for fewer bytes. `moments=torch.bfloat16` or `"8bit"`: 2 or about 1 byte for
+    each moment in place of 4, rounded stochastically. `stochastic_rounding=True`: parameters in bfloat16 are too, so
+    that they need no float32 master. The random bits are a hash of `seed`, parameter, step and element: a run can be
+    repeated, and continues from a checkpoint as if it had not stopped. `state[p]` shows 8-bit codes beside their
     scales: `exp_avg * exp_avg_scale` (of 256 elements) is the first moment, and `(exp_avg_sq * exp_avg_sq_scale) ** 2`
     the second.
     """
@@ -97,8 +97,7 @@ class AdamW(OffloadedOptimizer):
 
 
 def _check(group: dict[str, Any]) -> None:
-    """Raise ValueError for what torch's AdamW knows and this one does not, and for hyper-parameters that no step could
-    compute with."""
+    """Raise ValueError for options that only torch's AdamW has, and for hyper-parameters that are not numbers."""
     if group.get("amsgrad"):
         raise ValueError("hetmem.AdamW has no amsgrad: use hetmem.optim.offload(torch.optim.AdamW, …, amsgrad=True)")
     for name in ("lr", "eps", "weight_decay"):
@@ -111,7 +110,7 @@ def _check(group: dict[str, Any]) -> None:
 
 class AdamWRule(Rule):
     """The arithmetic of `torch.optim.AdamW(fused=True)`; or, with a `seed`, of AdamW on states smaller than float32,
-    which are rounded by chance (see `hetmem.cpu.adamw`): in host memory only."""
+    with stochastic rounding (see `hetmem.cpu.adamw`): in host memory only."""
 
     def __init__(self, moments: Moments, seed: int | None, *, stochastic_rounding: bool) -> None:
         if seed is not None:
@@ -121,15 +120,15 @@ class AdamWRule(Rule):
         self.has_kernel = self.runs_on_device = seed is None
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """Two moments. Raises `ManageError` for parameters that cannot be updated so, and ValueError for options that
-        make no sense."""
+        """Return the roles of the two moments. Raises `ManageError` for parameters of an unsupported dtype, and
+        ValueError for invalid options."""
         _check(group)
         if self.seed is not None:
             if dtype not in (torch.float32, torch.bfloat16):
                 raise ManageError(f"small states are for parameters in float32 or bfloat16, not in {dtype}")
             if dtype is torch.bfloat16 and not self._stochastic_rounding:
                 raise ManageError(
-                    "parameters in bfloat16 with small moments are rounded by chance: say stochastic_rounding=True, or "
+                    "parameters in bfloat16 with small moments need random rounding: set stochastic_rounding=True, or "
                     "keep them in float32 and set mixed_precision=torch.bfloat16"
                 )
             if self._moments == "8bit":
@@ -143,7 +142,7 @@ class AdamWRule(Rule):
         return _ROLES
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """One pass over everything."""
+        """Return the tasks of one pass over parameter, gradient and states."""
         step = _count(update)
         if update.kernel is None:
             key = None if self.seed is None else (self.seed << 32) + update.number
@@ -152,11 +151,11 @@ class AdamWRule(Rule):
         return update.kernel(step)
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
-        """The kernel on `device` against torch's on the host."""
+        """Compare the kernel on `device` with torch's on the host."""
         return equals_host(device, dtype, copy_dtype)
 
     def on_device(self, updates: list[ParameterUpdate]) -> None:
-        """One parameter, or several that lie side by side, after the other."""
+        """Update one parameter, or run of adjacent ones, after the other."""
         if self.seed is not None:
             raise ManageError(
                 "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a "
@@ -172,7 +171,7 @@ class AdamWRule(Rule):
                 each.copy_(param)
 
     def begin(self, state: dict[str, Any]) -> None:
-        """The count of steps."""
+        """Add the step count to `state` if it has none."""
         _ready(state)
 
     def whole(
@@ -184,7 +183,7 @@ class AdamWRule(Rule):
         steps: list[torch.Tensor],
         scale: float,
     ) -> None:
-        """See `Rule`."""
+        """Update by torch's fused kernel; see `Rule`."""
         (beta1, beta2), (exp_avgs, exp_avg_sqs) = group["betas"], states
         step = AdamWStep(
             float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], 0, bool(group["maximize"]), scale
@@ -203,7 +202,7 @@ def _flats(update: ParameterUpdate) -> tuple[torch.Tensor, ...]:
 
 
 def _count(update: ParameterUpdate) -> AdamWStep:
-    """One more step of these parameters, which are of one age, and their hyper-parameters."""
+    """Count one more step of these parameters, which have equal step counts, and return their hyper-parameters."""
     group = update.group
     if not update.counts:
         update.counts = [_ready(state) for state in (update.state, *update.also)]
@@ -222,11 +221,11 @@ def _count(update: ParameterUpdate) -> AdamWStep:
 
 
 def _ready(state: dict[str, Any]) -> torch.Tensor:
-    """Return the step count in `state`, which has one in host memory from here on."""
+    """Return the step count in `state`, after adding or moving it to host memory if necessary."""
     if "step" not in state:
         states = dict(state)
         state.clear()
         state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), **states)  # in torch's order
-    if _KIND(state["step"]) != ("cpu", torch.float32):  # users move whole states, where reading waits for the device
+    if _KIND(state["step"]) != ("cpu", torch.float32):  # users may move states to a device, where each read would wait
         state["step"] = state["step"].to("cpu", torch.float32)
     return state["step"]  # type: ignore[no-any-return]

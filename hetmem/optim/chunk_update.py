@@ -1,5 +1,5 @@
-"""What one step updates: a chunk (what its update is made with, how far it is, and the pass over its memory that is
-under way), or at once all parameters of a group in a model that is whole on the device."""
+"""The updates of one step: of a chunk (its inputs, its progress, and the pass over its memory that is under way), or of
+all parameters of a group at once in a model that is whole on the device."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hetmem.schedule.trace import Tier
 
 _StepperT = TypeVar("_StepperT", bound="Steps")
 Opened = dict[Role, torch.Tensor]
-"""Flat tensors over the roles of one chunk, in host memory or, if their home is there, on the device."""
+"""Flat tensors over the roles of one chunk, in host memory, or on the device if the home is there."""
 
 
-# Looked up of each parameter in each step: by C alone.
+# Read for each parameter in each step: these run in C.
 ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
 _LAYOUT, _DTYPE, _NBYTES = attrgetter("layout"), attrgetter("dtype"), attrgetter("nbytes")
 _COUNT = attrgetter("is_cpu", "dtype")
@@ -41,28 +41,28 @@ def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 class GroupOptions:
-    """A parameter group of an optimizer with `rule`, and what it said when a step last asked it."""
+    """A parameter group of an optimizer with `rule`, and its options when a step last read them."""
 
     def __init__(self, group: dict[str, Any], rule: Rule) -> None:
         self._group, self._rule = group, rule
-        self._said: dict[str, Any] | None = None
+        self._options: dict[str, Any] | None = None
         self._roles: dict[torch.dtype, tuple[Role, ...]] = {}
 
     def now(self, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Role, ...]]:
-        """Return what the group says but for its parameters, the same object as long as it says the same, and the
-        states that those of `dtype` take. Raises what the rule does for options that make no sense."""
-        says = {name: value for name, value in self._group.items() if name != "params"}
-        if self._said != says:
-            self._said, self._roles = deepcopy(says), {}
+        """Return the group's options without its parameters, the same object as long as they are equal, and the roles
+        of its states for `dtype`. Raises the rule's errors for invalid options."""
+        options = {name: value for name, value in self._group.items() if name != "params"}
+        if self._options != options:
+            self._options, self._roles = deepcopy(options), {}
         if dtype not in self._roles:
-            self._roles[dtype] = self._rule.roles(self._said, dtype)
-        return self._said, self._roles[dtype]
+            self._roles[dtype] = self._rule.roles(self._options, dtype)
+        return self._options, self._roles[dtype]
 
 
 class Members:
-    """Parameters that an optimizer steps, of one chunk, in the order of their places, and their groups; or those of one
-    group in a model that is whole on the device. The same object in each step, until parameters or groups of the
-    optimizer change."""
+    """Parameters that an optimizer steps, with their groups: those of one chunk, in the order of their offsets, or
+    those of one group in a model that is whole on the device. Reused until parameters or groups of the optimizer
+    change."""
 
     def __init__(self, members: Iterable[tuple[ManagedParameter, GroupOptions]]) -> None:
         in_order = sorted(members, key=lambda member: member[0].offset)
@@ -75,7 +75,7 @@ class Members:
         self.dtypes = {chunk.dtype for chunk in self.chunks}
         self._some: tuple[list[bool], Members] | None = None
         self.roles: tuple[Role, ...] = ()
-        """The states of all, once asked for."""
+        """The states of all parameters, once read."""
         self._addresses: list[list[int]] = []
 
     @cached_property
@@ -84,15 +84,15 @@ class Members:
         return [managed.stride for managed in self.managed]
 
     def addresses(self, *, anew: bool = False) -> list[list[int]]:
-        """Return where the parameters, and each of `roles`, have their homes; looked up once, or `anew`."""
+        """Return the addresses of the homes of the parameters, and of each of `roles`; cached unless `anew`."""
         if anew or not self._addresses:
             of_states = [[_address(managed, role) for managed in self.managed] for role in self.roles]
             self._addresses = [[managed.home_address for managed in self.managed], *of_states]
         return self._addresses
 
     def with_gradients(self, optimizer: str) -> Members | None:
-        """Return those that have a gradient; None if none has. Raises RuntimeError for one that is not dense, which the
-        optimizer of that name does not support."""
+        """Return those that have a gradient; None if none has. Raises RuntimeError, in the name of `optimizer`, for a
+        sparse one."""
         gradients: list[Any] = [*map(_GRADIENT, self.parameters)]
         have = [gradient is not None for gradient in gradients]
         if not any(have):
@@ -109,26 +109,26 @@ class Members:
         return self._some[1]
 
     def parts(self) -> list[Part]:
-        """Return what an update of these, which have gradients, would be made with now."""
+        """Return the inputs of an update of these parameters, all of which have gradients, as they are now."""
         dtype, gradients = self.managed[0].chunk.dtype, [*map(_GRADIENT, self.parameters)]
-        said = {group: group.now(dtype) for group in self._distinct}
+        options_of = {group: group.now(dtype) for group in self._distinct}
         at_home = are_home(gradients, self.managed)
-        fields = zip(self.managed, map(said.__getitem__, self._groups), gradients, at_home, strict=True)
+        fields = zip(self.managed, map(options_of.__getitem__, self._groups), gradients, at_home, strict=True)
         return [
             Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields
         ]
 
 
 def _address(managed: ManagedParameter, role: Role) -> int:
-    """Where `role` of `managed` lies; 0 if it has no home, or no elements."""
+    """Return the address of `role` of `managed`; 0 if it has no home, or no elements."""
     home = managed.chunk.homes.get(role)
     if home is None or not managed.numel:
         return 0
-    return address_of(home.memory) + managed.places(role)[role.name]
+    return address_of(home.memory) + managed.byte_offsets(role)[role.name]
 
 
 class Steps(Protocol):
-    """What steps the parameters of one model."""
+    """Steps the parameters of one model."""
 
     @property
     def updates_whole(self) -> bool:
@@ -136,14 +136,14 @@ class Steps(Protocol):
 
 
 class AllMembers(Generic[_StepperT]):
-    """The `Members` of all groups of an optimizer with `rule`, by what steps them and by chunk, or by group where that
-    `updates_whole`: the same objects until groups, what is in these, or models are others."""
+    """The `Members` of all groups of an optimizer with `rule`, by stepper and chunk, or by group for a stepper that
+    `updates_whole`. Reused until groups, their parameters, or models change."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._members: dict[_StepperT, dict[Chunk, Members]] = {}
         self.whole: list[tuple[_StepperT, dict[str, Any], Members]] = []
-        """Those by group."""
+        """The `Members` by group."""
         self._made_of: list[object] = []
         self._parameters: list[torch.Tensor] = []
         self._of: list[Members | None] = []
@@ -155,10 +155,10 @@ class AllMembers(Generic[_StepperT]):
         steppers: dict[Any, _StepperT],
         find: Callable[[torch.Tensor], tuple[_StepperT, ManagedParameter]],
     ) -> dict[_StepperT, dict[Chunk, Members]]:
-        """Return those by chunk. `find` adds to `steppers`, and raises `ManageError` for a parameter that is not
-        managed."""
+        """Return the `Members` by stepper and chunk. `find` adds to `steppers`, and raises `ManageError` for a
+        parameter that is not managed."""
         made_of = [*chain.from_iterable((group, *group["params"]) for group in groups)]
-        now, before = [*made_of, *_how(steppers)], self._made_of
+        now, before = [*made_of, *_ways(steppers)], self._made_of
         if len(now) == len(before) and False not in map(is_, now, before):
             return self._members
         found: dict[_StepperT, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
@@ -182,7 +182,7 @@ class AllMembers(Generic[_StepperT]):
         made = chain((each for _, _, each in self.whole), *map(dict.values, self._members.values()))
         of = {id(parameter): members for members in made for parameter in members.parameters}
         self._of = [*map(of.get, map(id, self._parameters))]
-        self._made_of = [*made_of, *_how(steppers)]
+        self._made_of = [*made_of, *_ways(steppers)]
         return self._members
 
     def with_gradients(self) -> dict[Members | None, torch.Tensor]:
@@ -192,13 +192,13 @@ class AllMembers(Generic[_StepperT]):
         return dict(zip(compress(self._of, has), compress(self._parameters, has), strict=True))
 
 
-def _how(steppers: Mapping[Any, Steps]) -> list[object]:
+def _ways(steppers: Mapping[Any, Steps]) -> list[object]:
     return [each for stepper in steppers.values() for each in (stepper, stepper.updates_whole)]
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """A parameter to update: its gradient, the options of its group at that time, and the states that these take."""
+    """A parameter to update: its gradient, the options of its group at that time, and the roles of its states."""
 
     managed: ManagedParameter
     group: dict[str, Any]
@@ -209,15 +209,15 @@ class Part:
     sample: Sample | None = None
 
     def same(self, other: Part) -> bool:
-        """Whether both ask for the same update."""
+        """Return whether both stand for the same update."""
         return (
             (self.managed, self.version) == (other.managed, other.version)
             and self.gradient is other.gradient
-            and (self.group is other.group or self.says(other.group))
+            and (self.group is other.group or self.matches(other.group))
         )
 
-    def says(self, group: dict[str, Any]) -> bool:
-        """Whether `group`, but for its parameters, has the options that this was made with."""
+    def matches(self, group: dict[str, Any]) -> bool:
+        """Return whether `group` has the options of this part."""
         return self.group == {name: value for name, value in group.items() if name != "params"}
 
     def flat_gradient(self, opened: Opened) -> torch.Tensor:
@@ -231,8 +231,8 @@ class Part:
 def in_order(managed: ManagedParameter, given: torch.Tensor) -> torch.Tensor:
     """Return the gradient that was `given` for `managed`, with its elements in the order of the parameter's memory."""
     gradient: torch.Tensor = stored(given)
-    kept = gradient is not given  # in fewer bits, which an update widens itself
-    if gradient.stride() == managed.stride and (kept or gradient.dtype == managed.chunk.dtype):
+    narrow = gradient is not given  # in fewer bits, which an update widens itself
+    if gradient.stride() == managed.stride and (narrow or gradient.dtype == managed.chunk.dtype):
         return gradient
     flat = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
     ordered: torch.Tensor = flat.as_strided(managed.shape, managed.stride)
@@ -244,7 +244,7 @@ def in_order(managed: ManagedParameter, given: torch.Tensor) -> torch.Tensor:
 class ChunkUpdate:
     """The update of `members` of `chunk`, with the gradients of `parts`. At most one pass of it is queued or under way:
     its sums of squares, or the update itself. `tasks` makes the tiles once the roles that it `needs` are open, `done`
-    ends it."""
+    ends the pass."""
 
     members: Members
     parts: list[Part]
@@ -256,28 +256,28 @@ class ChunkUpdate:
     """Whether the update was queued, with the factor `scale` for its gradients."""
     scale: float = 1.0
     disturbed: bool = False
-    """Whether streamed gradients were written to before they were read."""
+    """Whether the program wrote to streamed gradients before they were read."""
     ruined: bool = False
-    """Whether it failed with some of its elements updated and others not: only a checkpoint helps."""
+    """Whether it failed with only some elements updated: training can only go on from a checkpoint."""
     owed: bool = False
-    """Whether its step has ended: nothing will ask for it again."""
+    """Whether its step has ended, so that no step will repeat it."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     numbers: list[tuple[torch.Tensor, Any]] = field(default_factory=list)
-    """Of `before`, what changes in place, and the values of that."""
+    """The scalars in `before` that change in place, and their values."""
     roles: tuple[Role, ...] = field(init=False)
     """The states of all parts."""
 
     needs: dict[Role, bool] = field(default_factory=dict)
-    """The roles to open; the value says whether what they hold matters."""
+    """The roles to open; the value says whether their present content is read."""
     staged: list[Role] = field(default_factory=list)
-    """Of those that were asked for, the ones that come by way of staging."""
+    """The requested roles that come through staging."""
     tasks: Callable[[ChunkUpdate], list[Task]] = field(init=False)
     done: Callable[[ChunkUpdate, bool], None] = field(init=False)
     """Called once at the end of a pass: with False if it failed or was cancelled."""
     writes: bool = False
-    """Whether all roles but the gradient change. Until the end nothing fetches the parameters from their home then."""
+    """Whether all roles but the gradient change; nothing fetches parameters from their home until the end then."""
     had_copy: bool = False
-    """Whether a copy on the device was given up, which is fetched again."""
+    """Whether a device copy was dropped that is to be fetched again."""
     opened: Opened = field(default_factory=dict)
     batch: Batch | None = None
     began: float = 0.0
@@ -287,24 +287,24 @@ class ChunkUpdate:
         self.roles = tuple(dict.fromkeys(chain.from_iterable(map(_ROLES, self.parts))))
 
     def updates(self, managed: ManagedParameter) -> bool:
-        """Whether `managed` is one of the parts."""
+        """Return whether `managed` is one of the parts."""
         return any(part.managed is managed for part in self.parts)
 
     def of(self, parts: list[Part]) -> bool:
-        """Whether it is of `parts`, in whatever order, as they are now."""
+        """Return whether its parts are the same as `parts`, in any order."""
         theirs = {part.managed: part for part in parts}
         return len(theirs) == len(self.parts) and all(
             part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
         )
 
     def use_up_gradients(self) -> None:
-        """Take the gradients away, which an update behind the step still reads: a zero_grad must not write to them."""
+        """Take away gradients that this update reads after the step, so that zero_grad cannot write to them."""
         for part in self.parts:
             if part.at_home and part.managed.parameter.grad is part.gradient:
                 take_gradient(part.managed.parameter)
 
     def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
-        """Keep what an update changes beside chunks: step counts and the like. States called `homes` lie in chunks."""
+        """Save the states outside chunks that an update changes (step counts); those in `homes` are in chunks."""
         self.before = [(state, dict(state)) for state in states]
         self.numbers = [
             (value, value.item())
@@ -314,7 +314,7 @@ class ChunkUpdate:
         ]
 
     def restore_numbers(self) -> None:
-        """Undo what the update did to those."""
+        """Restore what `remember_numbers` saved."""
         for state, before in self.before:
             state.clear()
             state.update(before)
@@ -324,9 +324,8 @@ class ChunkUpdate:
 
 
 class WholeUpdate:
-    """What one step updates at once of a model that is whole on the device, states and all: the `members` of one
-    `group`, which have gradients. One call of torch's kernel; nothing moves, and chunks, jobs and workers have no part
-    in it."""
+    """The update of the `members` of one `group`, which have gradients, in a model that is whole on the device. One
+    call of torch's kernel; it moves nothing and uses no chunk jobs or worker threads."""
 
     def __init__(self, runtime: Runtime, group: dict[str, Any], members: Members) -> None:
         self._runtime, self._group, self.members = runtime, group, members
@@ -338,8 +337,8 @@ class WholeUpdate:
         self._steps: list[torch.Tensor] = []
 
     def find_states(self, shown: Any) -> bool:
-        """Find the states in those that the optimizer has `shown`; False if one is not made yet, or if a parameter or a
-        state has other memory than its home's."""
+        """Find the states among `shown`, those of the optimizer; False if one does not exist yet, or if a parameter or
+        a state is not in the memory of its home."""
         members, entries = self.members, [*map(shown.get, self.members.parameters)]
         if not all(entries):
             return False

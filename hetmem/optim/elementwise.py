@@ -1,7 +1,7 @@
-"""Any elementwise optimizer of torch, tile by tile: `offload(torch.optim.SGD, …)`.
+"""Runs any elementwise torch optimizer tile by tile: `offload(torch.optim.SGD, …)`.
 
-The arithmetic is torch's own: its `step` runs on flat tiles that stand for parameters. So the bits are torch's too, as
-long as what becomes of an element depends on that element alone; that is tried on small tensors before anything else.
+The arithmetic is torch's own: its `step` runs on flat tiles in place of parameters. So the bits are torch's too, as
+long as the new value of an element depends on that element alone; this is tried on small tensors first.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def offload(
     gradients: GradientsName = "visible",
     **options: Any,
 ) -> OffloadedOptimizer:
-    """`optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers.
+    """Return `optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers.
 
-    `optimizer` is a class like `torch.optim.SGD`, and `options` are its own. The bits are those of
-    `optimizer(…, foreach=False)`. Checkpoints interchange with it. The other keywords: see `OffloadedOptimizer`.
+    `optimizer` is a class like `torch.optim.SGD`, and `options` are its own. The bits are those of `optimizer(…,
+    foreach=False)`. Checkpoints interchange with it. The other keywords: see `OffloadedOptimizer`.
 
-    Raises `ManageError` where an element's update depends on other elements, or needs more than gradients (LBFGS, Muon,
+    Raises `ManageError` if an element's update depends on other elements, or needs more than gradients (LBFGS, Muon,
     Adafactor), for `fused`, `foreach`, `capturable` and `differentiable`, and what `optimizer` itself raises for its
     options.
     """
@@ -66,7 +66,7 @@ def offload(
 
 
 class TorchRule(Rule):
-    """The arithmetic of `optimizer`, a class of torch's."""
+    """The arithmetic of `optimizer`, one of torch's classes."""
 
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer
@@ -74,7 +74,7 @@ class TorchRule(Rule):
         self._known: dict[Any, tuple[Role, ...]] = {}
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """What `optimizer` keeps of an element with the options of `group`: found by running it."""
+        """Return the elementwise states of `optimizer` with the options of `group`, found by running it."""
         options = self._options(group)
         key = dtype, tuple(sorted((name, repr(value)) for name, value in options.items() if name != "lr"))
         if key not in self._known:
@@ -82,19 +82,19 @@ class TorchRule(Rule):
         return self._known[key]
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """One run of torch's `step` for each tile; the first one also counts the step."""
+        """Return one run of torch's `step` for each tile; the first one also counts the step."""
         numbers = {name: value for name, value in update.state.items() if name not in update.states}
         tiles = tiles_of(update.param.numel()) or [slice(0)]
         return [self._tile(update, numbers, tile, tile.start in (0, None)) for tile in tiles]
 
     def on_device(self, updates: list[ParameterUpdate]) -> None:
-        """As on the host, in one tile."""
+        """Update as on the host, in one tile."""
         for update in updates:
             numbers = {name: value for name, value in update.state.items() if name not in update.states}
             self._tile(update, numbers, slice(None), True)()
 
     def optimizer_of(self, tensors: list[torch.Tensor], options: dict[str, Any]) -> Optimizer:
-        """torch's optimizer over `tensors`. Raises `ManageError` if it will not have them."""
+        """Return torch's optimizer over `tensors`. Raises `ManageError` if it refuses their shape."""
         parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
         try:
             return self._optimizer(parameters, **options)
@@ -125,7 +125,7 @@ class TorchRule(Rule):
     def _step(
         self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """One step of torch's optimizer on `param`, in place; returns its state, in which tensors were updated."""
+        """Run one step of torch's optimizer on `param`, in place; return its state, whose tensors were updated."""
         optimizer = self.optimizer_of([param.detach()], self._options(group))
         parameter = optimizer.param_groups[0]["params"][0]
         parameter.grad = grad
@@ -136,14 +136,14 @@ class TorchRule(Rule):
         return dict(after)
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The options in `group` that the class takes; `foreach=False` has the same bits, one tensor at a time."""
+        """Return the options in `group` that the class takes, with `foreach=False`, which has the same bits."""
         options = {name: value for name, value in group.items() if name in self._keywords}
         if "foreach" in self._keywords:
             options["foreach"] = False
         return options
 
     def _try(self, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
-        """The names of the elementwise states; `ManageError` if something is not elementwise."""
+        """Return the names of the elementwise states. Raises `ManageError` if the optimizer is not elementwise."""
         generator = torch.Generator().manual_seed(0)
         start, *grads = (torch.randn(_TRIAL, generator=generator, device="cpu").to(dtype) for _ in range(1 + _STEPS))
         with warnings.catch_warnings(), torch.enable_grad():
@@ -186,7 +186,7 @@ class TorchRule(Rule):
 
 
 def _scaled(update: ParameterUpdate, tile: slice) -> torch.Tensor:
-    """The gradient as torch's optimizer wants it; scaled in float32, unless it is wider."""
+    """Return the gradient in the parameter's dtype; scaled in float32, unless it is wider."""
     grad = update.grad[tile]
     if update.grad_scale != 1.0:
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32)).mul(update.grad_scale)

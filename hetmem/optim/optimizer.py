@@ -1,6 +1,6 @@
-"""A torch optimizer whose states live on hetmem's tiers: what users see of it.
+"""A torch optimizer whose states live on hetmem's tiers: its public interface.
 
-Arithmetic is a `Rule`'s, the order of work a `Stepper`'s; where anything is, and how it gets here, the runtime's.
+A `Rule` does the arithmetic, a `Stepper` orders the work, and the runtime owns homes and transfers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetmem.base.config import GradientsName, OverlapName
 from hetmem.base.weak import weakly
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.gradient_views import refuse_used_up
+from hetmem.engine.gradient_views import refuse_consumed
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refuse_a_fork
 from hetmem.intercept.dynamo import uncompiled
@@ -38,7 +38,7 @@ from hetmem.optim.options import (
     is_number,
     loss_scale,
 )
-from hetmem.optim.states import Places, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
+from hetmem.optim.states import Homes, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
 from hetmem.optim.step import Stepper, Work
 
 _PARAMETERS = itemgetter("params")
@@ -46,25 +46,25 @@ _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm",
 
 
 class OffloadedOptimizer(Optimizer):
-    """Base of hetmem's optimizers: chunk by chunk, states streamed from and to their tier.
+    """Base of hetmem's optimizers: updates chunk by chunk, with states streamed from and to their tier.
 
     Parameter groups, schedulers, closures, hooks and `state_dict` are torch's own. `state[p]` holds the states' homes.
-    A parameter whose `grad` is None is not touched. Creating it reserves memory for gradients and states.
+    A parameter whose `grad` is None is not changed. Creating the optimizer reserves memory for gradients and states.
 
-    `max_grad_norm`: gradients are scaled down where the norm of all of them (L2, summed in float64) is greater, within
-    the pass that updates; `p.grad` stays as it is, and `grad_norm` is the norm of the last step, None without
+    `max_grad_norm`: gradients are scaled down if the norm of all of them (L2, summed in float64) is greater, within the
+    pass that updates; `p.grad` stays as it is, and `grad_norm` is the norm of the last step, None without
     `max_grad_norm` or `loss_scale`. `loss_scale`: "dynamic", a number, or a `LossScale`: gradients are those of
     `scale(loss)`, and a step whose gradients are not all finite changes nothing. `overlap`: see `Overlap`, `gradients`:
     see `Gradients`; the bits do not depend on them.
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
-    update, and its home readable; `step` called again, with the same gradients, does the rest. Where the arithmetic
-    itself fails in memory that it changes in place, every further `step` says that a checkpoint must be loaded.
+    update, and its home readable; `step` called again, with the same gradients, does the rest. If the arithmetic itself
+    fails in memory that it changes in place, every further `step` says that a checkpoint must be loaded.
     """
 
     writes_homes = True
-    """Tells hetmem that it knows what this optimizer writes."""
+    """Tells hetmem that this optimizer reports its own writes to parameters."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class OffloadedOptimizer(Optimizer):
         self.states = States()
         self._numbers: dict[int, int] = {}
         self._members = AllMembers[Stepper](self.rule)
-        self._to_load: list[tuple[ManagedParameter, Places, dict[str, Any]]] = []
+        self._to_load: list[tuple[ManagedParameter, Homes, dict[str, Any]]] = []
 
-    # ---- what torch's optimizers have --------------------------------------------------------------------------
+    # ---- interface of torch's optimizers -----------------------------------------------------------------------
 
     @property
     def state(self) -> Any:
-        """By parameter, its states as tensors at home. Waits until all updates have arrived there.
+        """The states of each parameter, as tensors at home. Waits until all updates have been written there.
 
         Raises `ManageError` in a forked process, which has none of that memory.
         """
@@ -115,12 +115,12 @@ class OffloadedOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        self.synchronize()  # updates that are under way are of the states before
+        self.synchronize()  # updates under way use the old states
         self.states.replace(value)
 
     @HELD_BACK
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the parameters must be managed, and their gradients and states get homes here."""
+        """Add a group as torch does; its parameters must be managed, and get homes for gradients and states."""
         super().add_param_group(param_group)
         self._numbers = {}
         if self._all_at_once:
@@ -134,9 +134,9 @@ class OffloadedOptimizer(Optimizer):
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns the closure's loss, if there is one.
+        """Update every parameter that has a gradient once; return the closure's loss, if there is a closure.
 
-        Raises `StoreError` if a drive fails (call `step` again: see above), and RuntimeError where gradients or
+        Raises `StoreError` if a drive fails (call `step` again: see above), and RuntimeError if gradients or
         hyper-parameters changed after their update had begun during backward.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -146,20 +146,20 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
-        for stepper in self._steppers.values():  # before gradients are looked at, which may be used up by what failed
+        for stepper in self._steppers.values():  # first, as the failed update may have used up gradients
             stepper.refuse_ruined()
-        with torch_private.NoFunctionsOfSubclasses():  # parameters are watched, and no function of torch is told
-            refuse_used_up(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
+        with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
+            refuse_consumed(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
             with self._turns("a step"):
                 try:
                     self._step_all()
                 finally:
-                    for interception in self._steppers:  # what trails may be another optimizer's
+                    for interception in self._steppers:  # updates behind the step may be another optimizer's
                         interception.segments.end_step()
 
     @contextmanager
     def _turns(self, what: str) -> Iterator[None]:
-        """No other thread computes with the models of this optimizer."""
+        """Keep other threads from computing with the models of this optimizer."""
         with ExitStack() as turns:
             for turn in sorted((found.runtime.turn for found in self._steppers), key=attrgetter("number")):
                 turns.enter_context(turn.held(what))
@@ -181,7 +181,7 @@ class OffloadedOptimizer(Optimizer):
             if grad_scale is not None:
                 self._update_whole(whole, grad_scale)
         except BaseException:
-            for stepper in work:  # those that are done must know too that this step may be tried again
+            for stepper in work:  # also those that are done, as this step may be repeated
                 stepper.failed = True
             raise
         for stepper in work:
@@ -190,7 +190,7 @@ class OffloadedOptimizer(Optimizer):
             self.loss_scale.update(finite=grad_scale is not None)
 
     def _update_whole(self, whole: list[tuple[Stepper, WholeUpdate]], grad_scale: float) -> None:
-        """Carry updates of groups out, those with the largest parameters first: if one lacks room, it is the first."""
+        """Carry out the updates of groups, the largest parameters first: if room is short, the first one raises."""
         made: list[tuple[Stepper, WholeUpdate]] = []
         try:
             for stepper, update in sorted(whole, key=lambda one: -one[1].members.largest_bytes):
@@ -203,19 +203,19 @@ class OffloadedOptimizer(Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch."""
+        """Clear gradients as torch does."""
         with self._turns("zero_grad()"):
             if not set_to_none:
-                self.synchronize()  # an update that is under way reads them
+                self.synchronize()  # an update under way reads them
             with torch_private.NoFunctionsOfSubclasses():
                 super().zero_grad(set_to_none)
 
     @HELD_BACK
-    @torch.inference_mode(False)  # where tensors take writes later
+    @torch.inference_mode(False)  # as inference tensors refuse later writes
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, also from a checkpoint of the torch optimizer that computes the same: states go home.
+        """Load states into their homes, also from a checkpoint of the torch optimizer that computes the same.
 
-        A state on the `meta` device gets its home only, for the caller to write to. Raises `ManageError`, with nothing
+        A state on the `meta` device only gets a home, for the caller to write to. Raises `ManageError`, with nothing
         changed, if states are of another kind (8-bit moments or not).
         """
         with self._turns("load_state_dict()"):
@@ -230,18 +230,18 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     @torch.inference_mode(False)
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise what `load_state_dict` does for states of another kind; reserve homes, and change nothing else."""
+        """Raise what `load_state_dict` raises for states of another kind; reserve homes, and change nothing else."""
         with self._turns("check_state_dict()"):
             saved_homes(state_dict, self.param_groups, self._with_homes)
 
     def _take_homes_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What torch is to load: it would cast the rest to the parameter's dtype, in memory."""
+        """Return `state_dict` without states that have homes: torch would cast those to the parameter's dtype."""
         found = saved_homes(state_dict, self.param_groups, self._with_homes)
         saved = state_dict["state"]
-        self._to_load = [(managed, places, saved[number]) for number, managed, places in found]
+        self._to_load = [(managed, homes, saved[number]) for number, managed, homes in found]
         numbers = {
-            number: {name: None if name in places else value for name, value in saved[number].items()}
-            for number, _, places in found
+            number: {name: None if name in homes else value for name, value in saved[number].items()}
+            for number, _, homes in found
         }
         return {**state_dict, "state": {**saved, **numbers}}
 
@@ -257,32 +257,32 @@ class OffloadedOptimizer(Optimizer):
         if "state" in state:
             self.states.replace(state.pop("state"))
         super().__setstate__(state)
-        for group in self.param_groups:  # what older versions of torch did not save yet
+        for group in self.param_groups:  # options that older versions of torch did not save
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        for managed, places, saved in self._to_load:  # before torch calls hooks that want to see them
+        for managed, homes, saved in self._to_load:  # before torch calls hooks that read them
             self._managed(managed.parameter)
             self.states.take([managed])
-            self.states.load(managed, places, saved)
+            self.states.load(managed, homes, saved)
 
-    # ---- what hetmem's have beside that ------------------------------------------------------------------------
+    # ---- beyond torch's interface ------------------------------------------------------------------------------
 
     @HELD_BACK
     def synchronize(self) -> None:
-        """Wait until everything is updated and at home, also on NVMe. An error of that is raised here."""
+        """Wait until all updates are done and written home, also to NVMe. Raises their errors."""
         with self._turns("synchronize()"):
             for stepper in self._steppers.values():
                 stepper.synchronize()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the present `loss_scale`: what to call `backward` on. Without a `loss_scale`, `loss` itself."""
+        """Return `loss` times the present `loss_scale`, to call `backward` on; without one, `loss` itself."""
         return loss if self.loss_scale is None else loss * self.loss_scale.value
 
-    # ---- what a checkpoint asks ------------------------------------------------------------------------------------
+    # ---- for checkpoints ---------------------------------------------------------------------------------------
 
     @property
     def half_stepped(self) -> bool:
-        """Whether updates of a step are made that has not ended: during backward, or in a step that failed."""
+        """Whether a step that has not ended has updated something: during backward, or in a step that failed."""
         return any(stepper.half_stepped for stepper in self._steppers.values())
 
     @HELD_BACK
@@ -290,7 +290,7 @@ class OffloadedOptimizer(Optimizer):
         """Give up a step that was begun in a backward (`overlap`) or has failed, in place of calling `step`.
 
         What is updated stays updated, the rest is as it was, and the next backward begins a step of its own. Clear the
-        gradients too: `zero_grad()`. Raises the error of a transfer that failed, and RuntimeError where an update has
+        gradients too: `zero_grad()`. Raises the error of a transfer that failed, and RuntimeError if an update has
         failed half-way, so that a checkpoint must be loaded.
         """
         with self._turns("forget_step()"):
@@ -303,18 +303,18 @@ class OffloadedOptimizer(Optimizer):
                     stepper.forget()
 
     def beside_states(self) -> dict[str, Any]:
-        """What the bits of the next steps depend on beside `state_dict()`: the loss scale, and the seed of chance."""
+        """Return what later bits depend on beside `state_dict()`: the loss scale, and the random seed."""
         scale = None if self.loss_scale is None else self.loss_scale.state_dict()
         return {"loss_scale": scale, "seed": self.rule.seed}
 
     def load_beside_states(self, values: dict[str, Any]) -> None:
-        """Go on with those, as far as this optimizer has a loss scale, and leaves anything to chance."""
+        """Load `values` of `beside_states`, as far as this optimizer has a loss scale or a seed."""
         if self.loss_scale is not None and values["loss_scale"] is not None:
             self.loss_scale.load_state_dict(values["loss_scale"])
         if self.rule.seed is not None and values["seed"] is not None:
             self.rule.seed = values["seed"]
 
-    # ---- what the stepper asks ---------------------------------------------------------------------------------
+    # ---- for the stepper ---------------------------------------------------------------------------------------
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -322,15 +322,15 @@ class OffloadedOptimizer(Optimizer):
         return self.max_grad_norm is not None or self.loss_scale is not None
 
     def expected_scale(self) -> float:
-        """The factor of gradients if nothing is clipped."""
+        """Return the factor of gradients if nothing is clipped."""
         return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
 
     def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
-        """The group of each parameter, by its `id`."""
+        """Return the group of each parameter, by its `id`."""
         return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
 
     def number_of(self, managed: ManagedParameter) -> int:
-        """The place of `managed` among all parameters of the optimizer, as in `state_dict`."""
+        """Return the index of `managed` among all parameters of the optimizer, as in `state_dict`."""
         if not self._numbers:
             parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             self._numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -340,7 +340,7 @@ class OffloadedOptimizer(Optimizer):
 
     @HELD_BACK
     def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Homes for what `groups` keep; which group a chunk is of, if not of several, makes no difference to others."""
+        """Reserve homes for the states and gradients of `groups`."""
         kept: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
         of: dict[Interception, list[ManagedParameter]] = {}
         found = [(group, *checked(parameter, self._name())) for group in groups for parameter in group["params"]]
@@ -357,7 +357,7 @@ class OffloadedOptimizer(Optimizer):
         self.states.take(managed for _, _, managed in found)
 
     def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
-        """`parameter` and what `group` has it keep, which has homes now."""
+        """Reserve homes for `parameter` with the options of `group`; return it and the roles of its states."""
         stepper, managed = self._managed(parameter, loads=True)
         stepper.refuse_begun([managed])
         roles = self.rule.roles(group, managed.chunk.dtype)
@@ -368,7 +368,7 @@ class OffloadedOptimizer(Optimizer):
         return self._members.of(self.param_groups, self._steppers, self._managed)
 
     def _work(self) -> tuple[dict[Stepper, Work], list[tuple[Stepper, WholeUpdate]]]:
-        """Return what is to be updated, all that has a gradient: by chunks, and at once."""
+        """Return the work of a step, for all parameters with a gradient: that by chunk, and that of whole groups."""
         work, name = dict[Stepper, Work](), type(self).__name__
         all_members, have = self._all_members(), self._members.with_gradients()
         if None in have:
@@ -383,7 +383,7 @@ class OffloadedOptimizer(Optimizer):
         return work, [(to, to.whole_update(group, members)) for to, group, members in whole if members is not None]
 
     def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:
-        """The factor of all gradients; None if they are not all finite and the step is to be skipped."""
+        """Return the factor of all gradients; None if they are not all finite and the step is to be skipped."""
         if not self.needs_all_gradients:
             return 1.0
         sums = [sums for stepper, chunks in work.items() for sums in stepper.square_sums(chunks)]
@@ -396,7 +396,7 @@ class OffloadedOptimizer(Optimizer):
         return unscale * clip_factor(self.grad_norm, self.max_grad_norm)
 
     def _managed(self, parameter: torch.Tensor, *, loads: bool = False) -> tuple[Stepper, ManagedParameter]:
-        for interception, stepper in self._steppers.items():  # asked for each parameter; the registry takes longer
+        for interception, stepper in self._steppers.items():  # runs for each parameter, and is faster than the registry
             known = interception.runtime.bindings.by_id.get(id(parameter))
             if known is not None and not interception.removed:
                 return stepper, known
@@ -410,7 +410,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _stepper(self, interception: Interception) -> Stepper:
         if interception not in self._steppers:
-            if self._workers is None:  # one for all, near the first one's device
+            if self._workers is None:  # one pool for all models, on cores near the first one's device
                 self._workers = WorkerPool(cores=interception.runtime.memory.device.cores)
             self._steppers[interception] = Stepper(self, interception, self._workers, weakly(self._all_members))
         return self._steppers[interception]

@@ -1,7 +1,5 @@
-"""What users choose of an optimizer: when updates happen, how long gradients stay, what these are multiplied by, and
-the rule that computes the update of one parameter. A rule sees flat tensors. It must not know chunks, tiers or
-transfers.
-"""
+"""Options of an optimizer: when updates happen, how long gradients stay, what they are multiplied by, and the rule that
+computes the update of one parameter. A rule sees flat tensors. It must not know chunks, tiers or transfers."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ Task = Callable[[], None]
 class ParameterUpdate:
     """One parameter's share of a step: 1-D tensors of one length, in the order of the parameter's memory.
 
-    `group` is its parameter group and `state` its entry of `optimizer.state`: what in there is no tensor of the
-    parameter's shape (a step count) is the rule's to read and write. The `fresh` ones among `states` were never made;
-    they are zero. `number` is the parameter's place in the optimizer. `grad` is multiplied by `grad_scale` in float32.
-    `copy`, if given, gets the new parameter, rounded. A rule that `has_kernel` gets neighbours in memory of one group
-    and age as one; `also` are the states of the others. The same object is given to it again for the next step as long
-    as tensors and states are the same; `counts` and `kernel` are its own then, to keep what it has made of them.
+    `group` is its parameter group and `state` its entry of `optimizer.state`; the rule reads and writes what in there
+    has not the parameter's shape (a step count). The `fresh` ones among `states` are new and zero. `number` is the
+    parameter's index in the optimizer. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new
+    parameter, rounded. A rule that `has_kernel` gets adjacent parameters of one group and step count as one; `also` has
+    the states of the others. The rule gets the same object in the next step as long as tensors and states are the same,
+    and may cache what it derives from them in `counts` and `kernel`.
     """
 
     group: dict[str, Any]
@@ -46,36 +44,36 @@ class ParameterUpdate:
 
 
 class Rule(ABC):
-    """Elementwise arithmetic: what becomes of an element depends on that element alone, and on numbers."""
+    """Elementwise arithmetic: the new value of an element depends on that element and on scalars only."""
 
     runs_on_device = True
-    """Whether there is an `on_device`."""
+    """Whether `on_device` is implemented."""
     has_kernel = False
-    """Whether there are `begin` and `whole`, and neighbours in memory are updated as one: they lie at multiples of
+    """Whether `begin` and `whole` are implemented, and adjacent parameters are updated as one: they lie at multiples of
     `schedule.layout.ALIGNMENT_ELEMENTS`, so that only the last of them may end within a vector."""
     seed: int | None = None
-    """What chance depends on; None if nothing does."""
+    """Seed of random rounding; None if nothing is random."""
 
     @abstractmethod
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
-        """The states, beside numbers, of a parameter of `dtype` in `group`."""
+        """Return the states, other than scalars, of a parameter of `dtype` in `group`."""
 
     @abstractmethod
     def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """What must run, in any order and on any threads, for `update` in host memory. Counts the step in `state`."""
+        """Return the tasks of `update` in host memory, for any order and threads. Counts the step in `state`."""
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
-        """Whether updates on `device` of parameters of `dtype`, with copies of `copy_dtype` (None: without), have the
-        bits of `tasks`. Tried once."""
+        """Return whether updates on `device` of parameters of `dtype`, with copies of `copy_dtype` (None: without),
+        have the bits of `tasks`. Tried once."""
         return False
 
     @abstractmethod
     def on_device(self, updates: list[ParameterUpdate]) -> None:
-        """`updates` in the memory of a GPU, on the present stream: with the bits of `tasks` where it `equals_host`,
-        else with those of torch there."""
+        """Compute `updates` in GPU memory on the current stream: with the bits of `tasks` if it `equals_host`, else
+        with those of torch there."""
 
     def begin(self, state: dict[str, Any]) -> None:
-        """Make the numbers of a parameter, before `whole`, if they are not there."""
+        """Add the missing scalars (step count) of a parameter to `state`, before `whole`."""
         raise NotImplementedError
 
     def whole(
@@ -88,7 +86,7 @@ class Rule(ABC):
         scale: float,
     ) -> None:
         """Update `params` in place in one call, with `states` in the order of `roles` and `grads` times `scale`, and
-        count `steps`: with the bits of torch where they lie. Raises before anything is changed, if at all."""
+        count `steps`: with the bits of torch on their device. If it raises, nothing has changed."""
         raise NotImplementedError
 
 
@@ -127,7 +125,7 @@ class Overlap(str, Enum):
 
 
 def advice(gradients: Gradients) -> str:
-    """How gradients of a parameter may come after those with which its update has begun."""
+    """Return how to allow gradients of a parameter after its update has begun."""
     if gradients is Gradients.VISIBLE:
         return "use overlap='off'"
     return "use gradients='visible', with which a chunk waits for as many gradients as it had in the steps before"
@@ -137,7 +135,7 @@ _ChoiceT = TypeVar("_ChoiceT", Overlap, Gradients)
 
 
 def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
-    """What users said for `option`. Raises ValueError, with all that could be said, for anything else."""
+    """Return the option that `wanted` names. Raises ValueError with all valid values for anything else."""
     try:
         return kind(wanted)
     except ValueError:
@@ -146,7 +144,7 @@ def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
 
 
 def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:
-    """Raises ValueError where `gradients` cannot go with `overlap`, or with what `needs_all` of them."""
+    """Raise ValueError if `gradients` does not go with `overlap`, or with options that `needs_all` gradients."""
     if gradients is Gradients.VISIBLE:
         return
     if overlap not in (Overlap.BACKWARD, Overlap.FORWARD):
@@ -195,7 +193,7 @@ class LossScale:
         self._finite_in_a_row = 0
 
     def update(self, *, finite: bool) -> None:
-        """A step had gradients that were all `finite`, or not. The optimizer calls it, once a step."""
+        """Adapt the scale to a step whose gradients were all `finite`, or not. The optimizer calls it once a step."""
         if not finite:
             self.value *= self.backoff_factor
             self.skipped += 1
@@ -208,17 +206,17 @@ class LossScale:
             self._finite_in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` needs to go on."""
+        """Return the state for `load_state_dict`."""
         return {"value": self.value, "skipped": self.skipped, "finite_in_a_row": self._finite_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called."""
+        """Continue from a `state_dict`."""
         self.value, self.skipped = float(state["value"]), int(state["skipped"])
         self._finite_in_a_row = int(state["finite_in_a_row"])
 
 
 def loss_scale(wanted: LossScale | float | str | None) -> LossScale | None:
-    """What users may say: "dynamic", a number that stays, a `LossScale`, or None."""
+    """Return the `LossScale` for an option: "dynamic", a constant number, a `LossScale`, or None."""
     if wanted is None or isinstance(wanted, LossScale):
         return wanted
     if wanted == "dynamic":
@@ -229,14 +227,14 @@ def loss_scale(wanted: LossScale | float | str | None) -> LossScale | None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is a real number, or a tensor of one element."""
+    """Return whether `value` is a real number, or a tensor of one element."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return hasattr(value, "__float__")
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """What `torch.nn.utils.clip_grad_norm_` multiplies gradients of that norm by; NaN if the norm is."""
+    """Return the factor of `torch.nn.utils.clip_grad_norm_` for gradients of that norm; NaN if the norm is NaN."""
     if max_norm is None:
         return 1.0
     factor = max_norm / (norm + 1e-6)

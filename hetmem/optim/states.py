@@ -1,6 +1,6 @@
-"""States of optimizers: room for them, what users see of them, whose they are, and where those of a checkpoint belong.
+"""States of optimizers: their memory, what users see of them, which optimizer owns them, and where loaded ones go.
 
-In `optimizer.state` are tensors that are the homes. It knows of no steps; it neither updates nor waits.
+The tensors in `optimizer.state` are the homes. This module knows of no steps; it neither updates nor waits.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from hetmem.schedule.placement import slots_for_staging
 
 _STEPPED_BY = attrgetter("stepped_by")
 
-Places = dict[str, tuple[Role, torch.Tensor]]
-"""The homes of a parameter's states, by the names that states have."""
+Homes = dict[str, tuple[Role, torch.Tensor]]
+"""The homes of a parameter's states, by the names of the states."""
 
 
 class States:
     """The states of one optimizer. `shown` is its `state`: entries by parameter, as torch's optimizers have them. A
-    parameter has one home for states of one name, so one optimizer steps it: the last that was made over it, or has
+    parameter has one home for states of one name, so one optimizer steps it: the last one that was made over it, or has
     loaded states of it."""
 
     def __init__(self) -> None:
         self.shown: Any = {}
         self._token = object()
-        """Stands for the optimizer, also when it is gone."""
+        """Identifies the optimizer, also after it was collected."""
         self._clean: set[Chunk] = set()
-        """Those of which the program can have written to no state since `written`."""
+        """Chunks to whose states the program cannot have written since `written` last checked them."""
         self._handed_out = False
-        """Whether the program ever had `shown` at hand, and may hold some of it."""
+        """Whether the program ever got `shown`, and may hold parts of it."""
         self._seen: tuple[list[Any], ...] = ()
-        """What `look` saw."""
+        """Identities, versions and addresses that `look` found."""
 
     def hand_out(self) -> Any:
         """Return `shown` for the program, which may write to it and to what is in it."""
@@ -55,17 +55,17 @@ class States:
         return self.shown
 
     def replace(self, shown: Any) -> None:
-        """Take other entries."""
+        """Replace all entries by `shown`."""
         self.shown, self._handed_out = shown, True
         self._clean.clear()
 
     def of(self, managed: ManagedParameter) -> dict[str, Any]:
-        """The entry of `managed` in `shown`, empty if it was never updated."""
+        """Return the entry of `managed` in `shown`, empty if it was never updated."""
         found: dict[str, Any] = self.shown[managed.parameter]
         return found
 
     def take(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Let the optimizer be the one that steps `parameters`."""
+        """Make the optimizer the one that steps `parameters`."""
         for managed in parameters:
             managed.stepped_by = self._token
 
@@ -77,7 +77,7 @@ class States:
         """Raise RuntimeError if another optimizer steps any of `parameters`; this one steps those that none did."""
         parameters = [*parameters]
         if [*map(_STEPPED_BY, parameters)].count(self._token) == len(parameters):
-            return  # as mostly, asked by C alone
+            return  # the usual case, in C alone
         for managed in parameters:
             if managed.stepped_by is None:
                 managed.stepped_by = self._token
@@ -89,54 +89,54 @@ class States:
                 )
 
     def forget_empty(self, managed: ManagedParameter) -> None:
-        """torch shows no entry for a parameter of which it keeps nothing."""
+        """Remove the entry of a parameter without states, as torch has none for it."""
         if not self.shown.get(managed.parameter, True):
             del self.shown[managed.parameter]
 
     def show(self, managed: ManagedParameter, role: Role) -> None:
-        """`role` of `managed` is being made: its home is what users see."""
+        """Put the home of `role` of `managed` into its entry."""
         for name, home in managed.views(role).items():
             self.shown[managed.parameter][name] = home
 
     def make(self, managed: ManagedParameter, roles: Iterable[Role]) -> None:
-        """Make those of `roles` of `managed` that it lacks, all zero, in their homes."""
+        """Make those of `roles` that `managed` lacks, all zero, in their homes."""
         for role in roles:
             if self.of(managed).get(role.name) is None:
                 managed.chunk.homes[role].written = True
                 self.show(managed, role)
-                for name in managed.places(role):
+                for name in managed.byte_offsets(role):
                     self.of(managed)[name].zero_()
 
-    def load(self, managed: ManagedParameter, places: Places, saved: Mapping[str, Any]) -> None:
-        """What was `saved` for `managed` goes to its homes, from `meta` nothing. Step counts and the like are the
-        host's, which reads them at each step; torch has sent those of a fused optimizer to where the parameter is."""
+    def load(self, managed: ManagedParameter, homes: Homes, saved: Mapping[str, Any]) -> None:
+        """Copy what was `saved` for `managed` to its homes (from `meta` nothing). Step counts and other scalars, which
+        torch has moved to the device for a fused optimizer, go to host memory, where each step reads them."""
         state = self.shown[managed.parameter]
-        self._clean.discard(managed.chunk)  # whatever is staged of it is old
-        for name, (role, home) in places.items():
+        self._clean.discard(managed.chunk)  # staged states are stale
+        for name, (role, home) in homes.items():
             managed.chunk.homes[role].written = True
             if not saved[name].is_meta:
                 home.copy_(saved[name])
             state[name] = home
         for name, value in state.items():
-            if name not in places and isinstance(value, torch.Tensor):
+            if name not in homes and isinstance(value, torch.Tensor):
                 state[name] = value.cpu()
 
     def look(self) -> None:
-        """Look whether the program has written to states or put others into `shown`, before a step reads them. Asked of
-        all in each step: by C alone."""
+        """Detect whether the program has written to states or replaced entries of `shown`, before a step reads them.
+        Runs in each step over all states: in C alone."""
         if not self._handed_out:
             return
         entries = [*self.shown.values()]
         values = [*chain.from_iterable(map(dict.values, entries))]
-        tensors = [*compress(values, map(getattr, values, repeat("shape"), repeat(())))]  # and no numbers
+        tensors = [*compress(values, map(getattr, values, repeat("shape"), repeat(())))]  # without numbers
         facts = [*self.shown, *entries, *tensors], [*map(VERSION, tensors)], [*map(ADDRESS, tensors)]
         if not self._seen or facts[1:] != self._seen[1:] or not are_same(facts[0], self._seen[0]):
             self._seen = facts
             self._clean.clear()
 
     def written(self, chunk: Chunk) -> bool:
-        """Return whether the program may have written to states of `chunk` since this was asked last, as far as `look`
-        has seen. Another tensor that it has put into an entry goes home."""
+        """Return whether the program may have written to states of `chunk` since the last call, as far as `look` has
+        detected. A tensor that replaces a home in an entry is copied home."""
         if chunk in self._clean:
             return False
         self._clean.add(chunk)
@@ -145,22 +145,22 @@ class States:
             for role, home in chunk.homes.items():
                 if not (role.is_state and managed.numel) or state.get(role.name) is None:
                     continue
-                for name, place in managed.places(role).items():
-                    if state[name].data_ptr() != address_of(home.memory) + place:
+                for name, offset in managed.byte_offsets(role).items():
+                    if state[name].data_ptr() != address_of(home.memory) + offset:
                         state[name] = managed.views(role)[name].copy_(state[name])
         return True
 
     def held(self, chunk: Chunk) -> bool:
-        """Whether the program holds views of states of `chunk` beside those in `state`."""
+        """Return whether the program holds views of states of `chunk` beside those in `state`."""
         return any(is_shared(shown) for shown, _ in self._shown(chunk))
 
     def moved(self, chunk: Chunk) -> None:
-        """The states of `chunk` have other homes: the tensors in `state` stay the same, and are those from now on."""
+        """Point the tensors in `state` at the new homes of `chunk`; they stay the same objects."""
         for shown, home in self._shown(chunk):
             shown.data = home
 
     def _shown(self, chunk: Chunk) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What `state` shows of `chunk`, and the homes of that."""
+        """Yield each tensor that `state` shows of `chunk`, with its home."""
         for managed in chunk.parameters:
             state = self.shown.get(managed.parameter, {})
             for role in chunk.homes:
@@ -173,11 +173,11 @@ def saved_homes(
     state_dict: dict[str, Any],
     groups: list[dict[str, Any]],
     with_homes: Callable[[torch.Tensor, dict[str, Any]], tuple[ManagedParameter, tuple[Role, ...]]],
-) -> list[tuple[int, ManagedParameter, Places]]:
-    """Where the states in `state_dict` belong, by numbers of parameters.
+) -> list[tuple[int, ManagedParameter, Homes]]:
+    """Return the homes of the states in `state_dict`, by numbers of parameters.
 
-    `groups` are the optimizer's own; `with_homes` gives homes to what a parameter keeps with the options of a group.
-    Raises `ManageError` for states of other shapes or of another kind than these homes are for.
+    `groups` are the optimizer's own; `with_homes` reserves homes for the states of a parameter with the options of a
+    group. Raises `ManageError` for states of other shapes or of another kind than these homes are for.
     """
     found = []
     for mine, theirs in zip(groups, state_dict["param_groups"], strict=False):
@@ -186,21 +186,21 @@ def saved_homes(
                 continue
             state = state_dict["state"][number]
             managed, roles = with_homes(parameter, {**mine, **theirs})
-            places = {
+            homes = {
                 name: (role, home)
                 for role in roles
                 if state.get(role.name) is not None
                 for name, home in managed.views(role).items()
             }
-            _check_states(managed.name, state, roles, {name: home for name, (_, home) in places.items()})
-            found.append((number, managed, places))
+            _check_states(managed.name, state, roles, {name: home for name, (_, home) in homes.items()})
+            found.append((number, managed, homes))
     return found
 
 
 def _check_states(
     parameter: str, state: Mapping[str, Any], roles: tuple[Role, ...], homes: Mapping[str, torch.Tensor]
 ) -> None:
-    """`state`, saved for `parameter`, goes into `homes`, those of `roles`. Raises `ManageError` if it cannot."""
+    """Raise `ManageError` if `state`, saved for `parameter`, does not fit into `homes`, those of `roles`."""
     for role in roles:
         scaled = f"{role.name}_scale" in state
         if state.get(role.name) is not None and scaled != bool(role.scale_block):
@@ -227,7 +227,7 @@ def _check_states(
 
 
 class SteppingOptimizer(Protocol):
-    """What a step asks its optimizer for; it may change between steps."""
+    """What a step needs of its optimizer; attributes may change between steps."""
 
     overlap: Overlap
     gradients: Gradients
@@ -240,14 +240,14 @@ class SteppingOptimizer(Protocol):
         """Whether the factor of gradients depends on all of them."""
 
     def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
-        """The group of each parameter, by its `id`."""
+        """Return the group of each parameter, by its `id`."""
 
     def number_of(self, managed: ManagedParameter) -> int:
-        """The place of `managed` among all parameters of the optimizer."""
+        """Return the index of `managed` among all parameters of the optimizer."""
 
 
 def ends_with_its_optimizer(listener: GradientListener, sink: GradientSink) -> Callable[[Any], None]:
-    """Take `listener` out of the backwards, for an optimizer that is gone, also where something else still holds it."""
+    """Return a callback for the end of an optimizer: it removes `listener` from `sink`, whatever else holds it."""
     own, sinks = weakref.ref(listener), weakref.ref(sink)
 
     def gone(_: Any) -> None:
@@ -277,7 +277,7 @@ def checked(parameter: torch.Tensor, optimizer: str) -> tuple[Interception, Mana
 
 
 def no_longer_managed(parameter: torch.Tensor, optimizer: str) -> ManageError:
-    """What is wrong where `optimizer` steps a `parameter` that was managed when it was made."""
+    """Return the error for a step of `optimizer` on a `parameter` that is not managed any more."""
     return ManageError(
         f"{optimizer} cannot step a parameter of shape {tuple(parameter.shape)} that is not managed any "
         f"more: its model was released, or is a copy, as this is. Make an ordinary optimizer, or call "
@@ -286,22 +286,22 @@ def no_longer_managed(parameter: torch.Tensor, optimizer: str) -> ManageError:
 
 
 def managed_again(managed: ManagedParameter, optimizer: str) -> ManageError:
-    """What is wrong where the states of `optimizer` are of another managing of the model."""
+    """Return the error for states of `optimizer` from before the model was released and managed again."""
     return ManageError(
         f"{optimizer} has states of {managed.name} from before its model was released and managed again: "
         f"make it again and load this one's state_dict into it, or load its own state_dict() into itself"
     )
 
 
-# ---- Whether there is room for homes, and what helps where there is none. ----
+# ---- Room for homes, and what to do if there is too little. ----
 
 
 def reserve_homes(
     optimizer: SteppingOptimizer, interception: Interception, kept: Mapping[Chunk, tuple[Role, ...]], name: str
 ) -> None:
-    """Have homes for gradients of the chunks in `kept`, and for the states there.
+    """Reserve homes for gradients of the chunks in `kept`, and for the states there.
 
-    Raises `BudgetError` where they have no room.
+    Raises `BudgetError` if they have no room.
     """
     memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
     streamed = optimizer.gradients is Gradients.STREAMED
@@ -313,7 +313,7 @@ def reserve_homes(
         if new and not memory.set_aside(new):
             saves_nothing(len(new))
         sink.lends = True
-    elif memory.uses_copies:  # on the device gradients stay autograd's own
+    elif memory.uses_copies:  # otherwise autograd keeps gradients, on the device
         traffic.ensure_homes(kept, (Role.GRAD,))
         if streamed:
             saves_nothing(0)
@@ -334,8 +334,8 @@ def reserve_homes(
 
 
 def saves_nothing(chunks: int) -> None:
-    """Warn that streamed gradients take as much memory as visible ones: those of a model of so few `chunks`, of which
-    some have a home at any time, or (0) of one whose states all lie on the device."""
+    """Warn that streamed gradients take as much memory as visible ones: with so few `chunks` that all have buffers at a
+    time, or (0) with all states on the device."""
     why = f"the model has {chunks} chunk(s), all with gradients at a time" if chunks else "all is on the device"
     warnings.warn(
         f"gradients='streamed' saves nothing: {why}; leave it out{', or set a smaller chunk_bytes' if chunks else ''}",
@@ -344,8 +344,8 @@ def saves_nothing(chunks: int) -> None:
 
 
 def check_room(memory: Memory, kept: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool) -> None:
-    """Raise `BudgetError` where host memory and NVMe lack room for what the optimizer called `name` keeps of chunks.
-    `lends`: gradients have homes for a while only."""
+    """Raise `BudgetError` if host memory and NVMe lack room for what the optimizer called `name` keeps of chunks.
+    `lends`: gradients use lent buffers."""
     wanted: Counter[str] = Counter()
     for chunk, roles in kept.items():
         for role in (*roles, *(() if lends else (Role.GRAD,))):
@@ -369,7 +369,7 @@ def check_room(memory: Memory, kept: Mapping[Chunk, Collection[Role]], name: str
 
 
 def stays_on_device(memory: Memory, name: str) -> BudgetError:
-    """The error of an optimizer that updates in host memory alone, which has no room for all that it keeps."""
+    """Return the error of an optimizer that updates in host memory only and lacks room there."""
     missing = format_enough(memory.device_home_bytes)
     return BudgetError(
         f"{name} with these options updates in host memory, and {missing} of weights and states have no room there: "

@@ -1,8 +1,8 @@
-"""One optimizer's steps over one runtime: which chunk is updated when, with which factor.
+"""Orders one optimizer's steps over one runtime: which chunk is updated when, with which factor.
 
-Note "overlap": gradients arrive chunk by chunk during backward. A chunk whose gradients are all in is updated while
-backward goes on, if nothing is needed that only the end of backward can tell (the norm of all gradients, whether all
-are finite). Where it is needed, its share is summed up as gradients arrive, and the update follows in `update`.
+Note "overlap": gradients arrive chunk by chunk during backward. A chunk with all its gradients is updated while
+backward continues, unless that needs a result of the whole backward (the norm of all gradients, whether all are
+finite). In that case its squares are summed as gradients arrive, and the update follows in `update`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
 
 Work = dict[Chunk, Members]
-"""What has a gradient, by chunk."""
+"""Parameters with gradients, by chunk."""
 _INDEX = attrgetter("spec.index")
 
 
@@ -60,25 +60,25 @@ class Stepper:
         self._passes = Passes(optimizer, interception)
         self._groups: dict[int, dict[str, Any]] = {}
         self._all_members, self._members = members, dict[Chunk, Members]()
-        """Both as the first gradient of the step arrived."""
+        """Both as they were when the first gradient of the step arrived."""
         self._arrivals = Arrivals(sees_all=not self.runtime.memory.resident)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._mutations = MutationCheck(self._passes, self.runtime.writes)
         self.failed = False
-        """Whether a step raised, and may be tried again with the same gradients."""
+        """Whether a step raised, and may be repeated with the same gradients."""
         self.runtime.traffic.executor.workers.add(self._updates)
         interception.gradients.listeners.add(self)
 
     def optimizer_options(self) -> dict[str, Any]:
-        """What the optimizer was made with that changes when and where it updates, for reports."""
+        """Return, for reports, the optimizer's options that decide when and where it updates."""
         optimizer = self._optimizer
         names = {"overlap": optimizer.overlap.value, "gradients": optimizer.gradients.value}
-        limit = optimizer.max_grad_norm  # an infinite one, which only asks for the norm, is no number of JSON
+        limit = optimizer.max_grad_norm  # infinity (only the norm is wanted) is no JSON number
         return {"class": type(optimizer).__name__, **names, "max_grad_norm": None if limit == math.inf else limit}
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
-        """The optimizer, which only updates that are begun hold: a program that dropped it wants no more of them."""
+        """The optimizer. Only updates under way hold a reference to it, so one that is dropped begins no more."""
         optimizer = self._made_by()
         assert optimizer is not None
         return optimizer
@@ -91,8 +91,8 @@ class Stepper:
         return self._optimizer.overlap is not Overlap.OFF and not self.runtime.memory.resident
 
     @property
-    def is_to_be_told(self) -> bool:
-        """Whether `coming` and `arrived` are called in the backward that begins, as they are while anything updates."""
+    def wants_each_gradient(self) -> bool:
+        """Whether to call `coming` and `arrived` in the backward that begins, as updates are or may get under way."""
         return bool(self._progress) or self.begins_early
 
     def expect(self, managed: ManagedParameter, arrivals: int) -> None:
@@ -100,19 +100,19 @@ class Stepper:
         self._arrivals.expect(managed, arrivals)
 
     def coming(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is about to be added to its home: nothing may be reading that."""
+        """Prepare for a gradient of `managed` that will be added to its home: nothing may read that meanwhile."""
         self.refuse_ruined()
         update = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
         if update is not None and self.failed:
-            self.forget()  # the step that failed is not tried again
+            self.forget()  # the failed step is not repeated
         elif update is not None and update.begun:
             raise came_late(managed, self._optimizer, self._progress.values())
         elif update is not None:
-            del self._progress[managed.chunk]  # its norm is of less than all
+            del self._progress[managed.chunk]  # its norm lacks this gradient
         self.runtime.traffic.wait_for_update(managed.chunk)
 
     def arrived(self, managed: ManagedParameter) -> None:
-        """A gradient of `managed` is on its way home: perhaps the last one that its chunk waited for."""
+        """Count a gradient of `managed` that is in flight home, and begin its chunk's update if it was the last."""
         if not self._arrivals:
             optimizer = self._optimizer
             self._groups = optimizer.groups_by_parameter()
@@ -127,7 +127,7 @@ class Stepper:
         self._updates.pump()
 
     def lost(self, chunk: Chunk) -> None:
-        """What is queued of `chunk` waits for its gradients, and nothing of it is begun."""
+        """Cancel the queued update of `chunk`, a gradient of which was lost; none of it has begun."""
         self._updates.forget(chunk)
         self._progress.pop(chunk, None)
 
@@ -141,12 +141,12 @@ class Stepper:
                 self._mutations.show(begun)
 
     def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
-        """Note that the gradients of `parameters`, which are in `chunk`, were shown until now and are gone."""
+        """Mark the gradients of `parameters`, which are in `chunk`, as used up: they were readable until now."""
         if chunk in self._progress:
             self._mutations.show_more(parameters)
 
     def used_again(self, managed: ManagedParameter) -> None:
-        """An operator before the end of the step uses `managed`, which may be updated already."""
+        """Raise RuntimeError if `managed` is used before the end of the step and has been updated already."""
         update = self._progress.get(managed.chunk)
         if update is not None and update.begun and not self.failed and update.updates(managed):
             raise RuntimeError(
@@ -172,24 +172,24 @@ class Stepper:
         return {id(each.parameter) for chunk in chunks for each in chunk.parameters} & groups.keys()
 
     def may_move(self, chunk: Chunk) -> bool:
-        """Return whether the program holds no states in the homes of `chunk`. Waits for what it reads there itself."""
-        self._updates.wait_for(chunk)  # squares of its gradients may be summed up
+        """Return whether the program holds no states in homes of `chunk`. Waits until the optimizer reads none."""
+        self._updates.wait_for(chunk)  # it may be summing squares of its gradients
         self._optimizer.states.look()
         self._passes.notice_states(chunk)
         return not self._optimizer.states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
         """Note that the homes of `chunk` have moved."""
-        self._passes.prepared.pop(chunk, None)  # it holds the memory of the homes before
+        self._passes.prepared.pop(chunk, None)  # it refers to the old homes
         self._optimizer.states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
-        """Whether all gradients of `chunk` that a step ever had are in, and cannot change any more."""
+        """Return whether all gradients of `chunk` that any step had have arrived and can no longer be changed."""
         if chunk in self._progress:
             return False
         groups, arrivals, optimizer = self._groups, self._arrivals, self._optimizer
-        kept = self.runtime.writes.kept
-        for managed in chunk.parameters:  # asked at each arrival: the last one that a backward gets to is often first
+        shared = self.runtime.writes.shared
+        for managed in chunk.parameters:  # runs at each arrival: the last gradient often comes first here
             parameter = managed.parameter
             if id(parameter) in groups and not arrivals.complete(managed) and parameter.requires_grad:
                 return False
@@ -197,12 +197,12 @@ class Stepper:
             parameter = managed.parameter
             if id(parameter) not in groups or not parameter.requires_grad:
                 continue
-            if has_hooks_of_the_user(parameter) or managed in kept or not optimizer.states.steps(managed):
+            if has_hooks_of_the_user(parameter) or managed in shared or not optimizer.states.steps(managed):
                 return False
         return True
 
     def _begin_early(self, chunk: Chunk) -> None:
-        self.runtime.writes.notice_counted(chunk)  # what comes after this is refused
+        self.runtime.writes.notice_counted(chunk)  # later writes are refused
         members = self._members[chunk].with_gradients(type(self._optimizer).__name__)
         assert members is not None, "one has just arrived"
         update = self._progress[chunk] = ChunkUpdate(members, members.parts())
@@ -210,13 +210,13 @@ class Stepper:
         if self._optimizer.needs_all_gradients:
             self._add_sums(update)
         else:
-            self.runtime.uses.rest_again(members.managed)  # a hook that reads one meanwhile is refused
+            self.runtime.uses.rest_again(members.managed)  # so that a hook that reads one is refused
             self._add_update(update, 1.0)
 
     # ---- within a step -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The step begins: the backward, if one ran, is over, and what was begun in it gets done, unless it trails."""
+        """Begin the step: finish the updates that were begun in the backward, unless they may go on behind the step."""
         self.refuse_ruined()
         refuse_a_fork("a step", self._interception.process)
         refuse_a_capture("a step", self.runtime.memory.device)
@@ -231,12 +231,12 @@ class Stepper:
             self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
             for update in self._progress.values():
                 self._passes.notice_before(update)
-            if not self._trails:
+            if not self._deferred:
                 self._carry_out()
 
     def _refuse_edits(self) -> None:
-        """The first step overlaps nothing, and shows whether the program edits gradients before it: then the next ones
-        would be refused, with some parameters updated."""
+        """Raise RuntimeError if the program edits gradients before the first step, which overlaps nothing: the next
+        steps would be refused, with some parameters updated."""
         optimizer = self._optimizer
         if not self.begins_early or optimizer.needs_all_gradients or self._arrivals.learned or self._progress:
             return
@@ -254,7 +254,7 @@ class Stepper:
 
     @property
     def updates_whole(self) -> bool:
-        """Whether the model is whole on the device, and a step updates it at once, with nothing begun before it."""
+        """Whether the model is whole on the device and a step updates it at once, with nothing begun before."""
         return self.runtime.memory.resident and self._optimizer.rule.has_kernel
 
     def whole_update(self, group: dict[str, Any], members: Members) -> WholeUpdate:
@@ -277,12 +277,12 @@ class Stepper:
         return update
 
     def begun(self) -> Iterable[ManagedParameter]:
-        """Return the parameters of which it has begun an update in the present step."""
+        """Return the parameters whose update has begun in the present step."""
         parts = (part.managed for update in self._progress.values() if update.begun for part in update.parts)
         return dict.fromkeys((*parts, *self._passes.ruined))
 
     def square_sums(self, chunks: Work) -> list[torch.Tensor]:
-        """The sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
+        """Return the sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
         with self._remembering_a_failure():
             wanted = self._wanted(chunks)
             for update in wanted:
@@ -292,8 +292,8 @@ class Stepper:
         return [sums for update in wanted for sums in update.sums]
 
     def update(self, chunks: Work, grad_scale: float) -> None:
-        """Update `chunks`; gradients count `grad_scale` times."""
-        trails = self._trails
+        """Update `chunks` with their gradients times `grad_scale`."""
+        deferred = self._deferred
         with self._remembering_a_failure():
             wanted = self._wanted(chunks)
             for update in wanted:
@@ -302,39 +302,39 @@ class Stepper:
             for update in wanted:
                 if not update.begun:
                     self._add_update(update, grad_scale)
-                if not trails:  # else what the next forward uses first has its turn first
+                if not deferred:  # else all are queued first, and run in the order of the next forward
                     self._updates.pump()
-            if trails:
+            if deferred:
                 self._updates.pump()
                 for update in self._progress.values():
-                    update.use_up_gradients()  # behind all that may fail: a step that is repeated needs them
+                    update.use_up_gradients()  # after all that may fail: a repeated step needs them
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 
     def skip(self) -> None:
-        """Make no update. Raises RuntimeError where one has begun."""
+        """End the work of a step without updates. Raises RuntimeError if one has begun."""
         for update in self._progress.values():
             if update.begun:
                 raise changed(update.parts, self._optimizer, self._progress.values())
 
     def end(self, *, updated: bool) -> None:
-        """End the step for all models of the optimizer; it is not tried again."""
-        self._updates.owe()  # no step repeats what trails and fails from here on
-        if updated and (self._trails or self._optimizer.gradients is Gradients.STREAMED):
+        """End the step for all models of the optimizer; it is not repeated."""
+        self._updates.owe()  # a later failure is not repeated by a step
+        if updated and (self._deferred or self._optimizer.gradients is Gradients.STREAMED):
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.leave(self._progress.values())
         self.forget()
         self.runtime.statistics.steps += updated
         self.runtime.after_step()
-        if self._trails:
+        if self._deferred:
             self.runtime.marks.updates_trail()
 
     def synchronize(self) -> None:
-        """Everything is done and at home, also on NVMe."""
+        """Wait until all updates are done and written home, also to NVMe."""
         self._carry_out(home for chunk in self.runtime.chunks for home in chunk.homes.values())
 
     def ensure_homes(self, chunk: Chunk, roles: Collection[Role]) -> None:
-        """`roles` of `chunk` have homes. Raises `BudgetError` if there is no room."""
+        """Reserve homes for `roles` of `chunk`. Raises `BudgetError` if there is no room."""
         self._interception.share.before_reserving(chunk, set(roles))
         self.runtime.traffic.ensure_homes([chunk], roles)
 
@@ -349,22 +349,22 @@ class Stepper:
             raise half_updated(self._passes.ruined)
 
     def ruin(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Note that `parameters` are updated, and the step of which that is a part has failed for good."""
+        """Record that `parameters` are updated in a step that has failed and cannot be repeated."""
         self._passes.ruined += parameters
 
     @property
-    def _trails(self) -> bool:
-        """Whether updates go on after the step."""
+    def _deferred(self) -> bool:
+        """Whether updates go on after `step` returns."""
         return self._optimizer.overlap is Overlap.FORWARD and not self.runtime.memory.resident
 
     def _carry_out(self, homes: Iterable[Home] = ()) -> None:
-        """All that is queued is computed, and `homes` are written. Other states are at home after `synchronize`."""
+        """Compute all queued updates and write `homes`. Other states are at home only after `synchronize`."""
         self._updates.finish()
         self.runtime.traffic.wait_until_written(homes)
 
     @contextmanager
     def _remembering_a_failure(self) -> Iterator[None]:
-        """What raises leaves nothing under way, and the next step with the same gradients goes on from there."""
+        """Cancel what is under way after an error, so that a repeated step continues from there."""
         try:
             yield
         except BaseException:
@@ -373,14 +373,14 @@ class Stepper:
             raise
 
     def forget(self) -> None:
-        """End a step that is over, or is not tried again."""
+        """Discard the state of a step that has ended, or is not repeated."""
         self.failed, self._passes.ruined = False, []
         self._mutations.forget()
         self._progress.clear()
-        self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there they are autograd's own
+        self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there autograd keeps them
 
     def _wanted(self, chunks: Work) -> list[ChunkUpdate]:
-        """The updates of `chunks`, in their order, once nothing that was updated in the backward has changed since."""
+        """Return the updates of `chunks`, in order; raise if anything updated in the backward has changed since."""
         self._mutations.check([update for update in self._progress.values() if update.begun], self._optimizer)
         wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
         if new := [update.chunk for update in wanted if update.chunk not in self._progress]:
@@ -389,19 +389,19 @@ class Stepper:
         return wanted
 
     def _current(self, chunk: Chunk, members: Members) -> ChunkUpdate:
-        """How far `chunk` is; what was begun must have been of what is asked for now."""
+        """Return the update of `members` of `chunk`, perhaps one under way. Raises if its inputs have changed since."""
         parts = members.parts()
         update = self._progress.get(chunk)
         if update is not None and self.failed and not update.of(parts):
-            self.forget()  # the step that failed is not tried again
+            self.forget()  # the failed step is not repeated
             update = None
-        untouched = update is not None and update.of(parts)
-        if update is not None and untouched and not update.begun:
-            untouched = all(self._passes.as_sampled(update.parts))
-        if update is None or not (update.begun or untouched):
+        unchanged = update is not None and update.of(parts)
+        if update is not None and unchanged and not update.begun:
+            unchanged = all(self._passes.as_sampled(update.parts))
+        if update is None or not (update.begun or unchanged):
             self._progress.pop(chunk, None)
             return ChunkUpdate(members, parts)
-        if not untouched:
+        if not unchanged:
             raise changed(update.parts, self._optimizer, self._progress.values())
         return update
 
@@ -415,11 +415,11 @@ class Stepper:
         if update.summing:
             self._updates.finish()
         if not update.chunk.homes.keys() >= {*update.roles}:
-            self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, of other parameters there
+            self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, of other parameters of the chunk
             self.ensure_homes(update.chunk, update.roles)
         try:
             self._passes.begin_update(update, grad_scale)
             self._updates.add(update)
         except BaseException:
-            update.begun = False  # nothing of it is queued
+            update.begun = False  # it was not queued
             raise

@@ -1,6 +1,6 @@
-"""The passes over the memory of a chunk that a step is made of: squares are summed up, an update is made.
+"""The passes over the memory of a chunk in a step: summing squares, and updating.
 
-It knows what a pass reads and writes, and nothing of when: jobs are made here and queued by the `Stepper`.
+It knows what a pass reads and writes, but not when: the `Stepper` queues the jobs that are made here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _AT_HOME, _ROLES = attrgetter("at_home"), attrgetter("roles")
 
 
 class Prepared:
-    """What the rule was given for an update of a chunk whose memory is all at home, kept for the next one."""
+    """The rule's arguments for the update of a chunk whose roles are all at home, reused in the next step."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class Prepared:
         self._firsts = [run.start for run in runs for _ in range(run.start, run.stop)]
 
     def renew(self, update: ChunkUpdate) -> bool:
-        """Make `updates` those of `update`; False if memory, parameters or step counts are others, or not of one age
-        any more. Asked of each chunk in each step: mostly by C alone."""
+        """Make `updates` those of `update`; False if memory, parameters or step counts are other objects, or step
+        counts differ within a run. Runs for each chunk in each step: mostly in C."""
         same = update.members is self._members and are_same([*update.opened.values()], self._opened)
         same = same and are_same(_counts(self._entries), self._counts) and [*map(len, self._entries)] == self._sizes
         if not (same and all(map(_AT_HOME, update.parts))):
@@ -57,7 +57,7 @@ class Prepared:
 
 
 def _counts(entries: list[dict[str, Any]]) -> list[Any]:
-    """The step counts; None in the first step."""
+    """Return the step counts; None in the first step."""
     return [*map(dict.get, entries, repeat("step"))]
 
 
@@ -69,20 +69,20 @@ class Passes:
         self._runtime = interception.runtime
         self._rule, self._states = optimizer.rule, optimizer.states
         self.ruined: list[ManagedParameter] = []
-        """Parameters whose update has failed half-way: no step goes on from there."""
+        """Parameters whose update has failed half-way: no later step is possible."""
         self.prepared: dict[Chunk, Prepared] = {}
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
-        """It lives as long as any `ChunkUpdate` of it."""
+        """The optimizer, which lives as long as any `ChunkUpdate` of it."""
         optimizer = self._made_by()
         assert optimizer is not None
         return optimizer
 
-    # ---- what a pass is of -------------------------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _see_gradients(self, update: ChunkUpdate) -> None:
-        """Note that the gradients have arrived: a write to them from now on, before `step`, changes what was used."""
+        """Remember versions and samples of the gradients, to detect writes between now and `step`."""
         if self._optimizer.overlap is Overlap.OFF:
             return
         self._notice_disturbance(update, update.opened)
@@ -92,14 +92,14 @@ class Passes:
             part.sample = None if vanish else sample_of(part.flat_gradient(update.opened))
 
     def _vanish(self, update: ChunkUpdate) -> bool:
-        """Whether gradients of `update` are gone when it ends, or else seen by `see_what_is_left` first: the program
-        finds none of them that was used."""
+        """Return whether the gradients of `update` are gone when it ends, or are first handled by `see_what_is_left`,
+        so that the program cannot reach used ones."""
         in_backward = self._interception.segments.in_backward and not update.summing
         return in_backward and update.chunk in self._interception.gradients.lent
 
     def see_what_is_left(self, update: ChunkUpdate) -> None:
-        """The backward is over: the user finds gradients that the update of `update` has still to read. All have
-        arrived, which counts a version."""
+        """Remember, at the end of a backward, the gradients that the program can reach and that `update` has yet to
+        read. All have arrived, which counts a version."""
         for part in update.parts:
             if part.sample is None and part.managed.parameter.grad is part.gradient:
                 part.version = part.gradient._version
@@ -107,7 +107,7 @@ class Passes:
                     part.sample = sample_of(part.flat_gradient({}))
 
     def _notice_disturbance(self, update: ChunkUpdate, opened: Opened) -> None:
-        """Whether streamed gradients of `update` that were seen are as they were."""
+        """Detect writes to streamed gradients of `update` since they were sampled."""
         if self._optimizer.gradients is not Gradients.STREAMED or self._interception.segments.in_backward:
             return
         seen: list[tuple[Sample, torch.Tensor]] = []
@@ -118,23 +118,23 @@ class Passes:
         update.disturbed |= not all(as_sampled(seen))
 
     def as_sampled(self, parts: Iterable[Part]) -> list[bool]:
-        """Return for each of `parts` whether its gradient is what was seen, as far as its sample says. One wait for all
-        that are on the device."""
+        """Return for each of `parts` whether its gradient still equals its sample. Waits once for all that are on the
+        device."""
         parts = list(parts)
         asked = [(part.sample, part.flat_gradient({})) for part in parts if part.sample is not None]
         found = iter(as_sampled(asked))
         return [part.sample is None or next(found) for part in parts]
 
-    # ---- what the user wrote -----------------------------------------------------------------------------------
+    # ---- writes of the program ---------------------------------------------------------------------------------
 
     def notice(self, chunks: Sequence[Chunk]) -> None:
-        """Whatever the user wrote to parameters, gradients or states of `chunks` at home counts."""
+        """Take over all writes of the program to parameters, gradients or states of `chunks` at home."""
         self.notice_written(chunks)
         for chunk in chunks:
             self._runtime.writes.honour_written_gradients(chunk)
 
     def notice_written(self, chunks: Sequence[Chunk]) -> None:
-        """The same, but of gradients."""
+        """Take over writes of the program to parameters and states of `chunks` at home."""
         writes = self._runtime.writes
         for managed in writes.all_counted([managed for chunk in chunks for managed in chunk.parameters]):
             writes.by_user(managed)
@@ -142,17 +142,17 @@ class Passes:
             self.notice_states(chunk)
 
     def notice_before(self, update: ChunkUpdate) -> None:
-        """A step begins. What a pass of `update` will read, and has not, it may find in staging, and it has seen
-        nothing that could be compared with the home later."""
-        if not update.begun:  # else `MutationCheck` sees it
+        """Take over writes of the program before a step, for a pass of `update` that may read staged gradients without
+        a sample to compare with their homes."""
+        if not update.begun:  # else `MutationCheck` detects writes
             self.notice_written([update.chunk])
         if any(part.sample is None for part in update.parts):
             self._runtime.writes.honour_written_gradients(update.chunk)
 
     def notice_states(self, chunk: Chunk) -> None:
-        """The same of states alone."""
+        """Take over writes of the program to states of `chunk` at home."""
         if self._states.written(chunk):
-            self._runtime.traffic.wait_for_update(chunk)  # another optimizer's, which has states of it in staging
+            self._runtime.traffic.wait_for_update(chunk)  # of another optimizer, which has staged its states
             self.prepared.pop(chunk, None)
             for role in chunk.homes:
                 if role.is_state:
@@ -161,7 +161,7 @@ class Passes:
     # ---- squares -----------------------------------------------------------------------------------------------
 
     def begin_sums(self, update: ChunkUpdate) -> None:
-        """Make `update` a pass that sums up the squares of its gradients."""
+        """Make `update` a pass that sums the squares of its gradients."""
         update.needs = {Role.GRAD: True} if True in map(_AT_HOME, update.parts) else {}
         update.tasks, update.done = self._sum_tasks, self._summed
         update.writes, update.summing = False, True
@@ -185,7 +185,7 @@ class Passes:
     # ---- updates -----------------------------------------------------------------------------------------------
 
     def begin_update(self, update: ChunkUpdate, grad_scale: float) -> None:
-        """Make `update`, whose states have homes, the pass that updates; gradients count `grad_scale` times."""
+        """Make `update`, whose states have homes, the pass that updates, with gradients times `grad_scale`."""
         chunk, parts = update.chunk, update.parts
         update.needs = {Role.PARAM: True}
         if Role.COMPUTE in chunk.homes:
@@ -196,7 +196,7 @@ class Passes:
         update.begun, update.scale, update.writes = True, grad_scale, True
 
     def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
-        """Remember everything that can be undone."""
+        """Return the rule's arguments for `update`, after saving everything that a failure must restore."""
         prepared = self.prepared.get(update.chunk)
         if prepared is not None and prepared.renew(update):
             return prepared.updates
@@ -213,8 +213,8 @@ class Passes:
 
     @staticmethod
     def _runs(update: ChunkUpdate, states: list[dict[str, Any]], *, merges: bool) -> list[slice]:
-        """Cut the parts of `update`, which have `states`, into runs that are updated as one: each begins where its
-        predecessor ends, of one group and age, and the gradients lie alike."""
+        """Split the parts of `update`, which have `states`, into runs that are updated as one: each part begins where
+        the one before ends, all are of one group and step count, and their gradients are adjacent too."""
         parts = update.parts
         known = {id(number): value for number, value in update.numbers}
         ages = [0 if state.get("step") is None else known.get(id(state["step"])) for state in states]
@@ -237,7 +237,7 @@ class Passes:
         return [task for each in self._begin(update) for task in rule.tasks(each)]
 
     def _update_of(self, parts: list[Part], entries: list[dict[str, Any]], update: ChunkUpdate) -> ParameterUpdate:
-        """The update of `parts`, which lie side by side if they are several, and whose states have `entries`."""
+        """Return the update of `parts`, which are adjacent if they are several, and whose states have `entries`."""
         fresh = self._make_states(parts, entries, update.opened)
         first, opened, managed = parts[0], update.opened, parts[0].managed
         copy = update.opened.get(Role.COMPUTE)
@@ -265,7 +265,7 @@ class Passes:
         )
 
     def _make_states(self, parts: list[Part], entries: list[dict[str, Any]], opened: Opened) -> frozenset[str]:
-        """Make, and show, the states of `parts` that `entries` lack, all zero; return the names of those."""
+        """Make, and show, the states of `parts` that `entries` lack, all zero; return their names."""
         made: dict[str, torch.Tensor] = {}
         for part, entry in zip(parts, entries, strict=True):
             for role in part.roles:
@@ -296,6 +296,6 @@ class Passes:
         for managed in update.members.managed:
             managed.version += 1
         gradients = chunk.homes.get(Role.GRAD)
-        if gradients is not None and gradients.extent is None:  # on NVMe it would be a read for each parameter
+        if gradients is not None and gradients.extent is None:  # on NVMe that would take a read for each parameter
             self._notice_disturbance(update, {})
         self._interception.gradients.retire(chunk, update.members.managed)

@@ -1,6 +1,6 @@
-"""Updates of chunks by the workers of the host: what `schedule.updates` decides, carried out on threads.
+"""Updates of chunks on the threads of the host: carries out what `schedule.updates` decides.
 
-Everything but the tiles happens on the thread that trains, in `pump`; what a tile computes is the update's own.
+All but the tiles runs on the thread that trains, in `pump`; a tile's work comes from its update.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _CHUNK = attrgetter("chunk")
 
 
 class Updates(HostUpdates[ChunkUpdate]):
-    """The updates of one optimizer on one runtime. An error leaves a chunk as it was or updated, or `ruined`."""
+    """The updates of one optimizer on one runtime. After an error a chunk is unchanged, updated, or `ruined`."""
 
     def __init__(self, runtime: Runtime, workers: WorkerPool, owner: Callable[[], object]) -> None:
         super().__init__(lambda update: update.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
-        self._owner = owner  # gives the optimizer, which holds this
+        self._owner = owner  # returns the optimizer; a reference would be a cycle
 
     def add(self, update: ChunkUpdate) -> None:
         """Queue a pass of `update`."""
@@ -44,8 +44,8 @@ class Updates(HostUpdates[ChunkUpdate]):
             super()._carry_out(command)
 
     def finish(self) -> None:
-        """Carry everything out, and lend a hand. Raises the error of a transfer or of a task; what could not be begun
-        because of it stays queued."""
+        """Carry everything out, and compute tasks on this thread too. Raises the error of a transfer or task; updates
+        that could not begin because of it stay queued."""
         stuck: ChunkUpdate | None = None
         while not self.idle:
             self.pump()
@@ -53,26 +53,26 @@ class Updates(HostUpdates[ChunkUpdate]):
                 batch = self._running[0].batch
                 assert batch is not None
                 while batch.run_one():
-                    self._traffic.executor.poll()  # what has come meanwhile makes room for more
+                    self._traffic.executor.poll()  # transfers that ended make room for more updates
             if self._traffic.executor.busy():
                 self._traffic.wait_for_one()
             elif self._opening and not self._traffic.executor.make_way(self):
                 if self._opening[0] is stuck:
                     raise self._cannot_open(stuck)
                 stuck = self._opening[0]
-                self.give_way(again=False)  # a read of it failed earlier: once more
+                self.give_way(again=False)  # a read of it has failed: try once more
 
     def wait_for(self, chunk: Chunk) -> None:
-        """Wait until nothing computes with `chunk`; what is queued stays so."""
+        """Wait until no update computes with `chunk`; queued updates stay queued."""
         while any(update.chunk is chunk for update in self._running):
             self._traffic.wait_for_one()
 
     def forget(self, chunk: Chunk) -> None:
-        """Dismiss what is queued of `chunk`."""
+        """Dismiss queued updates of `chunk`."""
         self._dismiss(lambda update: update.chunk is chunk)
 
     def close(self) -> None:
-        """Carry everything out, or dismiss it where that fails, and end the threads; later work starts new ones."""
+        """Carry everything out, or dismiss it if that fails, and end the threads; later work starts new ones."""
         try:
             self.finish()
         except BaseException:
@@ -81,13 +81,13 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._workers.close()
 
     def owe(self) -> None:
-        """End the step that asked for what is queued or under way."""
+        """Note that the step of all updates queued or under way has ended."""
         for update in (*self._queue, *self._opening, *self._running):
             update.owed = True
 
     def cancel(self, *, owed: bool = False) -> None:
-        """Dismiss what has not begun, what earlier steps owe only if `owed`, and wait for what has; errors are dropped,
-        as one is on its way already."""
+        """Dismiss what has not begun (updates of steps that have ended only if `owed`) and wait for the rest. Its
+        errors are dropped, as the caller raises one already."""
         self.give_way(again=False)
         self._dismiss(lambda update: owed or not update.owed)
         while self._running:
@@ -110,9 +110,9 @@ class Updates(HostUpdates[ChunkUpdate]):
         return not under_way and not self._traffic.gradients.arriving(update.chunk)
 
     def _has_places(self, update: ChunkUpdate) -> bool:
-        return not update.staged or all(self._traffic.role_has_place(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_has_slot(update.chunk, role) for role in update.staged)
 
-    def _ask(self, update: ChunkUpdate) -> None:
+    def _request(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
         homes = update.chunk.homes
         update.staged = [role for role in update.needs if homes[role].tier is Tier.NVME]
@@ -125,12 +125,12 @@ class Updates(HostUpdates[ChunkUpdate]):
                 self._traffic.unask_role(update.chunk, role)
             raise
 
-    def _unask(self, update: ChunkUpdate) -> None:
+    def _cancel(self, update: ChunkUpdate) -> None:
         for role in update.staged:
             self._traffic.unask_role(update.chunk, role)
 
     def _is_open(self, update: ChunkUpdate) -> bool:
-        return not update.staged or all(self._traffic.role_is_there(update.chunk, role) for role in update.staged)
+        return not update.staged or all(self._traffic.role_has_arrived(update.chunk, role) for role in update.staged)
 
     def _run(self, update: ChunkUpdate) -> None:
         update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
@@ -150,12 +150,12 @@ class Updates(HostUpdates[ChunkUpdate]):
         update = ended()
         assert update is not None, "it is among those that run"
         self._running.remove(update)
-        batch, update.batch = update.batch, None  # whose errors hold frames
+        batch, update.batch = update.batch, None  # its errors would keep frames alive
         assert batch is not None
         with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             if batch.error is not None:
                 homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
-                update.ruined = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: in staging
+                update.ruined = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: staging
                 try:
                     raise batch.error
                 finally:
@@ -167,14 +167,14 @@ class Updates(HostUpdates[ChunkUpdate]):
             self.pump()
 
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
-        """Give everything back, the last thing first, and all of it whatever raises."""
+        """Release all roles of `update` in reverse order, each of them whatever raises."""
         traffic, chunk = self._traffic, update.chunk
         roles = update.needs if failed else update.staged
         back: list[Callable[[], object]] = [partial(self._close_role, update, role, failed=failed) for role in roles]
         if failed and Role.COMPUTE in update.needs:
-            back.append(chunk.recast)  # parameters may be what they were, and their copies not
+            back.append(chunk.recast)  # parameters may be unchanged and their copies not
         if failed and update.owed and not update.ruined:
-            back.append(partial(self._put, update))  # nothing else would ask for it again
+            back.append(partial(self._put, update))  # no step would repeat it
         elif update.writes:
             renew = update.had_copy and not self._runtime.writes.handed_out
             back.append(partial(traffic.end_update, chunk, renew=renew))
@@ -185,7 +185,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         _call_all(iter(back))
 
     def _close_role(self, update: ChunkUpdate, role: Role, *, failed: bool) -> None:
-        """Drop what was half computed in staging: its home is as it was."""
+        """Release `role`; after a failure, drop what was half computed in staging, as its home is unchanged."""
         changed = update.writes and role is not Role.GRAD
         self._traffic.close_role(update.chunk, role, dirty=changed and not failed)
         if changed and failed:

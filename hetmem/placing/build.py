@@ -1,6 +1,6 @@
-"""From a module and a budget to memory: precision, layout, pools, and parameters moved to their homes.
+"""Turns a module and a budget into memory: precision, layout, pools, and homes for its parameters.
 
-Everything that can be refused is refused before the first parameter is touched.
+All refusals come before the first parameter is changed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 Precision = torch.dtype | Literal["bf16", "bfloat16", "fp16", "float16"]
-"""What users may say of a dtype that operators compute in."""
+"""What users may give as the dtype that operators compute in."""
 
 _NAMED = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
 
@@ -47,24 +47,24 @@ def precision_of(asked: Any) -> torch.dtype | None:
 def compute_dtypes(
     module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], mixed_precision: torch.dtype | None
 ) -> list[torch.dtype]:
-    """What operators see of each of `parameters`: float32 ones in `mixed_precision`, if there is one.
+    """Return the dtype in which operators see each of `parameters`: `mixed_precision`, if given, for float32 ones.
 
-    Those of modules that keep running statistics stay as they are: the statistics are float32 buffers, which operators
-    take beside inputs of 16 bits if the weights are float32 too. They are few.
+    Parameters of modules with running statistics keep their dtype: the statistics are float32 buffers, which operators
+    accept beside 16-bit inputs only if the weights are float32 too. They are few.
     """
-    kept = {
+    exempt = {
         id(parameter)
         for part in module.modules()
         if isinstance(part, torch_private.NormBase) and part.running_mean is not None
         for parameter in part.parameters(recurse=False)
     }
     narrow = mixed_precision or torch.float32
-    return [narrow if p.dtype is torch.float32 and id(p) not in kept else p.dtype for p in parameters.values()]
+    return [narrow if p.dtype is torch.float32 and id(p) not in exempt else p.dtype for p in parameters.values()]
 
 
 def specs(parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtype]) -> list[ParameterSpec]:
-    """What a layout asks of `parameters`: those of one dtype at home and in compute that are trained, or are not, share
-    chunks."""
+    """Return the specs of `parameters` for a layout: parameters with equal dtypes at home and in compute share chunks,
+    trained and frozen ones apart."""
     return [
         ParameterSpec(name, p.numel(), f"{p.dtype} {dtype} {p.requires_grad}", p.itemsize)
         for (name, p), dtype in zip(parameters.items(), compute, strict=True)
@@ -72,7 +72,7 @@ def specs(parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtyp
 
 
 _OBJECTS_DEEP = 2
-"""So far from a module's attribute objects are searched for views: a cache, a configuration. Containers are free."""
+"""How many objects deep a module's attributes (a cache, a configuration) are searched for views, beside containers."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType)
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, ModuleType, torch.dtype, torch.device)
 _AT_MOST = 100_000
@@ -80,8 +80,8 @@ _AT_MOST = 100_000
 
 def refuse_early_views(module: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Raise `ManageError` for a view of one of `parameters` that an attribute of `module` leads to: `self.turned =
-    self.weight.T` in an `__init__` would show what the weight was. What others hold (a `state_dict`) computes nothing
-    in the module, and keeps what it shows."""
+    self.weight.T` in an `__init__` would go on showing old values. Other views (a `state_dict`) take no part in the
+    module's computation, and keep their values."""
     of_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         of_storage.setdefault(parameter.untyped_storage()._cdata, []).append(name)
@@ -136,13 +136,13 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _referred_to(value: Any) -> list[Any]:
     if isinstance(value, np.ndarray):
         return [value.base]
-    if isinstance(value, FunctionType):  # and none of the globals of its module
+    if isinstance(value, FunctionType):  # without its module's globals
         return [value.__closure__, value.__defaults__, value.__kwdefaults__]
     return gc.get_referents(value)
 
 
 def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The distinct parameters of `module` by name, in order of registration; refuses what cannot be managed."""
+    """Return the distinct parameters of `module` by name, in order of registration; raise if any cannot be managed."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ManageError(
@@ -186,8 +186,8 @@ def build_memory(
     moves_activations: bool = False,
     built: BuildingMemory | None = None,
 ) -> Memory:
-    """Lay `module` out and open the pools, for `move_home`, with host memory for `activations` that move. `module` is
-    not changed. `built`: the memory that it was built in, which becomes that of the pools."""
+    """Lay `module` out and open the pools, for `move_home`, with host memory for activations if `moves_activations`.
+    `module` is not changed. `built`: the memory that it was built in, which the pools take over."""
     if built is not None:
         built.hand_over(module)
     parameters = collect(module)
@@ -209,9 +209,9 @@ def build_memory(
             copies=mixed_precision is not None,
             chunk_bytes=chunk_bytes,
         )
-    except NoRoom as refusal:  # a name of the planner's; users know those of `hetmem.errors`
+    except NoRoom as refusal:  # a private class; users get one of `hetmem.errors`
         raise BudgetError(str(refusal)) from None
-    HELD_BACK.raise_here()  # the search takes its time
+    HELD_BACK.raise_here()  # after the search, which may take long
     store = None
     if ground.uses_nvme or (moves_activations and limits.nvme_bytes):
         opened = built.store if built is not None else None
@@ -223,7 +223,7 @@ def build_memory(
         host_pool = HostPool(most, None if built is None else built.mapping)
         pins.append(host_pool.mapping.share_with_children)
         loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
-        loaned *= moves_activations and ground.uses_nvme  # else host memory has room for all homes
+        loaned *= moves_activations and ground.uses_nvme  # otherwise host memory has room for all homes
         host_pool.for_loans_bytes = loaned + ground.aside_bytes
         host_pool.reserve_staging(ground.staging_slot_bytes, ground.staging_slots)
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
@@ -244,7 +244,7 @@ def build_memory(
             ground.resident,
             copied=not ground.resident or moves_activations,
         )
-        if built is None:  # else when that has no use but as homes
+        if built is None:  # else once it is used for homes only
             memory.page_lock()
         memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}
         memory.reserve(memory.chunks, Role.PARAM)

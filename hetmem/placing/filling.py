@@ -1,11 +1,11 @@
-"""Builds modules in memory of the tiers, and fills homes with parameters: from there, or from ordinary memory.
+"""Builds modules in memory of the tiers, and moves parameters to their homes: from there, or from ordinary memory.
 
-Note "in place": the homes of a module that was built in memory of its tiers are in that same memory, as there is no
-other. Where each parameter goes is known only when all are there, so they are moved within it, in an order that
-overwrites nothing that has not moved; where there is none (two change places) one waits in ordinary memory.
+Note "in place": the homes of a module that was built in memory of its tiers are in that same memory. Each parameter's
+offset is known only when all are built, so they are moved within it, in an order that overwrites nothing that has not
+moved; if there is none (two swap) one waits in ordinary memory.
 
-Note "ended twice": an interrupt may come before the first instruction of what ends something, also of a `with`. So that
-is tried twice: where the first one was not begun the second one does it, and otherwise there is nothing left to do.
+Note "ended twice": an interrupt may come before the first instruction of code that ends something, also of a `with`. So
+ending is tried twice: the second call does it if the first did not begin, and otherwise has nothing left to do.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _NOWHERE = range(0)
 
 
 class BuildingMemory:
-    """The memory of the tiers that a module is built in: host memory first, then NVMe, then ordinary memory for what is
-    to have its home on the device.
+    """The memory of the tiers that a module is built in: host memory first, then NVMe, then ordinary memory for
+    parameters that will have their home on the device.
 
-    `host_bytes`: what homes may take of host memory. `device_bytes`: what a budget gives of the device, None = unknown.
+    `host_bytes`: what homes may take of host memory. `device_bytes`: the device budget, None = unknown.
     """
 
     def __init__(self, limits: Limits, host_bytes: int, device_bytes: int | None) -> None:
@@ -58,7 +58,7 @@ class BuildingMemory:
         self._host_used = self._beside_bytes = 0
         self._placed: list[torch.Tensor] = []
         self._files: dict[int, range] = {}
-        """Addresses of what was taken of each file of the store."""
+        """Addresses used in each file of the store."""
 
     def place(self, parameter: torch.nn.Parameter) -> None:
         """Move `parameter`, which is dense and in ordinary memory, to the tiers' memory while it has room."""
@@ -69,9 +69,9 @@ class BuildingMemory:
             return
         flat = elements(memory, parameter.dtype, parameter.numel())
         with torch.no_grad():
-            place = flat.as_strided(parameter.shape, parameter.stride())
-            place.copy_(parameter)
-            parameter.data = place
+            target = flat.as_strided(parameter.shape, parameter.stride())
+            target.copy_(parameter)
+            parameter.data = target
         self._placed.append(flat)
 
     def _take(self, nbytes: int) -> memoryview | None:
@@ -92,7 +92,7 @@ class BuildingMemory:
         return memory[:nbytes]
 
     def _stay(self, nbytes: int) -> None:
-        """Count what stays in ordinary memory, which only a device could hold in the end."""
+        """Count bytes that stay in ordinary memory, and refuse more than the device could hold in the end."""
         self._beside_bytes += nbytes
         if self._device_bytes is not None and self._beside_bytes > self._device_bytes:
             raise BudgetError(
@@ -103,8 +103,8 @@ class BuildingMemory:
             )
 
     def hand_over(self, module: torch.nn.Module) -> None:
-        """Let homes be reserved in this memory, over what `module` has in it. Tensors outside of `module` that show any
-        of it keep their values, in memory of their own."""
+        """Release this memory for homes, over the parameters of `module` in it. Other tensors that share it get memory
+        of their own and keep their values."""
         owned = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         for flat in self._placed:
             if storage_references(flat) > 2 + (flat.untyped_storage()._cdata in owned):
@@ -126,14 +126,14 @@ class BuildingMemory:
         return any(address in known for known in self._files.values())
 
     def clear(self, memory: Memory) -> None:
-        """Zero what homes do not use of the memory that they have now, and give back what no home has."""
+        """Zero the gaps in the homes in this memory, and release the memory that no home uses."""
         for chunk in memory.chunks:
             for role, home in chunk.homes.items():
                 if isinstance(home.memory, memoryview):
                     _clear_gaps(chunk, role, home.memory)
         pool = memory.host_pool
-        kept = min(round_up(pool.reserved_bytes, PAGE_BYTES), self.mapping.nbytes)
-        self.mapping.shorten(max(PAGE_BYTES, pool.capacity_bytes), kept)
+        used = min(round_up(pool.reserved_bytes, PAGE_BYTES), self.mapping.nbytes)
+        self.mapping.shorten(max(PAGE_BYTES, pool.capacity_bytes), used)
         if self.store is not None and self.store is memory.store:
             self.store.trim()
         elif self.store is not None:
@@ -146,11 +146,11 @@ class BuildingMemory:
 
 
 def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | None = None) -> None:
-    """Move the parameters of `module`, which `memory` was made for, to their homes, and its buffers to the device.
-    Interrupts that are held back come between two of them; those of `Memory.parameters` have moved by then."""
+    """Move the parameters of `module`, for which `memory` was made, to their homes, and its buffers to the device.
+    Held-back interrupts are raised between two parameters; those in `Memory.parameters` have moved by then."""
     buffers = [(buffer, buffer.data.to(memory.device.torch_device)) for buffer in module.buffers()]
     parameters = dict(module.named_parameters())
-    _take_apart(parameters.values())
+    _separate_versions(parameters.values())
     found = [
         _managed(memory.chunks[placement.chunk], placement.offset, name, parameter)
         for placement, (name, parameter) in zip(memory.layout.placements, parameters.items(), strict=True)
@@ -162,8 +162,8 @@ def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | N
     else:
         _move_in_place(memory, found, built)
         built.clear(memory)
-    for buffer, there in buffers:
-        buffer.data = there
+    for buffer, moved in buffers:
+        buffer.data = moved
 
 
 _NO_HOME = torch.empty(0, device="cpu")  # until the parameter has one
@@ -179,12 +179,12 @@ def _managed(chunk: Chunk, offset: int, name: str, parameter: torch.nn.Parameter
 
 @lru_cache(1024, typed=True)
 def _shared(dimensions: _Dimensions) -> _Dimensions:
-    """One object for all that are equal: a model has many parameters and few shapes."""
+    """Return one object for all that are equal: a model has many parameters and few shapes."""
     return dimensions
 
 
 def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory) -> None:
-    """See note "in place"."""
+    """Move parameters within the memory they were built in: see note "in place"."""
     sources = [built.source(managed.parameter.data) for managed in found]
     for index, goes_home in _order(sources, [_target(managed) for managed in found]):
         HELD_BACK.raise_here()
@@ -203,8 +203,8 @@ def _target(managed: ManagedParameter) -> range:
 
 
 def _order(sources: Sequence[range], targets: Sequence[range]) -> Iterator[tuple[int, bool]]:
-    """Yield each index once with True, when nothing that has still to move is at its target; before, with False, those
-    that must wait elsewhere. Sources do not overlap each other, nor do targets."""
+    """Yield each index with True once nothing that has still to move overlaps its target, and with False before, if it
+    must wait in other memory. Neither sources nor targets overlap each other."""
     by_start = sorted((index for index, source in enumerate(sources) if source), key=lambda index: sources[index].start)
     starts = [sources[index].start for index in by_start]
     blocked: dict[int, set[int]] = {}
@@ -242,8 +242,8 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
 
 
 def _copy_bytes(home: torch.Tensor, data: torch.Tensor, *, over_disk: bool) -> None:
-    """Copy `data` to `home`, which may overlap it and is as dense. What is on disk is read from its begin to its end:
-    the system reads ahead of that, and not of copies that go from the end to the begin, as overlapping ones may."""
+    """Copy `data` to `home`, which may overlap it and is as dense. Data on disk is first read from start to end, as the
+    system's read-ahead does not work for overlapping copies that run backwards."""
     if home.data_ptr() != data.data_ptr():
         if over_disk:
             data = data.clone()
@@ -251,7 +251,7 @@ def _copy_bytes(home: torch.Tensor, data: torch.Tensor, *, over_disk: bool) -> N
 
 
 def _clear_gaps(chunk: Chunk, role: Role, home: memoryview) -> None:
-    """Zero what no parameter uses of `home`."""
+    """Zero the parts of `home` that no parameter uses."""
     memory = np.frombuffer(home, np.uint8)
     itemsize, end = chunk.dtype_of(role).itemsize, 0
     for managed in chunk.parameters:
@@ -260,9 +260,9 @@ def _clear_gaps(chunk: Chunk, role: Role, home: memoryview) -> None:
     memory[end : chunk.home_nbytes(role)] = 0
 
 
-def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Parameters that are parts of one tensor count versions together, and an update of one would look like a write to
-    the others: each gets a counter of its own, unless it has a part in a graph."""
+def _separate_versions(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Give parameters that are views of one tensor version counters of their own, unless a graph has them: with a
+    common one, an update of one would look like a write to the others."""
     of_storage: dict[int, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         of_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
@@ -275,17 +275,17 @@ def _take_apart(parameters: Iterable[torch.nn.Parameter]) -> None:
                     torch_private.swap_impl(parameter, alone)
 
 
-# ---- While a module is built, its parameters go to memory of the tiers, so they never fill host memory. ----
+# ---- While a module is built, its parameters go to memory of the tiers, so that they never fill host memory. ----
 
 HOST_SHARE = 0.6
-"""Without a budget: this share of the memory that is free now. The rest is the system's and the program's own."""
+"""Share of the free memory that is used without a budget. The rest is for the system and the program."""
 
 _state = threading.local()
 T = TypeVar("T")
 
 
 def as_written(build: Callable[[], T]) -> T:
-    """`build()`, where on this thread classes are without what `hetmem.managed` adds to them: for a plan of one."""
+    """Return `build()` without what `hetmem.managed` adds to classes, on this thread: for a plan."""
     before = getattr(_state, "as_written", False)
     try:  # see note "ended twice"
         try:
@@ -298,7 +298,7 @@ def as_written(build: Callable[[], T]) -> T:
 
 
 def build_within(limits: Limits, device: Device, build: Callable[[], None]) -> BuildingMemory:
-    """`build()`, while every parameter that any module registers moves to memory of the tiers, which is returned."""
+    """Run `build()` while every parameter that a module registers moves to memory of the tiers; return that memory."""
     building = Building(limits, device)
     try:  # see note "ended twice"
         try:
@@ -316,10 +316,10 @@ def build_within(limits: Limits, device: Device, build: Callable[[], None]) -> B
 
 
 class Building:
-    """Moves every parameter that any module registers, on the thread that has begun it, to memory of the tiers.
+    """Moves every parameter that any module registers, on the thread that began it, to memory of the tiers.
 
-    A parameter moves when another module registers its first one, and at the end: its own module has initialised it by
-    then, mostly, and what writes to it later writes to its place. Reentrant use is an error of the caller.
+    A parameter moves when another module registers its first one, and at the end: usually its own module has
+    initialised it by then, and later writes go to the new memory. Reentrant use is an error of the caller.
     """
 
     def __init__(self, limits: Limits, device: Device) -> None:
@@ -329,22 +329,22 @@ class Building:
         self.memory = BuildingMemory(limits, host_bytes(limits), min(given, default=None))
         self._pending: list[weakref.ref[torch.nn.Parameter]] = []
         self._module: weakref.ref[torch.nn.Module] | None = None
-        """Which has registered what is pending."""
+        """The module that registered the pending parameters."""
 
     @staticmethod
     def active() -> bool:
-        """Whether a module is being built on this thread, or whatever is built is to be as it was written."""
+        """Return whether a module is being built on this thread, here or by `as_written`."""
         return getattr(_state, "building", None) is not None or getattr(_state, "as_written", False)
 
     @HELD_BACK
     def begin(self) -> None:
-        """From here on."""
+        """Begin to move registered parameters."""
         self._handle = register_module_parameter_registration_hook(self._registered)
         _state.building = self
 
     @HELD_BACK
     def end(self) -> None:
-        """Up to here, if it was begun and has not ended yet."""
+        """End that, if it has begun and not ended yet."""
         _state.building = None
         if self._handle is not None:
             self._handle.remove()
@@ -358,7 +358,7 @@ class Building:
         self._pending.append(weakref.ref(parameter))
 
     def place_pending(self) -> None:
-        """Move what is pending."""
+        """Move the pending parameters."""
         pending, self._pending = self._pending, []
         for reference in pending:
             parameter = reference()
@@ -367,8 +367,8 @@ class Building:
 
 
 def _is_placed(parameter: torch.nn.Parameter) -> bool:
-    """Whether `parameter` can lie in memory of the tiers. Of two that are one in memory none does: `collect` sees what
-    they are."""
+    """Return whether `parameter` can lie in memory of the tiers. Parameters that share memory cannot: `collect` refuses
+    them."""
     return (
         parameter.device.type == "cpu"
         and not torch.nn.parameter.is_lazy(parameter)
@@ -382,7 +382,7 @@ def _is_placed(parameter: torch.nn.Parameter) -> bool:
 
 
 def check_directories(limits: Limits) -> None:
-    """Raise `BudgetError` for a directory of the NVMe tier that is none, also where nothing will lie there yet."""
+    """Raise `BudgetError` for a path of the NVMe tier that is no directory or not writable, even if unused."""
     for directory in limits.nvme_directories:
         if not os.path.isdir(directory) or not os.access(directory, os.W_OK | os.X_OK):
             what = "is no directory" if not os.path.isdir(directory) else "may not be written to"
@@ -393,7 +393,7 @@ def check_directories(limits: Limits) -> None:
 
 
 def host_bytes(limits: Limits) -> int:
-    """Return what homes and staging may take of host memory."""
+    """Return the bytes of host memory for homes and staging."""
     if limits.host_bytes is not None:
         return limits.host_bytes
     return int(free_host_bytes() * HOST_SHARE)

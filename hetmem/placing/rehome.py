@@ -1,8 +1,9 @@
-"""The resident share: homes move to device memory that is idle, and back when something else needs it.
+"""Moves homes to idle device memory, and back when something else needs it.
 
-`schedule.placement` says how much is idle and which chunks move. A chunk moves with all its roles: then its
-gradients stay on the device, its update is made there, and its copy is a cast there. The place that each home had stays
-reserved. A model that was put whole on the device is, once that memory is needed, one whose homes have all moved there.
+`schedule.placement` decides how much is idle and which chunks move. A chunk moves with all its roles: then its
+gradients stay on the device, its update runs there, and its copy is a cast there. The former memory of each home stays
+reserved. A model that was whole on the device becomes, once that memory is needed, one whose homes have all moved
+there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.engine.gradient_views import UsedUp, is_home_gradient, move_gradient
+from hetmem.engine.gradient_views import ConsumedGradient, is_home_gradient, move_gradient
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
@@ -60,8 +61,8 @@ class ResidentShare:
                     return
 
     def shrink(self, nbytes: int) -> None:
-        """Move homes of at least `nbytes` back, as far as they may: the last ones first, and those that an update is
-        writing at the end, once that is over."""
+        """Move homes of at least `nbytes` back, as far as possible: the last ones first, and at the end, after waiting,
+        those that an update writes."""
         traffic, memory = self._runtime.traffic, self._runtime.memory
         if memory.resident:
             self._leave_device()
@@ -77,7 +78,7 @@ class ResidentShare:
                     self._move_back(chunk)
 
     def _leave_device(self) -> None:
-        """Make a model that is whole on the device one that has moved there, if it may be."""
+        """Treat the homes of a model that is whole on the device as moved there, if they may leave it."""
         runtime = self._runtime
         if not runtime.memory.may_leave_device:
             return
@@ -92,15 +93,15 @@ class ResidentShare:
         self._left_device()
 
     def before_reserving(self, chunk: Chunk, roles: set[Role]) -> None:
-        """Move `chunk` back before homes of `roles` are reserved, so that they lie together."""
+        """Move `chunk` back before homes of `roles` are reserved, so that all its homes are together."""
         if chunk.moved and not roles <= chunk.homes.keys() and self._free_to_move(chunk):
             with self._runtime.room.moving_homes():
                 if self._has_a_way_back(chunk):
                     self._move_back(chunk)
 
     def bring_home(self, *, lends: bool) -> None:
-        """Move chunks that stay on the device for want of room to host memory, as far as there is some after all: the
-        optimizer keeps less than was reckoned with. `lends`: gradients need no homes of their own."""
+        """Move chunks that stay on the device for want of room to host memory, as far as it has room after all, because
+        the optimizer keeps less than assumed. `lends`: gradients need no homes of their own."""
         memory = self._runtime.memory
         with self._runtime.room.moving_homes():
             for chunk in list(memory.staying):
@@ -119,7 +120,7 @@ class ResidentShare:
         return Candidate(sum(chunk.home_nbytes(role) for role in roles), on_nvme)
 
     def _free_to_move(self, chunk: Chunk) -> bool:
-        """Return whether the homes of `chunk` are held by hetmem alone, and all listeners can follow."""
+        """Return whether only hetmem holds the homes of `chunk`, and all listeners can follow."""
         if chunk in self._sink.lent or any(map(self._is_held, chunk.parameters)):
             return False
         if any(managed in self._sink.taken for managed in chunk.parameters):
@@ -129,7 +130,7 @@ class ResidentShare:
     def _is_held(self, managed: ManagedParameter) -> bool:
         """Return whether the program holds a view of a home, or has put another tensor into `p.grad`."""
         gradient, home = managed.parameter.grad, managed.grad_home
-        gradient = None if isinstance(gradient, UsedUp) else gradient
+        gradient = None if isinstance(gradient, ConsumedGradient) else gradient
         if gradient is not None and not is_home_gradient(managed) and not self._comes_along(gradient, managed.chunk):
             return True
         if not managed.numel:
@@ -139,7 +140,7 @@ class ResidentShare:
         return storage_references(managed.home) > managed.home_references
 
     def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
-        """Return whether `gradient`, which is autograd's own, can get a home when `chunk` leaves the device; not if it
+        """Return whether `gradient`, which autograd allocated, can get a home when `chunk` leaves the device; not if it
         is a part of a larger buffer."""
         if Role.GRAD in chunk.homes or self._runtime.memory.gradient_place(chunk) is None or is_shared(gradient):
             return False
@@ -173,19 +174,19 @@ class ResidentShare:
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
         if not traffic.residency.uses(block, Tier.DEVICE):
-            traffic.executor.copy_homes_again([chunk])  # writes of the program are looked for in forwards alone
+            traffic.executor.copy_homes_again([chunk])  # writes of the program to copies are detected in forwards only
         for role, home in chunk.homes.items():
             if home.away is not None:
                 self._copy(Link.DEVICE_TO_HOST, chunk, role, home.away.memory, home.memory)
         gradients = self._gradients_sent(chunk)
-        for role in list(chunk.homes):  # from here on nothing is copied that could fail
+        for role in list(chunk.homes):  # no copy that could fail follows
             self._runtime.memory.move_back(chunk, role)
         self._take_gradients(chunk, gradients)
         self._moved.remove(chunk)
         self._settle(chunk)
 
     def _gradients_sent(self, chunk: Chunk) -> list[tuple[ManagedParameter, torch.Tensor]]:
-        """Copy the gradients of `chunk` that are autograd's own to their place, and return them."""
+        """Copy the gradients of `chunk` that autograd allocated to host memory, and return them."""
         place = self._runtime.memory.gradient_place(chunk)
         if place is None:
             return []
@@ -197,14 +198,14 @@ class ResidentShare:
         return sent
 
     def _take_gradients(self, chunk: Chunk, sent: list[tuple[ManagedParameter, torch.Tensor]]) -> None:
-        """Make the place of gradients their home, and the tensors of `_gradients_sent` views of it."""
+        """Make that host memory the gradients' home, and the tensors of `_gradients_sent` views of it."""
         if self._runtime.memory.use_gradient_place(chunk):
             self._runtime.traffic.register_home(chunk, Role.GRAD)
             for managed, gradient in sent:
                 move_gradient(managed, gradient)
 
     def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
-        """Copy what lies at home, if it matters."""
+        """Copy the content of a home, if it has any."""
         if role is Role.GRAD and all(managed.grad_home is None for managed in chunk.parameters):
             return
         if role.is_state and not chunk.homes[role].written:
@@ -215,9 +216,9 @@ class ResidentShare:
         self._runtime.traffic.engine.copy_now(link, work, chunk.role_nbytes(role))
 
     def _settle(self, chunk: Chunk) -> None:
-        """Bind parameters, gradients and states to the homes of `chunk` where they are now."""
+        """Bind parameters, gradients and states to the present homes of `chunk`."""
         for role in chunk.homes:
-            if (block := chunk.homes[role].block) is not None:  # which has no copies but on the device
+            if (block := chunk.homes[role].block) is not None:  # only device copies refer to it
                 self._runtime.traffic.residency.blocks[block] = self._runtime.memory.block(chunk, role)
         for managed in chunk.parameters:
             home = managed.view(Role.PARAM)
@@ -229,7 +230,7 @@ class ResidentShare:
 
 
 def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
-    """Return whether all that is trained of `chunk`, if anything is, may be updated on the device."""
+    """Return whether `chunk` has trained parameters and all of them can be updated on the device."""
     trained = [id(managed.parameter) for managed in chunk.parameters if managed.parameter.requires_grad]
     return bool(trained) and updated.issuperset(trained)
 
@@ -237,7 +238,7 @@ def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
 def _own_gradients(chunk: Chunk) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
     for managed in chunk.parameters:
         gradient = managed.parameter.grad
-        if gradient is not None and not isinstance(gradient, UsedUp):
+        if gradient is not None and not isinstance(gradient, ConsumedGradient):
             yield managed, gradient
 
 

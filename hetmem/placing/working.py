@@ -1,12 +1,12 @@
-"""The weights that a model computes with which is whole on the device, in 16 bits: nothing in a forward moves them.
+"""Working weights of a model that is whole on the device and computes in 16 bits, so that a forward moves nothing.
 
-Note "working weights": each parameter has a second one, over its copy on the device. For the length of a forward, or of
-what a checkpoint computes once more, modules have these under the names of their parameters: an entry in the `__dict__`
-of a module comes before its `_parameters`. So autograd keeps and checks them like any weight, without a hook, and adds
-their gradients up itself, in the home of the gradient: it begins as -0.0, to which whatever is added stays what it is.
-FSDP2 gives modules its unsharded parameters likewise. The parameters stay at home, and what meets one in another way
-than by its module binds it as ever (`intercept.faults`). What they cannot serve is learned from the forwards that are
-measured: then a model goes by `intercept.leases`.
+Note "working weights": each parameter has a second one, over its copy on the device. During a forward, or a
+recomputation of a checkpoint, modules have these under the names of their parameters: an entry in the `__dict__` of a
+module takes precedence over its `_parameters`. So autograd saves and checks them like any weight, without a hook, and
+accumulates their gradients itself, in the gradient's home: it begins as -0.0, which changes no value added to it. FSDP2
+gives modules its unsharded parameters likewise. The parameters stay at home, and other ways to reach one than by its
+module bind it as usual (`intercept.faults`). Uses that working weights cannot serve are found in measured forwards: the
+model then uses `intercept.leases`.
 """
 
 from __future__ import annotations
@@ -29,52 +29,52 @@ from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Moment
 
-# Asked of each parameter in each step: by C alone.
+# Read for each parameter in each step: these run in C.
 _VERSION, _TRAINS = attrgetter("_version"), attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _DEVICE = attrgetter("device")
 _referrers: Any = torch_private.tensor_references
 run_through: Any = deque(maxlen=0).extend
-"""Carries out what an iterator does, for all modules, by C alone."""
+"""Exhausts an iterator, for all modules, in C."""
 
 
 class WorkingWeights:
-    """Those of the model `module`, and the leases of the copies that they are over."""
+    """The working weights of the model `module`, and the leases of their copies."""
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime, sink: GradientSink) -> None:
         self._model, self._runtime, self._sink = weakref.ref(module), runtime, sink
         self.serve = runtime.memory.mixed_precision is not None
-        """Whether the program has done nothing yet that they cannot serve."""
+        """Whether working weights have been able to serve all that the program did so far."""
         self._managed = runtime.parameters
         self._parameters = [managed.parameter for managed in self._managed]
         self._weights: list[torch.Tensor] = []
         self._over: list[Any] = []
-        """The views of copies that `_weights` are over, and which of them are trained."""
+        """The views of copies on which `_weights` are based, and which of them are trained."""
         self._older: list[tuple[ManagedParameter, weakref.ref[torch.Tensor]]] = []
-        """Earlier ones, which a graph may still refer to."""
-        self._places: tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]] = [], [], []
-        """The `__dict__` and `_parameters` of each module with a parameter, and its name there."""
+        """Earlier working weights, which a graph may still refer to."""
+        self._entries: tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]] = [], [], []
+        """The `__dict__` and `_parameters` of each module with a parameter, and the parameter's name in them."""
         self._numbers: list[int] = []
-        """Those of the parameters there, in `_parameters`."""
+        """The indices in `_parameters` of the parameters in `_entries`."""
         self._placed: list[Any] = []
-        """The working weights for there."""
+        """The working weights for `_entries`."""
         self._versions: list[int] = []
-        """Those of parameters, as far as working weights have counted them."""
+        """Versions of parameters, as far as working weights have counted them."""
         self._counted: list[int] = []
-        """Those of working weights as a forward began."""
+        """Versions of working weights when a forward began."""
         self._blocks: tuple[int, ...] = ()
-        """Those that are leased until `release`; none if nothing is."""
+        """The blocks that are leased until `release`; empty if none are."""
         self._entered = 0
         self._given: list[Given] | None = None
-        """Those of the backward that runs."""
+        """Tensors given to autograd for the gradients of the running backward."""
         runtime.uses.release_working = weakly(self.release)
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def begin(self, operator: str, backward: Hashable | None, *, anew: bool) -> bool:
-        """Have modules compute with working weights until `end`; False if they cannot in the forward that has begun.
-        `backward` is the key of the one that may follow. `anew`: gradients of this forward are added to those of
-        another one in float32, as a parameter whose `.data` is set for each has them."""
+        """Have modules compute with working weights until `end`; False if the forward that has begun cannot use them.
+        `backward` is the key of the backward that may follow. `anew`: gradients of this forward are added to those of
+        another one in float32, as for a parameter whose `.data` is set for each."""
         if not (self.serve and self._are_plain() and self._hold(operator, backward)):
             self.release()
             return False
@@ -86,19 +86,19 @@ class WorkingWeights:
         return True
 
     def enter(self) -> None:
-        """Have modules compute with them, once more if they do."""
+        """Have modules compute with working weights, also if they do already."""
         self._entered += 1
         if self._entered == 1:
-            where, _, names = self._places
+            where, _, names = self._entries
             run_through(map(setitem, where, names, self._placed))
             self._counted = [*map(_VERSION, self._weights)]
 
     def end(self) -> None:
-        """End `begin`, or `enter`; what was written to them goes home."""
+        """End `begin` or `enter`; writes to working weights are taken home."""
         self._entered -= 1
         if self._entered:
             return
-        where, _, names = self._places
+        where, _, names = self._entries
         run_through(map(dict.pop, where, names, repeat(None)))
         written = [*map(_VERSION, self._weights)] != self._counted
         if written or not self.serve:
@@ -116,21 +116,21 @@ class WorkingWeights:
                 writes.compare(managed)
 
     def parameter_of(self, weight: Any) -> ManagedParameter | None:
-        """The parameter that `weight` works for, None if it is no working weight."""
+        """Return the parameter that `weight` works for, None if it is no working weight."""
         parameter = vars(weight).get("hetmem_parameter", _nothing)()
         return self._runtime.bindings.by_id.get(id(parameter))
 
     # ---- whether they can ----------------------------------------------------------------------------------------
 
     def _are_plain(self) -> bool:
-        """Whether only hetmem has hooks at parameters, and no listener is to be told of each gradient."""
+        """Return whether only hetmem has hooks at parameters, and no listener needs each gradient."""
         hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        return hooks <= {1} and self._sink.are_dense and not told
+        notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
+        return hooks <= {1} and self._sink.are_dense and not notifies
 
     def _hold(self, operator: str, backward: Hashable | None) -> bool:
-        """Begin a segment in which nothing moves: all homes, and a copy of each, are on the device, and there is room
-        for all that is needed beside them, also in `backward`. Leases the copies until `release`."""
+        """Begin a segment in which nothing moves, if all homes, and a copy of each, are on the device, with room for
+        all else that it and `backward` need. Leases the copies until `release`."""
         runtime = self._runtime
         memory, tracer, residency, room = runtime.memory, runtime.tracer, runtime.traffic.residency, runtime.room
         found = self._blocks or tuple(block for chunk in memory.chunks if (block := chunk.operand_block) >= 0)
@@ -146,33 +146,32 @@ class WorkingWeights:
             with runtime.unwatched():
                 room.before_moment(moment)
                 self._blocks = self._blocks or self._lease(found)
-        runtime.traffic.executor.order_behind_standing()
         tracer.all_at_once(moment)
-        runtime.uses.saw(moment, operator, found)
+        runtime.uses.log_moment(moment, operator, found)
         return True
 
     def _lease(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Begin a lease of each copy for each of its parameters, and have the views of all."""
+        """Begin a lease of each copy for each of its parameters, and create all views of them."""
         runtime, chunks = self._runtime, self._runtime.chunks
-        runtime.uses.let_go()
+        runtime.uses.release_unheld()
         slots = runtime.traffic.residency.use_all(blocks, [len(chunk.parameters) for chunk in chunks])
         for chunk, slot in zip(chunks, slots, strict=True):
             if any(managed.device is None for managed in chunk.parameters):
                 runtime.bindings.open_device(chunk, runtime.memory.device_pool, slot)
-        runtime.traffic.executor.stand(chunks, slots)
+        runtime.traffic.executor.set_working_copies(chunks, slots)
         return blocks
 
     def release(self) -> None:
-        """End the leases: what a graph still holds of copies stays for as long as it does."""
+        """End the leases; copies that a graph still refers to live as long as it."""
         if self._blocks and not self._entered:
             self._blocks = ()
             self._retire()
-            self._runtime.traffic.executor.stand((), ())
+            self._runtime.traffic.executor.set_working_copies((), ())
             self._runtime.uses.release(self._managed)
 
     def _retire(self) -> None:
-        """Let go of the working weights. A graph that has saved one keeps its copy for as long; one that adds to its
-        gradient alone needs no memory of it."""
+        """Drop the working weights. A graph that has saved one keeps its copy alive; one that only accumulates its
+        gradient needs no memory of it."""
         self._older = [each for each in self._older if each[1]() is not None]
         weights, self._weights, self._over, self._placed = self._weights, [], [], []
         for managed, weight in zip(self._managed, weights, strict=False):
@@ -181,7 +180,7 @@ class WorkingWeights:
                 leave_working(managed, weight)
 
     def _make(self, *, anew: bool) -> None:
-        """Make working weights, unless those of before are as they should be, and need not be made `anew`."""
+        """Make working weights, unless the present ones fit and need not be made `anew`."""
         over = [*map(_DEVICE, self._managed), *map(_TRAINS, self._parameters)]
         if not anew and len(over) == len(self._over) and all(map(is_, over, self._over)):
             return
@@ -190,9 +189,9 @@ class WorkingWeights:
             self._weights = list(map(working_weight, self._managed))
         self._over = over
         self._versions = [*map(_VERSION, self._parameters)]
-        self._look()
+        self._find_modules()
 
-    def _look(self) -> None:
+    def _find_modules(self) -> None:
         """Find the modules that have the parameters."""
         model, numbers = self._model(), {id(parameter): at for at, parameter in enumerate(self._parameters)}
         found = [
@@ -201,21 +200,21 @@ class WorkingWeights:
             for name, parameter in module._parameters.items()
             if id(parameter) in numbers and name not in vars(module)
         ]
-        self._places = [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
+        self._entries = [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
         self._numbers = [each[3] for each in found]
         self._placed = [self._weights[at] for at in self._numbers]
 
     def _are_in_place(self) -> bool:
-        """Whether the modules have the parameters where they were, so none was given others for this call."""
-        _, of, names = self._places
+        """Return whether the modules still have the same parameters, and none was replaced for this call."""
+        _, of, names = self._entries
         found, ours = map(dict.get, of, names), map(self._parameters.__getitem__, self._numbers)
         if all(map(is_, found, ours)) and len({*self._numbers}) == len(self._parameters):
             return True
-        self._look()  # for the next forward
+        self._find_modules()  # for the next forward
         return False
 
     def _count_versions(self) -> None:
-        """What was written to a parameter was written to its working weight: a graph that needs what this was raises
+        """Count writes to a parameter as writes to its working weight, so that a graph that needs the old value raises
         torch's own error."""
         now = [*map(_VERSION, self._parameters)]
         if now != self._versions:
@@ -231,7 +230,7 @@ class WorkingWeights:
         return self._given is not None
 
     def begin_backward(self) -> None:
-        """Have autograd add gradients up in their homes. Parameters are at home, unless a forward is around this."""
+        """Have autograd accumulate gradients in their homes. Parameters are at home, unless a forward runs."""
         if self._given is not None:
             return
         self._freeze()
@@ -239,26 +238,25 @@ class WorkingWeights:
         if not used:
             return
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
-            self._runtime.traffic.executor.order_behind_standing()
             if self._weights:
                 self._count_versions()
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
 
     def _freeze(self) -> None:
-        """Have working weights be trained if their parameters are, which may have changed since the forward: torch asks
-        as it accumulates."""
+        """Set `requires_grad` of working weights to that of their parameters, which may have changed since the forward:
+        torch reads it as it accumulates."""
         with torch_private.NoFunctionsOfSubclasses():
             if self._weights and [*map(_TRAINS, self._weights)] != [*map(_TRAINS, self._parameters)]:
-                self._over = []  # the next forward makes them anew
+                self._over = []  # so that the next forward makes new ones
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     weight.requires_grad_(parameter.requires_grad)
-            self._older = [each for each in self._older if each[1]() is not None]  # few: graphs that still live
+            self._older = [each for each in self._older if each[1]() is not None]  # of graphs that are alive: few
             for managed, older in self._older:
                 if (alive := older()) is not None:
                     alive.requires_grad_(managed.parameter.requires_grad)
 
     def _used(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
-        """Those that are trained, if a graph may refer to any, with their parameters."""
+        """Return the trained working weights that a graph may refer to, with their parameters."""
         used: list[tuple[ManagedParameter, torch.Tensor]] = []
         if max(map(_referrers, self._weights), default=0) > 1:
             used = [each for each in zip(self._managed, self._weights, strict=True) if each[1].requires_grad]
@@ -268,11 +266,11 @@ class WorkingWeights:
         return used
 
     def _begin_gradients(self, used: list[ManagedParameter]) -> set[ManagedParameter] | None:
-        """Let the gradients of `used` that there are none of begin as -0.0, which are returned; None if gradients are
-        not to be added up in their homes by autograd."""
+        """Set the missing gradients of `used` to -0.0 and return their parameters; None if autograd is not to
+        accumulate gradients in their homes."""
         runtime = self._runtime
-        told = any(listener.is_to_be_told for listener in self._sink.listeners)
-        if told or self._sink.lent or not runtime.memory.resident:
+        notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
+        if notifies or self._sink.lent or not runtime.memory.resident:
             return None
         runtime.traffic.ensure_homes(list(dict.fromkeys([managed.chunk for managed in used])), [Role.GRAD])
         fresh = [managed for managed in used if managed.parameter.grad is None]
@@ -289,21 +287,21 @@ class WorkingWeights:
         return {*fresh}
 
     def end_backward(self) -> None:
-        """End `begin_backward`, also of a backward that has raised: there is no gradient where none has arrived."""
+        """End `begin_backward`, also after an error: parameters that got no gradient have none."""
         given, self._given = self._given, None
         with torch_private.NoFunctionsOfSubclasses():
             for managed, arrived, gradient in take_arrived(given or ()):
                 self._hand_over(managed, arrived, gradient)
 
     def _hand_over(self, managed: ManagedParameter, arrived: torch.Tensor, given: torch.Tensor | None) -> None:
-        """Take a gradient of `managed` that was not added to what was `given` for that."""
-        if given is not None:  # a sum of both that has a graph of its own (create_graph=True)
+        """Take a gradient of `managed` that autograd did not add to the tensor `given` for it."""
+        if given is not None:  # autograd made a new sum, with a graph of its own (create_graph=True)
             show_gradient(managed.parameter, arrived)
             return
         self._sink.before(managed)
         show_gradient(managed.parameter, arrived)
         self._sink.after(managed)
-        self._sink.arrive()
+        self._sink.wait_until_home()
 
 
 def _nothing() -> None:

@@ -1,6 +1,6 @@
-"""`hetmem.plan(…)`: from a function that builds a model to a `Plan`, with no memory taken and nothing run.
+"""`hetmem.plan(…)`: from a function that builds a model to a `Plan`, without allocating its memory or running it.
 
-Traces on `meta`, then asks the pure planner. It moves no data and manages nothing.
+Traces the model on the `meta` device, then calls the pure planner. Moves no data and manages no module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
-from hetmem.planner.decide import RANK, Variant, approximations, combined, decide
+from hetmem.planner.decide import RANK, Variant, approximations, cheapest_mix, combined, decide
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
@@ -45,7 +45,6 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
-from hetmem.planner.search import cheapest_mix
 from hetmem.planner.workload import Setting, Updating, Workload, smaller
 from hetmem.schedule.placement import Capacities
 
@@ -86,24 +85,23 @@ def plan(
     inference: bool = False,
     activations: ActivationsName = "keep",
 ) -> Plan:
-    """What training the model that `build_model()` builds will take and how long a step will last.
+    """Predict the memory on each tier and the seconds of a step for training the model that `build_model()` returns.
 
-    `batch` is what the model is called with: a tuple, a dict of keywords or one tensor (shapes count, values do not).
-    `hardware`: a profile, the name of a shipped one, or the path of one that `hetmem probe` wrote (as for `manage`);
-    None: the h100's. `budget`: as for `manage`; what it does not say is the memory that `hardware` has,
-    and the device is never given more than that. `loss`: from
-    the model's output to the scalar that is differentiated (None: its `.loss`, or the output itself). `micro_batches`:
-    how many forwards and backwards come before a step. `checkpointing`: activations of every repeated layer are
-    computed again in the backward, for a model that is built without (one that does it by itself is planned as it is).
-    `overlap`, `gradients`, `moments`, `stochastic_rounding`: what `hetmem.AdamW` will be made with (the last one: for
-    a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for `manage`; with
-    other than "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many
-    times as large a batch or sequence would. Other keywords as for `manage`. No memory is taken and nothing runs:
-    bytes, and seconds by the simulator with the rates of `hardware`. `real`: run one forward and backward on the
-    processor of this machine, for a model whose control flow depends on values; that takes their time and memory.
+    The model is traced on `meta`, which takes no memory, and the step simulated with the rates of `hardware`.
+    `batch`: the model's input: a tuple, a dict of keywords or one tensor (shapes count, values do not). `hardware`: a
+    `HardwareProfile`, the name of a shipped one, or the path of one that `hetmem probe` wrote; None: the h100's.
+    `budget`: as for `manage`; a tier it leaves open gets the memory that `hardware` has, and the device never gets
+    more than that. `loss`: a function from the model's output to the scalar to differentiate (None: the output's
+    `.loss`, or the output itself). `micro_batches`: forwards and backwards in a step. `checkpointing`: plan every
+    repeated layer as checkpointed, for a model that is built without (one that checkpoints by itself is planned as it
+    is). `overlap`, `gradients`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a model
+    in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for `manage`; with other than
+    "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many times as
+    large a batch or sequence would fit. `real`: run one forward and backward on this machine's CPU instead of tracing
+    on `meta`, for a model whose control flow depends on values. Other keywords are as for `manage`.
 
-    Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, and for options that no optimizer
-    takes together, `ProfileError` for a bad profile, and `ManageError` or `BudgetError` for a budget, a precision or
+    Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, or for options that exclude each
+    other; `ProfileError` for a bad profile; and `ManageError` or `BudgetError` for a budget, a precision or
     `chunk_bytes` that `manage` would refuse. A model that does not fit is no error: `.fits` is False then, and
     `.missing_bytes` and `.advice` say what to do.
     """
@@ -134,8 +132,8 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a plan is told of a training, as `plan` is. Raises `PlanError` for what `hetmem.AdamW` would refuse, or no
-    plan knows."""
+    """The keywords of `plan` about the model and its optimizer. Raises `PlanError` for values that `hetmem.AdamW` would
+    refuse, or that cannot be planned."""
 
     chunk_bytes: int | None = None
     micro_batches: int = 1
@@ -160,7 +158,7 @@ class _Request:
         refuse_activations(self.activations)
 
     def updating(self) -> Updating:
-        """What `hetmem.AdamW` does with them."""
+        """Return how `hetmem.AdamW` updates with these options. Raises `PlanError` for ones that it would refuse."""
         try:
             when, kept = choice(Overlap, self.overlap, "overlap"), choice(Gradients, self.gradients, "gradients")
             check_gradients(kept, when, needs_all=False)
@@ -178,31 +176,31 @@ class _Request:
         return Updating(overlapped, trails, streamed, self.moments, self.stochastic_rounding)
 
 
-@torch.inference_mode(False)  # nor under no_grad: a plan is of a backward, too
+@torch.inference_mode(False)  # this leaves no_grad, too: a plan covers the backward
 def plan_within(
     call: TracedCall,
     capacities: Capacities,
     hardware: HardwareProfile,
     *,
     nvme_directories: tuple[str, ...] = (),
-    told: Callable[[str], None] = lambda text: None,
+    on_stage: Callable[[str], None] = lambda text: None,
     compares: bool = True,
     **options: Any,
 ) -> Plan:
-    """As `plan`, within plain bytes: for machines that are not this one. `told` is called with what is done next, which
-    may take seconds. `compares`: other ways to do the same are judged too, and advised; without, the plan says only
-    what these `options`, keywords of `plan`, come to."""
+    """Plan as `plan` does, for another machine, with `capacities` in bytes. `options` are keywords of `plan`.
+    `on_stage` is called with the name of each stage before it begins. `compares`: also judge other ways to run the same
+    training, and advise the better ones."""
     how = _Request(**options)
     asked = Setting(capacities, how.chunk_bytes, hardware, how.micro_batches, how.updating())
     inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
-    told("tracing the model")
+    on_stage("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
     call = checkpointed(call) if checkpointing else call
     kept = trace(call, results, inference=inference, real=how.real)
     peaks = {"with checkpointing" if checkpointing else "as written": kept.peak_live_bytes}
     kept_light = kept if checkpointing else None
     if compares and not (checkpointing or how.real or inference):
-        told("tracing it with checkpointed layers")
+        on_stage("tracing it with checkpointed layers")
         kept_light = traced(checkpointed(call), results)
         if kept_light is not None and kept_light.peak_live_bytes < kept.peak_live_bytes:
             peaks["with checkpointing"] = kept_light.peak_live_bytes
@@ -210,7 +208,7 @@ def plan_within(
     alone = hardware.host_to_device.by_the_caller
 
     def moved(kept: Workload, how: str = activations) -> Workload:
-        """`kept` as `manage(activations=how)` computes it."""
+        """Return `kept`, a workload whose activations stay on the device, as `manage(activations=how)` runs it."""
         if how == "keep" or inference:
             return kept
         return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
@@ -218,10 +216,10 @@ def plan_within(
     workload, light = moved(kept), kept_light and moved(kept_light)
     mix = None
     if activations == "auto" and kept.saved and compares and not (inference or alone):
-        told("comparing what may become of each layer's activations")
+        on_stage("comparing what may become of each layer's activations")
         of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
         mix = cheapest_mix(lambda n: traced(checkpointed(call, n), results) if n else kept, count, asked)
-    told("searching for the fastest way to run it")
+    on_stage("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
         found = tuple(_variants(call, None if checkpointing else kept_light, kept, results, asked, moved))
@@ -245,7 +243,7 @@ def plan_within(
     made = as_plan(decision, checkpointing=checkpointing)
     if not compares:
         return made
-    told("combining what is faster")
+    on_stage("combining what is faster")
     lighter = light if not checkpointing and "with checkpointing" in peaks else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
     others += [] if mix is None else [(mix[1].workload, mix[1].setting.capacities)]
@@ -255,12 +253,12 @@ def plan_within(
         layers = mixes if mix is not None and better.workload is mix[1].workload else None
         made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=layers).to_dict())
     if activations != "keep" and not inference:
-        told("comparing what may become of activations")
+        on_stage("comparing what may become of activations")
         ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
         if kept_light is not None and not checkpointing:
             ways |= {"checkpointed": (kept_light, "keep"), "checkpointed, auto": (kept_light, "auto")}
         made = replace(made, activation_choices=activation_choices(ways, moved, asked))
-    told("judging what changes the mathematics")
+    on_stage("judging what changes the mathematics")
 
     def adapted() -> Workload | None:
         return traced(with_adapters(call if light is None else checkpointed(call), RANK), results)
@@ -270,8 +268,8 @@ def plan_within(
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
-    """`limits`, with what they do not say taken from the machine. A card of "24 GB" has a little less for programs, and
-    no budget is more than that; host memory may be, as machines with the same card differ."""
+    """Return the bytes of each tier: those of `limits`, or else the machine's. The device gets at most what the card
+    has for programs; host memory may exceed the profile's, as machines with the same card differ."""
     has, host = hardware.device.memory_bytes, limits.host_bytes
     device = has if limits.device_bytes is None else min(has, limits.device_bytes)
     return Capacities(
@@ -295,7 +293,7 @@ def _variants(
     asked: Setting,
     moved: Callable[[Workload], Workload],
 ) -> Iterator[Variant]:
-    """The same tokens a step, in less of the device: the batch cut, activations computed again (`light`)."""
+    """Yield ways to train the same tokens a step in less device memory: more micro-batches, checkpointing (`light`)."""
 
     def cut(of: TracedCall, parts: int) -> Workload | None:
         workload = traced(divided(of, parts), results)
@@ -322,13 +320,13 @@ _SHIPPED = resources.files("hetmem").joinpath("profiles")
 
 
 def known_profiles() -> list[str]:
-    """The names of the shipped profiles."""
+    """Return the names of the shipped profiles."""
     names = (file.name for file in _SHIPPED.iterdir())
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 
 
 def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
-    """The shipped profile `name`, or the one in the file of that name. Raises `ProfileError`."""
+    """Return the shipped profile `name`, or the one in the file of that name. Raises `ProfileError`."""
     if not isinstance(name, (str, os.PathLike)):
         raise ProfileError(f"hardware must be the name of a profile, its path or a HardwareProfile, got {name!r}")
     text = os.fspath(name)

@@ -1,6 +1,6 @@
-"""Activations that leave the device, in a plan: the workload without them, and their way over the simulator's links.
+"""Activations that a plan offloads: the workload without them, and their transfers over the simulator's links.
 
-`schedule.saved` says which, as it does for a run (`activations.choice`). Pure.
+`schedule.saved` chooses them, as it does for a run (`activations.choice`). Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hetmem.schedule.trace import NEVER
 
 
 def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_the_caller: bool) -> Workload:
-    """`workload` as `manage(activations=…)` computes it within `capacities`: "offload" if `all_leave`, else "auto"."""
+    """Return `workload` as `manage(activations=…)` runs it in `capacities`: "offload" if `all_leave`, else "auto"."""
     saved, events, needed = _worth_moving(workload, least_bytes(capacities.device_bytes))
     room, lag = room_bytes(workload, capacities), 0 if by_the_caller else AT_ONCE
     chosen = range(len(saved)) if all_leave else sorted(to_leave(saved, needed, room, lag))
@@ -31,8 +31,8 @@ def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_th
 
 
 def _worth_moving(workload: Workload, least_bytes: int) -> tuple[list[SavedInterval], list[int], list[int]]:
-    """What is saved of `least_bytes` or more, on a clock that ticks for these alone; the event of each tick, and what
-    it needs."""
+    """Return the saved tensors of `least_bytes` or more, on a clock that ticks for these alone, and for each tick its
+    event and the bytes that are not parameters."""
     large = [each for each in workload.saved if each.nbytes >= least_bytes]
     ticking = {0, *(each.saved_at for each in large), *(each.used_at for each in large)}
     events, needed, tick_at = list[int](), list[int](), list[int]()
@@ -51,11 +51,11 @@ def _worth_moving(workload: Workload, least_bytes: int) -> tuple[list[SavedInter
 
 
 def room_bytes(workload: Workload, capacities: Capacities) -> int:
-    """What the device has for all but homes that must be there, and as many copies as let some come before their use.
-    As `DeviceRoom.saved_bytes`."""
+    """Return the device bytes left beside homes that must be there and enough copies for some to be prefetched, as
+    `DeviceRoom.saved_bytes` does."""
     try:
         ground = arrange(workload, capacities).ground
-    except NoRoom:  # which is said where it is searched for
+    except NoRoom:  # `search` reports it
         return capacities.usable_bytes
     if ground.resident:
         return capacities.usable_bytes - ground.whole_bytes
@@ -65,12 +65,12 @@ def room_bytes(workload: Workload, capacities: Capacities) -> int:
 
 
 def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:
-    """`workload` with what `moves` take away not on the device meanwhile."""
+    """Return `workload` less the device bytes of `moves`, while each is off the device."""
     if not moves:
         return workload
     away = [0] * (len(workload.events) + 1)
-    lent = away.copy()  # of host memory, in whole pages
-    for move in moves:  # away between the two events, in neither
+    lent = away.copy()  # host memory, in whole pages
+    for move in moves:  # off the device between the two events, on it in both
         for changes, nbytes in ((away, move.nbytes), (lent, round_up(move.nbytes, PAGE_BYTES))):
             changes[move.leaves_at + 1] += nbytes
             changes[move.used_at] -= nbytes
@@ -85,17 +85,17 @@ def without(workload: Workload, moves: tuple[Move, ...]) -> Workload:
 
 @dataclass(slots=True, eq=False)
 class _Away:
-    """A storage that has left. `state`: "home" (in host memory), "disk", "reading", "coming", or "here"."""
+    """An offloaded storage. `state`: "home" (in host memory), "disk", "reading", "coming" (to the device) or "here"."""
 
     nbytes: int
     state: str = "home"
     ahead: bool = False
-    """Whether it comes before its use."""
+    """Whether it is fetched before its use."""
 
 
 class SimulatedActivations:
-    """`activations.offload` on the simulator's links: out behind what made it, back in the order of the backward, as
-    far ahead as a window and the device's room allow."""
+    """Simulates `activations.offload`: storages leave behind the operator that made them, and are prefetched in the
+    order of the backward, as far ahead as a window of bytes and the device's room allow."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class SimulatedActivations:
         has_room: Callable[[int], bool],
         spilled_bytes: int = 0,
     ) -> None:
-        """`has_room`: whether so many bytes more may come before their use; `spilled_bytes`: those that leave first go
-        on to NVMe."""
+        """Begin with nothing offloaded. `has_room(nbytes)`: whether so many bytes more may be prefetched.
+        `spilled_bytes`: of the storages in their order of leaving, the first so many go on to NVMe."""
         self._traffic, self._window, self._has_room = traffic, window_bytes, has_room
         self._out: dict[int, list[int]] = defaultdict(list)
         self._in: dict[int, list[int]] = defaultdict(list)
         moves = workload.moves
         self._using = {workload.ticks[each.used_at][0] for each in workload.saved if each.used_at < NEVER}
-        """The events at which a node of the backward asks for what was saved, whether it has left or not."""
+        """The events at which a node of the backward unpacks a saved tensor, offloaded or not."""
         self._sizes = [move.nbytes for move in moves]
         self._order = sorted(range(len(moves)), key=lambda at: (moves[at].used_at, -at))
         for at, move in enumerate(moves):
@@ -126,7 +126,7 @@ class SimulatedActivations:
         self._spilled = {at for at, before in zip(first_out, gone, strict=False) if before < spilled_bytes}
 
     def before(self, event: int) -> None:
-        """Have what the event uses on the device."""
+        """Bring everything that `event` uses back to the device."""
         for at in reversed(self._in.get(event, ())):
             away = self._away.pop(at, None)
             if away is None:
@@ -146,7 +146,7 @@ class SimulatedActivations:
             self._fetch_ahead()
 
     def after(self, event: int) -> None:
-        """Have what only the graph holds from now on leave."""
+        """Offload the storages that only the autograd graph holds after `event`."""
         traffic = self._traffic
         for at in self._out.get(event, ()):
             nbytes = self._sizes[at]
@@ -167,7 +167,7 @@ class SimulatedActivations:
             self._cross(self._traffic.nvme_write, away, away.state, "disk" if away.state == "home" else away.state)
 
     def _cross(self, link: LinkQueue, away: _Away, meanwhile: str, then: str) -> None:
-        """Copy `away` over `link`, beside what else becomes of it."""
+        """Copy `away` over `link`: its state is `meanwhile`, and then `then` unless it has changed by itself."""
         away.state = meanwhile
 
         def over() -> None:

@@ -1,7 +1,7 @@
-"""What a plan says of activations, and how a decision becomes a `Plan`.
+"""Turns a decision into a `Plan`, and compares what may become of activations.
 
-A plan has sums by role and tier, what a program has to say, and the budget of a run: what a step takes and a margin,
-such that nothing lies elsewhere for it. Pure.
+A plan has sums by role and tier, the options a program passes, and the budget of a run: the peaks and a margin, chosen
+so that every home lies where it was planned. Pure.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from itertools import product
 from typing import Any
 
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.planner.decide import Decision
+from hetmem.planner.decide import Decision, Judged, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, MARGIN_SHARE, TIERS, Plan
 from hetmem.planner.reservation import arrange
-from hetmem.planner.search import Judged, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.workload import Setting, Updating, Workload, resized
 from hetmem.schedule.placement import MARGIN_SHARE as IDLE_SHARE
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 
 _TIMES = 64.0
-"""So many times as large a batch is not looked beyond, nor a part of it below."""
+"""The search for the largest batch that fits ends at so many times the batch, and at that fraction of it."""
 
 
 def activation_choices(
@@ -33,8 +32,8 @@ def activation_choices(
     moved: Callable[[Workload, str], Workload],
     asked: Setting,
 ) -> tuple[dict[str, Any], ...]:
-    """For each of `ways`, a workload and what `manage(activations=…)` does with it: the `choice`, the seconds of a step
-    (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
+    """Return for each of `ways` (a workload, and the value of `manage(activations=…)`) its `choice`, the seconds of a
+    step (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
     found = []
     for choice, (kept, how) in ways.items():
         workload = moved(kept, how)
@@ -64,7 +63,7 @@ def activation_choices(
 
 
 def moved_and_kept(workload: Workload) -> dict[str, int]:
-    """Bytes of what autograd saves: those that move, and those that stay."""
+    """Return the bytes that autograd saves: those that are offloaded, and those that stay on the device."""
     moves = sum(move.nbytes for move in workload.moves)
     return {"moved_bytes": moves, "kept_bytes": sum(each.nbytes for each in workload.saved) - moves}
 
@@ -80,7 +79,7 @@ def plan_of(
     activations: str = "keep",
     layers: dict[str, Any] | None = None,
 ) -> Plan:
-    """The plan that `decision` of `call` amounts to."""
+    """Return `decision` about `call` as a `Plan`."""
     workload, best, asked = decision.workload, decision.candidate, decision.asked
     count, capacities = asked.micro_batches, asked.capacities
     roles = _roles(decision)
@@ -140,7 +139,7 @@ def plan_of(
 
 
 def _optimizer(how: Updating) -> dict[str, Any]:
-    """The options that are not the default ones."""
+    """Return the options of `hetmem.AdamW` that are not the default ones."""
     options: dict[str, Any] = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
     options |= {"gradients": "streamed"} if how.streamed_gradients else {}
     options |= {"moments": how.moments} if how.moments != "float32" else {}
@@ -148,7 +147,7 @@ def _optimizer(how: Updating) -> dict[str, Any]:
 
 
 def _roles(decision: Decision) -> dict[str, dict[str, int]]:
-    """Bytes by tier and role; of a model that does not fit, what it would need."""
+    """Return bytes by tier and role; for a model that does not fit, those it would need."""
     best, capacities = decision.candidate, decision.asked.capacities
     if best is None:
         activations, states = decision.workload.peak_live_bytes, decision.state_bytes
@@ -167,9 +166,9 @@ def _roles(decision: Decision) -> dict[str, dict[str, int]]:
 
 
 def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]) -> None:
-    """Homes that go to the device leave their places behind, which stay reserved."""
+    """Count `moved` homes under `device`, and the memory they leave in `left`, which stays reserved, under `KEPT`."""
     for role, nbytes in moved.items():
-        gone = min(nbytes, left.get(role, 0))  # a home that gradients were given in the run is counted with those
+        gone = min(nbytes, left.get(role, 0))  # homes that gradients got during the run are in `new_bytes`
         left[role] = left.get(role, 0) - gone
         left[KEPT] = left.get(KEPT, 0) + gone
         device[role] = device.get(role, 0) + gone
@@ -178,24 +177,24 @@ def _move(left: dict[str, int], moved: Mapping[str, int], device: dict[str, int]
 
 
 def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> int:
-    """`work`, what the device computes, grows with the batch; what moves does not, nor what the thread does beside."""
+    """Return the batch from which on compute binds: `work` seconds of compute grow with it, all the rest does not."""
     others = max(seconds for name, seconds in terms.items() if name != "compute")
     beside = max(0.0, terms["compute"] - work)
     return max(1, math.ceil(rows * max(0.0, others - beside) / work)) if work else rows
 
 
 def needed(best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | None]:
-    """What a run is to be given so that it does as `best` in no more memory than that takes and a margin, and the chunk
-    size that it has to be told then."""
+    """Return the smallest capacities with a margin in which a run does the same as `best`, and the chunk size to pass
+    with them (None: the default is right)."""
     ground, capacities = best.arrangement.ground, best.setting.capacities
     share = capacities.device_fragment_bytes / max(1, capacities.device_bytes)
     device = min(capacities.device_bytes, _rounded(peaks["device"] / (1 - MARGIN_SHARE - IDLE_SHARE - share)))
     rooms = [(max(peaks["host"], ground.state_bytes if ground.resident else 0), peaks["nvme"])]
-    with suppress(NoRoom):  # `manage` places homes before it knows of an optimizer that keeps less
+    with suppress(NoRoom):  # `manage` places homes before it knows of an optimizer with smaller states
         usual = arrange(best.workload, capacities, best.setting.chunk_bytes)
         host, nvme = (sum(usual.bytes_by_role(tier).values()) for tier in (Tier.HOST, Tier.NVME))
         rooms.append((max(host, rooms[0][0]), max(nvme, rooms[0][1])))
-    spare = 2 * max(ground.home_bytes(chunk.index, "param") for chunk in ground.chunks)  # what no chunk may fill
+    spare = 2 * max(ground.home_bytes(chunk.index, "param") for chunk in ground.chunks)  # too little for a chunk
     for at_most, (host, nvme) in product((device, capacities.device_bytes), rooms):
         smaller = replace(
             capacities,
@@ -206,17 +205,17 @@ def needed(best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | No
         )
         if capacities.device_chunk_bytes is not None:
             smaller = replace(smaller, device_chunk_bytes=min(at_most, capacities.device_chunk_bytes))
-        told = replace(smaller, home_copies=bool(best.arrangement.homes.get("compute")))
+        explicit = replace(smaller, home_copies=bool(best.arrangement.homes.get("compute")))
         if ground.resident:
-            told = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
-        for given, chunk_bytes in ((smaller, best.setting.chunk_bytes), (told, ground.staging_slot_bytes)):
+            explicit = replace(smaller, device_chunk_bytes=min(at_most, round_up(ground.whole_bytes, MIB)))
+        for given, chunk_bytes in ((smaller, best.setting.chunk_bytes), (explicit, ground.staging_slot_bytes)):
             if _does_as(replace(best.setting, capacities=given, chunk_bytes=chunk_bytes), best):
                 return given, chunk_bytes
     return capacities, best.setting.chunk_bytes
 
 
 def _rounded(nbytes: float) -> int:
-    """As people write it, and not below."""
+    """Return `nbytes` rounded up to whole MiB, or whole GiB from `_MANY_GIB` on."""
     return round_up(math.ceil(nbytes), GIB if nbytes >= _MANY_GIB else MIB)
 
 
@@ -224,7 +223,7 @@ _MANY_GIB = 16 * GIB
 
 
 def _does_as(setting: Setting, best: Judged) -> bool:
-    """Whether a step as `setting` says has its homes where `best` has them, is as fast, and updates as much there."""
+    """Return whether a run with `setting` has the homes and the updates on the device of `best`, and is as fast."""
     workload, ground = best.workload, best.arrangement.ground
     try:
         made = arranged(workload, setting)
@@ -243,4 +242,4 @@ def _does_as(setting: Setting, best: Judged) -> bool:
 
 
 _AS_FAST = 1.01
-"""Of a step's time: what a budget without more than is needed may cost."""
+"""The most seconds of a step in the smaller budget, relative to `best`."""

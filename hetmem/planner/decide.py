@@ -1,33 +1,194 @@
 """Decides whether a model can be trained within a budget, and how; says what is missing and what would help.
 
-`search` judges one workload; here the same training done differently is compared with it: all that is faster together
-with the same bits, and smaller states, which change the mathematics. Pure.
+Searches the settings of a run first, with the simulator as the judge. Plans only what `manage` and `hetmem.AdamW` do:
+homes in host memory, then on NVMe, in the order of roles; updates where the states live; the whole model on the device
+if it fits, else homes in its idle memory. Then compares the best with other ways to do the same training: changes that
+keep the bits, combined where they are faster together, and smaller states, which change the mathematics. Pure.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from hetmem.base.units import format_enough, format_seconds, round_up
-from hetmem.planner.reservation import state_bytes
-from hetmem.planner.search import WORTH, Judged, arranged, first_that_fits, has_room, judged, search
-from hetmem.planner.workload import Setting, Updating, Workload
+from hetmem.base.units import MIB, format_enough, format_seconds, round_up
+from hetmem.planner.activations import moving
+from hetmem.planner.reservation import Arrangement, arrange, check_device, state_bytes
+from hetmem.planner.step_program import rehearse
+from hetmem.planner.workload import Setting, StepResult, Updating, Workload
 from hetmem.schedule.blocks import Link
-from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
+from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom, Room
 from hetmem.schedule.trace import Tier
+
+WORTH = 0.97
+"""A setting that is not the default is chosen only if its step takes less than this share of the default's seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One way to run `workload` that fits, with its simulated step."""
+
+    workload: Workload
+    setting: Setting
+    arrangement: Arrangement
+    result: StepResult
+
+
+def search(workload: Workload, asked: Setting) -> Judged | NoRoom:
+    """Return the fastest way to run `workload` as `asked`, or the refusal if none fits.
+
+    Varies one choice after the other, each time from the best so far, so that good combinations are found.
+    """
+    best = first_that_fits(workload, asked)
+    for vary in (_on_the_device, _copies):
+        setting = vary(best, asked) if isinstance(best, Judged) else None
+        if setting is not None:
+            best = faster(best, judged(workload, setting))
+    return best
+
+
+def faster(best: Judged | NoRoom, other: Judged | NoRoom) -> Judged | NoRoom:
+    """Return `other` if both fit and it is faster by `WORTH`, else `best`."""
+    if isinstance(best, NoRoom) or isinstance(other, NoRoom):
+        return best
+    return other if _is_worth(other, best) else best
+
+
+def _is_worth(other: Judged, best: Judged) -> bool:
+    return other.result.seconds < WORTH * best.result.seconds
+
+
+def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Judged | NoRoom:
+    """Judge `asked`, then with the model whole on the device, then with it streamed; return the first that fits. If
+    none does, return the refusal that misses the fewest bytes on the tier of the first one."""
+    refusal = None
+    for way in (lambda: asked, lambda: whole_device(asked), lambda: not_whole(workload, asked)):
+        found = judged(workload, way(), steps=steps)
+        if isinstance(found, Judged):
+            return found
+        nearer = refusal is not None and found.tier is refusal.tier and found.missing_bytes < refusal.missing_bytes
+        refusal = found if refusal is None or nearer else refusal
+    assert refusal is not None
+    return refusal
+
+
+def has_room(workload: Workload, setting: Setting) -> bool:
+    """Return whether all homes and each single operator have room: a quick test before `judged`."""
+    with suppress(NoRoom):
+        check_device(workload, arranged(workload, setting), setting.capacities)
+        return True
+    return False
+
+
+def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | NoRoom:
+    """Rehearse `setting` for `steps` steps (the first two have no trace, and need most); return result or refusal."""
+    try:
+        arrangement = arranged(workload, setting)
+        check_device(workload, arrangement, setting.capacities)
+    except NoRoom as refusal:
+        return refusal.with_traceback(None)
+    seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
+    result = _rehearsed(workload, arrangement.as_rehearsed(Room(0, 0)), seen, steps)
+    if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients need own homes
+        result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
+    return result if isinstance(result, NoRoom) else Judged(workload, setting, arrangement, result)
+
+
+@functools.lru_cache(maxsize=64)
+def _rehearsed(workload: Workload, arrangement: Arrangement, setting: Setting, steps: int) -> StepResult | NoRoom:
+    """Call `rehearse`, with a cache: one plan rehearses many equal steps, of budgets that differ in other things."""
+    try:
+        return rehearse(workload, arrangement, setting, steps)
+    except NoRoom as refusal:
+        return refusal.with_traceback(None)
+
+
+# ---- what is varied ----------------------------------------------------------------------------------------------
+
+
+def whole_device(asked: Setting) -> Setting:
+    """Return `asked` with all of the device for chunks, unless it limits them already."""
+    if asked.capacities.device_chunk_bytes is not None:
+        return asked
+    return asked.within(device_chunk_bytes=asked.capacities.device_bytes)
+
+
+def not_whole(workload: Workload, asked: Setting) -> Setting:
+    """Return `asked` with too little room for chunks to hold the whole model, so that it is streamed: for activations
+    that do not fit beside it, and for updates that only the host can do."""
+    capacities = asked.capacities
+    with suppress(NoRoom):
+        ground = arrange(workload, capacities, asked.chunk_bytes, asked.updating).ground
+        cap = min(ground.whole_bytes - MIB, capacities.device_bytes)
+        if ground.resident and cap > 0:
+            return asked.within(device_chunk_bytes=cap)
+    return asked
+
+
+def _on_the_device(best: Judged, asked: Setting) -> Setting | None:
+    """Return `asked` with the whole model on the device, beyond its usual share; None if it is there or cannot be."""
+    capacities, ground = best.setting.capacities, best.arrangement.ground
+    if ground.resident or capacities.device_chunk_bytes is not None or ground.whole_bytes > capacities.device_bytes:
+        return None
+    whole = replace(capacities, device_chunk_bytes=ground.whole_bytes)
+    return replace(asked, capacities=whole, chunk_bytes=ground.staging_slot_bytes)
+
+
+def _copies(best: Judged, asked: Setting) -> Setting | None:
+    """Return `best` with 16-bit copies at home instead of without, or the reverse. None where that is fixed, and with
+    homes on NVMe, as copies would push more states there."""
+    ground = best.arrangement.ground
+    said = ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None
+    if said or not best.workload.mixed_precision:
+        return None
+    return best.setting.within(home_copies=not best.arrangement.homes["compute"])
+
+
+def arranged(workload: Workload, setting: Setting) -> Arrangement:
+    """Return what a run with `setting` reserves. Raises `NoRoom`."""
+    how = setting.updating
+    made = arrange(workload, setting.capacities, setting.chunk_bytes, how)
+    if how.on_host_only and (made.ground.resident or made.ground.staying):
+        nbytes = sum(made.bytes_by_role(Tier.DEVICE).values())
+        raise NoRoom("small states are updated by the host alone, and have no room there", Tier.HOST, nbytes)
+    return made
+
+
+# ---- what becomes of the activations of repeated layers ------------------------------------------------------------
+
+
+def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> tuple[int, Judged] | None:
+    """Return how many of the first `layers` to checkpoint for the shortest step, and that step; None where recomputing
+    none is as good. `kept(count)` gives the workload with the first `count` checkpointed and nothing offloaded; of the
+    remaining activations as many are offloaded as must be."""
+    best = None
+    for count in sorted({layers * part // 4 for part in range(5)}):
+        workload = kept(count)
+        for setting in dict.fromkeys((asked, whole_device(asked))):
+            if workload is not None:
+                made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
+                found = judged(made, setting)
+                if isinstance(found, Judged) and (best is None or _is_worth(found, best[1])):
+                    best = count, found
+        if best is not None and not count and WORTH * best[1].result.seconds <= asked.compute_seconds(best[1].workload):
+            return None
+    return best if best is not None and best[0] else None
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The same training done differently by the user: how to say it, and the workload of it (traced when asked for).
-    `visible`: gradients are, whatever was asked for. `about`: less than that workload will take, without a trace; what
-    does not fit even so is not traced.
+    """A change to the user's program for the same training: `advice` for the user, and the `workload` with it (traced
+    when called; None: it cannot be done).
 
-    Of each `kind` the first one that fits is enough. None: it cannot be done.
+    `visible`: gradients are visible, whatever was asked for. `about`: a lower bound of the workload, without a trace;
+    if that does not fit, the variant is not traced. Only the first variant of each `kind` that fits is reported.
     """
 
     kind: str
@@ -40,7 +201,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A variant that fits: what to do, and the seconds of a step."""
+    """A variant that fits: the advice, and the seconds of a step."""
 
     advice: str
     step_seconds: float
@@ -48,8 +209,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was `asked` of `workload`: the best candidate, or (None) what is missing on which tier, and what to change,
-    cheapest first."""
+    """The answer for `workload` run as `asked`: the best candidate, or, if that is None, the bytes missing on each tier
+    and what to change, cheapest first."""
 
     workload: Workload
     asked: Setting
@@ -59,11 +220,11 @@ class Decision:
     reasons: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     state_bytes: int = 0
-    """Of all homes, where the model does not fit."""
+    """Bytes of all homes of a model that does not fit."""
 
 
 def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ()) -> Decision:
-    """The fastest way to run `workload` within what is `asked`; or what is missing, and which `variants` would fit."""
+    """Return the fastest way to run `workload` as `asked`, or the missing bytes and which `variants` would fit."""
     best = search(workload, asked)
     if isinstance(best, Judged):
         return Decision(workload, asked, best, largest_parameters(workload, asked, best))
@@ -78,11 +239,11 @@ def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ())
 
 
 def _fitting(variants: Sequence[Variant], asked: Setting) -> list[Alternative]:
-    """The first variant of each kind that fits, the fastest first."""
+    """Return the first variant of each kind that fits, the fastest first."""
     found: dict[str, Alternative] = {}
     for variant in variants:
         if any(kind in variant.kind for kind in found):
-            continue  # what fits with one change needs no second one
+            continue  # a variant of this kind, or of a part of it, fits already
         setting = replace(asked, micro_batches=variant.micro_batches)
         setting = setting.updated(streamed_gradients=False) if variant.visible else setting
         about = variant.about()
@@ -99,15 +260,15 @@ _STREAMED = 'make hetmem.AdamW(overlap="backward", gradients="streamed"), which 
 
 
 def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | None:
-    """With gradients that live only until their update. They need overlap, and one backward."""
+    """Judge `asked` with streamed gradients, which need overlap and one backward; None where it has them or cannot."""
     if asked.updating.streamed_gradients or asked.micro_batches > 1:
         return None
     return first_that_fits(workload, asked.updated(overlapped=True, trails=False, streamed_gradients=True))
 
 
 def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
-    """About as many parameters as a model of this shape may have: homes, and what a forward leaves for the backward,
-    grow with its layers until they fill the tiers. `best` is how this one fits; if it does not, a larger one does not.
+    """Return about how many parameters a model of this shape may have: homes, and what a forward saves for backward,
+    grow with its layers until they fill the tiers. `best`: how this model fits; None if it does not, nor a larger one.
     """
     if not workload.numel:
         return 0
@@ -132,7 +293,7 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
 
 
 def _missing(workload: Workload, asked: Setting) -> dict[str, int]:
-    """Bytes that make it fit when added to each tier named: what one refusal after the other asks for."""
+    """Return the bytes to add to each tier so that `workload` fits: the sums of what successive refusals lack."""
     added: dict[str, int] = {}
     for _ in range(24):
         refusal = first_that_fits(workload, _with(asked, added), steps=2)
@@ -144,7 +305,7 @@ def _missing(workload: Workload, asked: Setting) -> dict[str, int]:
 
 
 def _with(asked: Setting, added: Mapping[str, int]) -> Setting:
-    """`asked` with so many bytes more of each tier."""
+    """Return `asked` with the bytes of `added` more on each tier."""
     capacities = asked.capacities
     more = {f"{tier}_bytes": getattr(capacities, f"{tier}_bytes") + nbytes for tier, nbytes in added.items()}
     if "device" in added:
@@ -157,20 +318,20 @@ def _with(asked: Setting, added: Mapping[str, int]) -> Setting:
 
 
 def _has(asked: Setting, missing: Mapping[str, int]) -> bool:
-    """Whether the machine has so much more than `asked` takes."""
+    """Return whether the machine has the `missing` bytes beyond what `asked` takes."""
     there = {"device": asked.hardware.device.memory_bytes, "host": asked.hardware.host.memory_bytes}
     taken = {name: getattr(asked.capacities, f"{name}_bytes") for name in there}
     return all(taken[name] + missing[name] <= there[name] for name in there if name in missing)
 
 
 def _ways_out(workload: Workload, asked: Setting, missing: Mapping[str, int], variants: Sequence[Variant]) -> list[str]:
-    """Changes each of which makes it fit, cheapest first: room for homes, and for what the device lacks then; raising
-    the budget comes last, where the machine has so much."""
+    """Return changes that each make `workload` fit, cheapest first: room for homes, and then for what the device lacks.
+    Raising the budget comes last, and only where the machine has the memory."""
     homes, device = {tier: n for tier, n in missing.items() if tier != "device"}, missing.get("device", 0)
     rooms: list[tuple[str, Setting]] = []
     if homes and not asked.capacities.nvme_bytes:
         drive = _with(asked, {"nvme": 2 * state_bytes(workload)})
-        with suppress(NoRoom):  # of host memory to stage it
+        with suppress(NoRoom):  # host memory may be too small for staging
             nbytes = sum(arranged(workload, drive).bytes_by_role(Tier.NVME).values())
             rooms.append((f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", drive))
     if _has(asked, homes):
@@ -194,7 +355,7 @@ def _by(missing: Mapping[str, int]) -> str:
 
 
 def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | None:
-    """`setting`, or what fits where that does not, if a step takes less than `limit` seconds."""
+    """Judge `setting` as `first_that_fits` does; None unless a step takes less than `limit` seconds."""
     if setting.compute_seconds(workload) >= limit:
         return None
     found = first_that_fits(workload, setting)
@@ -202,9 +363,9 @@ def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | Non
 
 
 def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | None]]) -> Decision | None:
-    """`decision` with all done that is faster, or fits, together and has the same bits: one of `others`, where other
-    layers are checkpointed, within what is said with it, and updates that go on behind the backward. None if it is
-    that already."""
+    """Return `decision` with the fastest combination of changes that keep the bits: one of `others` (the workload with
+    other layers checkpointed, and its capacities if they differ), overlapped updates, and streamed gradients. None if
+    no combination is faster."""
     best, workload, how = decision.candidate, decision.workload, decision.asked.updating
     asked = replace(decision.asked, chunk_bytes=None) if best is None else best.setting
     ways = [how]
@@ -219,7 +380,7 @@ def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | N
         if made is workload and updating == how:
             continue
         if made is workload and limit < busiest and not updating.streamed_gradients:
-            continue  # what was found with streamed ones is shorter than to move these gradients
+            continue  # a step with streamed gradients, found before, is shorter than the transfers of this one
         setting = replace(asked, capacities=within or asked.capacities, updating=updating)
         candidate = _quicker(made, setting, limit)
         if candidate is not None:
@@ -231,8 +392,8 @@ def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | N
 def approximations(
     workload: Workload, capacities: Capacities, than: Decision, adapted: Callable[[], Workload | None]
 ) -> tuple[Alternative, ...]:
-    """Smaller states, and `adapted`, where a few of them are trained: where they fit and `than` does not, or is slower,
-    the fastest first. Updates go on behind the backward, which has the same bits."""
+    """Return the changes to the mathematics that fit where `than` does not, or are faster, the fastest first: smaller
+    states, weights in bfloat16, and `adapted` (adapters). All of them with overlapped updates, which keep the bits."""
     best, updating = than.candidate, than.asked.updating
     if updating.on_host_only or not workload.trainable:
         return ()
@@ -261,10 +422,10 @@ def approximations(
 
 
 RANK = 16
-"""Of the adapters that are judged where a model has no room, or waits for a drive."""
+"""The rank of the adapters that are judged where a model does not fit, or waits for a drive."""
 
 
 def in_16_bits(workload: Workload) -> Workload:
-    """`workload`, which computes in 16 bits, with weights that are so at home too."""
+    """Return `workload`, which computes in 16 bits, with 16-bit weights at home too."""
     parameters = tuple(replace(spec, itemsize=min(2, spec.itemsize)) for spec in workload.parameters)
     return replace(workload, parameters=parameters, mixed_precision=False)

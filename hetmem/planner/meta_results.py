@@ -1,8 +1,8 @@
-"""Says what an operator gives and costs without running it, and keeps a builder from filling real memory.
+"""Gives the result and the cost of an operator on `meta`, and keeps a builder from filling real memory.
 
-Costs are floating-point operations and bytes, from the shapes that an operator was called with. Working out a shape
-takes up to a millisecond, and a model of equal layers asks for the same ones again and again. So results are
-remembered by shapes, where they neither share memory nor are written.
+Costs are floating-point operations and bytes, from the shapes that an operator was called with. A meta kernel takes up
+to a millisecond, and equal layers call it with equal shapes, so results are cached by the shapes of the arguments,
+unless they share memory with them or the operator writes to its arguments.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hetmem.torch_private import TorchDispatchMode, tree_leaves, tree_map
 
 
 def tensor_bytes(values: Any) -> int:
-    """Bytes of all tensors among `values`, each read or written once."""
+    """Return the bytes of all tensors among `values`, each read or written once."""
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Floating-point operations of a matrix operator; 0 for any other."""
+    """Count the floating-point operations of a matrix operator; 0 for any other."""
     packet = func._overloadpacket
     name = str(packet).removeprefix("aten.")
     if name in _FLASH:
@@ -43,7 +43,7 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
 
 
 def _grouped(args: Any) -> int:
-    """Rows of one matrix times one of several others each; or several outer products over the rows."""
+    """Count those of a grouped product: each group of rows times its own matrix, or one outer product per group."""
     left, right = args[0], args[1]
     if left.dim() == right.dim() == 2:
         return int(2 * prod(left.shape) * right.shape[-1])
@@ -54,7 +54,7 @@ _FLASH: dict[str, tuple[Callable[..., int], int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (sdpa_flop_count, 3),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (sdpa_backward_flop_count, 4),
 }
-"""Operators that torch's own counter does not know: how it counts their like, and by how many operands."""
+"""Operators that torch's own counter does not know: its count of a similar one, and how many operands that takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ _GROUPED_MM = getattr(torch.ops.aten._grouped_mm, "default", None) if hasattr(to
 
 
 def _grouped_product(args: Any) -> torch.Tensor:
-    """A product of groups in the dtype of its factors: on `meta` torch knows only bfloat16."""
+    """Call a grouped product in any dtype: on `meta` torch knows only bfloat16."""
     left, right, *others = args
     if left.dtype is torch.bfloat16 or not left.is_meta:
         return torch.ops.aten._grouped_mm(*args)  # type: ignore[no-any-return]
@@ -80,23 +80,22 @@ def _grouped_product(args: Any) -> torch.Tensor:
 
 
 class Results:
-    """Calls operators, or does as if. For one plan: what it knows holds as long as shapes say all.
+    """Calls operators, or answers from its cache of results by shapes. One plan has one.
 
-    `fuses_dropout`: the device drops scores of attention within its kernel, as GPUs do; processors keep the whole
-    matrix of them.
+    `fuses_dropout`: the device's attention kernel applies dropout, as on GPUs; CPUs materialize the matrix of scores.
     """
 
     def __init__(self, *, fuses_dropout: bool = False) -> None:
         self.fuses_dropout = fuses_dropout
         self._known: dict[Any, tuple[Any, Cost]] = {}
         self.last: Any = ""
-        """The operator that was really called last."""
+        """The operator that was called last, not answered from the cache."""
 
     def of(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Cost]:
-        """What `func(*args, **kwargs)` returns, and its cost."""
+        """Return the result of `func(*args, **kwargs)`, and its cost."""
         key, known = None, None
         if operator_of(func).is_pure:
-            with suppress(TypeError):  # of arguments that do not say all that is made
+            with suppress(TypeError):  # arguments whose shapes do not determine the result
                 key = id(func), _key_of(args), _key_of(tuple(kwargs.items()))
                 known = self._known.get(key)
         if known is not None:
@@ -124,7 +123,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Call attention as devices run it: `meta` would take the path that keeps the whole matrix of scores."""
+    """Call attention as devices run it: `meta` would take the path that materializes the matrix of scores."""
     fused = dropout_p == 0.0 or (query.is_meta and results.fuses_dropout)
     plain = fused and query.dim() == 4 and query.shape[-1] == value.shape[-1]
     if not plain or (attn_mask is not None and attn_mask.requires_grad):
@@ -153,7 +152,7 @@ def _key_of(value: Any) -> Any:
 
 
 def _is_new(result: Any, arguments: list[torch.Tensor]) -> bool:
-    """Whether all tensors of `result` are on `meta` and have memory of their own, whatever the schema says."""
+    """Return whether all tensors of `result` are on `meta` and have memory of their own, whatever the schema says."""
     taken = {tensor.untyped_storage()._cdata for tensor in arguments}
     for leaf in tree_leaves(result):
         if isinstance(leaf, torch.Tensor):
@@ -165,18 +164,18 @@ def _is_new(result: Any, arguments: list[torch.Tensor]) -> bool:
 
 
 def _like(leaf: Any) -> Any:
-    """A tensor on `meta` like `leaf`, with memory of its own; anything else is itself."""
+    """Return a tensor on `meta` like `leaf`, with memory of its own; anything else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 MOST_BYTES = GIB
-"""Tables of positions, masks and small constants may be real; weights are not."""
+"""A builder may make so many bytes of real tensors (position tables, masks, constants), but no real weights."""
 
 
 class RefuseRealMemory(TorchDispatchMode):
-    """Raises `PlanError` as soon as more than `MOST_BYTES` of tensors are alive that are not on `meta`."""
+    """Raises `PlanError` once more than `MOST_BYTES` of tensors outside of `meta` are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +202,7 @@ class RefuseRealMemory(TorchDispatchMode):
 
 
 def _asked_bytes(args: Any, kwargs: dict[str, Any]) -> int:
-    """What a factory will take, before it does: sizes come first and there is no tensor."""
+    """Return the bytes that a factory function is about to allocate; 0 for other calls. Its first argument is sizes."""
     device = kwargs.get("device")
     shaped = args and isinstance(args[0], (list, tuple)) and all(type(size) is int for size in args[0])
     if not shaped or device is None or torch.device(device).type == "meta":
@@ -213,14 +212,14 @@ def _asked_bytes(args: Any, kwargs: dict[str, Any]) -> int:
 
 
 def rows_of(batch: Any, without: int) -> int:
-    """How many rows `batch` has: what most of its tensors have, or the first of as many; positions and masks, which all
-    rows share, have other numbers. `without` tensors it is that."""
+    """Return the rows of `batch`: the most frequent first dimension of its tensors (positions and masks may have
+    others), or `without` if it has no tensors."""
     sizes = Counter(tensor.shape[0] for tensor in _tensors(batch))
     return sizes.most_common(1)[0][0] if sizes else without
 
 
 def rows_and_tokens(batch: Any) -> tuple[int, int]:
-    """Tokens are the elements of the largest tensor of whole numbers; without one, rows."""
+    """Return the rows and tokens of `batch`; tokens are the elements of its largest integer tensor, else rows."""
     rows = rows_of(batch, 1)
     return rows, max((tensor.numel() for tensor in _tensors(batch) if not tensor.dtype.is_floating_point), default=rows)
 

@@ -1,8 +1,7 @@
-"""Runs one forward and backward of a model and writes down what a managed run would see: on `meta`, or for real.
+"""Runs one forward and backward of a model, on `meta` or for real, and records what a managed run would see.
 
-It stands in for `intercept.interceptor` where there is no memory: parameters are bound to a tensor of their own for
-each operator, so that views that outlive it are seen, and saved weights are asked for again in backward. It decides
-nothing.
+It takes the place of `intercept.interceptor` where no memory is managed: parameters are bound to a new tensor for each
+operator, so that views that outlive it are found, and saved weights are unpacked again in backward. It decides nothing.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from hetmem.schedule.saved import LOOKED_AT, SavedRound
 from hetmem.torch_private import TorchDispatchMode, storage_references, tree_leaves, tree_map
 
 _NAMED_BYTES = 1 << 16
-"""Smaller tensors are not what fills a device."""
+"""Smaller tensors are not listed at the peak."""
 _KINDS = 5
 _WIDE = 4
-"""A weight that is so many times higher than wide is a table of a vocabulary, or of logits."""
+"""A weight with so many times more rows than columns is taken for a vocabulary's: an embedding or an output layer."""
 
 _What = tuple[int, str, tuple[int, ...], torch.dtype]
 """Bytes of a tensor, the operator that made it, its shape and its dtype."""
 
 _READS: tuple[Any, ...] = (torch.Tensor.device.__get__, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
-"""What counts as a use in a managed run although no operator runs."""
+"""Accessors that a managed run counts as a use, although no operator runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What autograd keeps of a parameter."""
+    """A parameter that autograd saved, as `_pack` returns it: its index, and the view that was saved."""
 
     index: int
     size: torch.Size
@@ -51,11 +50,10 @@ class _Saved:
 
 
 class MetaTracer:
-    """One trace: which storages are parameters' and which are counted, and the events so far."""
+    """One trace: the events so far, the storages of parameters, and all other storages that are alive."""
 
     def __init__(self, model: torch.nn.Module, mixed_precision: torch.dtype | None, results: Results) -> None:
-        """With `mixed_precision` the float32 parameters of `model` take that dtype for good, as operators would see
-        them."""
+        """Prepare to trace `model`. With `mixed_precision` its float32 parameters are converted, and stay so."""
         self.results = results
         named = dict(model.named_parameters())
         self._model = model
@@ -73,7 +71,7 @@ class MetaTracer:
         self._let_go: list[int] = []
         self._sizes: dict[int, int] = {}
         self._alive: dict[int, object] = {}
-        """Weak references to what is counted, and to views; each takes a third of the time of a `weakref.finalize`."""
+        """Weak references to counted storages and views; each takes a third of the time of a `weakref.finalize`."""
         self._named: dict[int, _What] = {}
         """The large tensors that are alive, by their storage."""
         self._peak: tuple[int, list[_What]] = 0, []
@@ -87,21 +85,21 @@ class MetaTracer:
         self._depth = 0
         self._in_backward = False
         self._round = SavedRound()
-        """What autograd saves, as a run records it."""
+        """The tensors that autograd saves, recorded as in a run."""
         self._event_at = [0]
-        """The event of each tick of its clock."""
+        """The event of each tick of the clock of `_round`."""
         self._saved: dict[int, int] = {}
-        """The numbers of those not used yet, by the storage."""
+        """The numbers of saved tensors that backward has not used yet, by storage."""
         self._staying: dict[int, None] = {}
-        """Those that something beside the graph holds, or has held when it was looked at last."""
+        """The saved storages that something beside the graph held at the last look."""
         self._held_by_graph: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor] | None
     ) -> Workload:
-        """The workload of `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` of a forward alone. The
-        model and the tensors are on one device: `meta`, or one where control flow sees values. Whatever the model
-        raises is raised here; `results.last` is then the operator that was called last."""
+        """Trace `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` a forward alone. The model and the
+        tensors are on one device: `meta`, or one where control flow sees values. Errors of the model propagate;
+        `results.last` is then the operator that was called last."""
         handles: list[Any] = [
             p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
         ]
@@ -143,7 +141,7 @@ class MetaTracer:
         )
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        """A module is called: by its caller, or again by a checkpoint's backward, where no mode is left on."""
+        """Count the call of a module; the outermost one turns `_Uses` on, also where a checkpoint recomputes it."""
         self._depth += 1
         self.called()
         if self._depth == 1:
@@ -165,22 +163,22 @@ class MetaTracer:
             self._is_over()
 
     def _is_over(self) -> None:
-        """What follows until the next boundary comes after its operator."""
+        """End the operator of the last event: what follows until the next boundary counts as `after`."""
         event = self._events[-1]
         if self._phase is event.during:
             event.after.peak_bytes, self._phase = self.live_bytes, event.after
 
     def use(self, operator: str, used: list[int]) -> None:
-        """An operator begins to use the parameters `used`."""
+        """Record that `operator` begins to use the parameters `used`."""
         self._boundary(Kind.USE, operator, tuple(used))
 
     def bind(self, used: list[int]) -> None:
-        """For one operator, each of `used` is memory of its own."""
+        """Bind each of `used` to new memory for one operator."""
         for index in used:
             self._parameters[index].data = self._view(index)
 
     def rest(self, used: list[int]) -> None:
-        """The operator is over; what it left a view of stays in use."""
+        """Bind `used` to their homes again after the operator; parameters that a view is left of stay in use."""
         for index in used:
             self._parameters[index].data = self._homes[index]
             self._note_held(index)
@@ -215,9 +213,9 @@ class MetaTracer:
     def _pack(self, tensor: torch.Tensor) -> Any:
         index = self._owners.get(self._key(tensor)) if tensor.layout is torch.strided else None
         if index is None:
-            kept = tensor.detach()  # the program may hold `tensor`, an input, itself
-            self._save(kept)
-            return kept
+            saved = tensor.detach()  # the program may hold `tensor`, an input, itself
+            self._save(saved)
+            return saved
         return _Saved(index, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -236,28 +234,28 @@ class MetaTracer:
         self.paused = paused
         return tensor
 
-    def _save(self, kept: torch.Tensor) -> None:
-        """Note what autograd saves in the forward, and from when on only the graph holds it, as a run looks for it."""
-        if self._in_backward or kept.layout is not torch.strided:
+    def _save(self, saved: torch.Tensor) -> None:
+        """Record a tensor that autograd saves in the forward, and since when only the graph holds it, as a run does."""
+        if self._in_backward or saved.layout is not torch.strided:
             return
-        key = self._key(kept)
+        key = self._key(saved)
         if key in self._sizes:
             if key not in self._saved:
                 self._saved[key] = number = len(self._round.intervals)
                 self._round.save(number, (None, number), self._sizes[key], self.live_bytes)
                 self._event_at.append(self._next_to_work())
                 self._staying[key] = None
-            self._held_by_graph.setdefault(key, []).append(weakref.ref(kept))
+            self._held_by_graph.setdefault(key, []).append(weakref.ref(saved))
         for other in list(islice(reversed(self._staying), LOOKED_AT)):
             held = sum(reference() is not None for reference in self._held_by_graph.get(other, ()))
             if other not in self._saved:  # used already, within the forward
                 del self._staying[other]
-            elif storage_references(other) <= held + 1:  # Python's own object of it
+            elif storage_references(other) <= held + 1:  # one is of Python's own object
                 self._round.free(self._saved[other])
                 del self._staying[other]
 
     def _next_to_work(self) -> int:
-        """The event whose operators come next: the one that runs, if it has run none yet."""
+        """Return the event that starts with the next operator: the current one if it has had none, else the next."""
         event, at = self._events[-1], len(self._events) - 1
         return at + any(phase.work.matrix or phase.work.moved_bytes for phase in (event.during, event.after))
 
@@ -273,7 +271,7 @@ class MetaTracer:
         return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
     def count(self, tensors: Iterable[Any], operator: str = "input") -> None:
-        """Add the storages of `tensors` that are not known yet; they leave the count when they die."""
+        """Count the storages of `tensors` that are not counted yet, until they are freed."""
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
                 continue
@@ -299,8 +297,8 @@ class MetaTracer:
         self._named.pop(key, None)
 
     def _at_peak(self) -> tuple[tuple[tuple[str, int], ...], int]:
-        """The largest kinds of tensors that are alive when most is, and the bytes of those as wide as the vocabulary:
-        as the first dimension of the largest weight."""
+        """Return the largest kinds of tensors alive at the peak, and the bytes of those as wide as the vocabulary (the
+        first dimension of the largest weight)."""
         kinds: Counter[str] = Counter()
         for nbytes, operator, shape, dtype in self._peak[1]:
             kinds[f"{operator} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"] += nbytes
@@ -312,11 +310,11 @@ class MetaTracer:
         return tuple(kinds.most_common(_KINDS)), logits
 
     def called(self) -> None:
-        """A module, or a function of torch within one, is called: a managed run looks at that."""
+        """Count a call of a module, or of a function of torch within one, which costs time in a managed run."""
         self._phase.calls += 1
 
     def worked(self, cost: Cost) -> None:
-        """Add what an operator did to the current event."""
+        """Add the cost of an operator to the current event."""
         work = self._phase.work
         work.operators += 1
         if cost.flops:
@@ -327,7 +325,7 @@ class MetaTracer:
 
 
 class _Uses(TorchFunctionMode):
-    """Tells the tracer which operators use which parameters."""
+    """Reports to the tracer which operators use which parameters."""
 
     def __init__(self, tracer: MetaTracer) -> None:
         super().__init__()
@@ -369,11 +367,11 @@ class _Uses(TorchFunctionMode):
 
 
 _ASSUMED = {"all": True, "any": False}
-"""Where a model asks whether something holds for its data, which has no values here, nothing is out of the ordinary."""
+"""The truth values assumed for tests of data, which has no values here: every element is as usual."""
 
 
 def _metadata_only(func: Any) -> bool:
-    """Whether `func` asks a tensor for something that is no element of it."""
+    """Return whether `func` reads or sets metadata of a tensor, and no element."""
     if func in _READS:
         return False
     name = getattr(func, "__name__", "")
@@ -387,11 +385,11 @@ _QUESTIONS = frozenset(
 
 
 class _OperatorResults(TorchDispatchMode):
-    """Tells the tracer what every operator makes and costs."""
+    """Reports to the tracer the results and the cost of every operator."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Say that nothing here is compiled: what torch would put around each call is a quarter of a trace."""
+        """Return False: nothing here is compiled, and torch's wrapper around each call takes a quarter of a trace."""
         return False
 
     def __init__(self, tracer: MetaTracer) -> None:
@@ -404,7 +402,7 @@ class _OperatorResults(TorchDispatchMode):
         if self._tracer.paused:
             return func(*args, **(kwargs or {}))
         results, operator = self._tracer.results, operator_of(func)
-        if operator.only_views:  # two of five operators: they make nothing and cost nothing
+        if operator.only_views:  # two of five operators: no new memory and no cost
             results.last = func
             return func(*args, **(kwargs or {}))
         result, cost = results.of(func, args, kwargs or {})

@@ -1,6 +1,6 @@
-"""Builds a model on `meta` and calls it, which gives a workload; says what to do where that fails.
+"""Builds a model on `meta` and traces a call of it as a workload; where that fails, the error says what to do.
 
-Models may be given as functions, or by the configuration file of a Hugging Face model, whose weights are never read.
+Models are given as functions, or by the configuration file of a Hugging Face model, whose weights are never read.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ Builder = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class TracedCall:
-    """A model to be built, and how it is called."""
+    """A model to build, and the arguments it is called with."""
 
     build_model: Builder
     batch: Any
     loss: Callable[[Any], torch.Tensor] | None = None
     mixed_precision: torch.dtype | None = None
     setup: tuple[str, ...] = ()
-    """Code that a program has before the model is managed, for the plan to show."""
+    """Lines of code that precede `manage` in the program, for the plan to show."""
     recomputed: int | None = 0
-    """So many of the repeated layers, the first ones, are checkpointed; None: all."""
+    """How many of the repeated layers, the first ones, are checkpointed; None: all."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.batch, Mapping):  # as tokenizers return one: no dict, and torch sees no tensors in it
+        if isinstance(self.batch, Mapping):  # as tokenizers return it: torch's pytrees know only a dict
             object.__setattr__(self, "batch", dict(self.batch))
 
 
 def trace(call: TracedCall, results: Results | None = None, *, inference: bool = False, real: bool = False) -> Workload:
-    """The workload of one forward and backward, or (`inference`) of a forward. `results`: what other traces have
-    learned. Raises `PlanError`.
+    """Trace one forward and backward, or (`inference`) a forward. `results`: the cache of other traces. Raises
+    `PlanError`.
 
-    `real`: on this machine's processor, for control flow that depends on values. That takes the memory of a forward and
-    backward, with parameters as operators see them; tensors of the batch without values are zeros.
+    `real`: run on this machine's CPU, for control flow that depends on values. That takes the memory of a forward and
+    backward, with parameters in the dtype that operators see; tensors of the batch on `meta` become zeros.
     """
     device, results = "cpu" if real else "meta", results or Results()
     model, made = _build(call.build_model, device), call.loss
@@ -74,14 +74,14 @@ def trace(call: TracedCall, results: Results | None = None, *, inference: bool =
 
 
 def traced(call: TracedCall, results: Results | None = None) -> Workload | None:
-    """As `trace`; None if the model refuses the call, or has no layers to checkpoint."""
+    """Trace as `trace` does; None if the model refuses the call, or has no layers to checkpoint."""
     with suppress(PlanError):
         return trace(call, results)
     return None
 
 
 def checkpointed(call: TracedCall, first: int | None = None) -> TracedCall:
-    """The same with every repeated layer checkpointed, or the `first` ones."""
+    """Return `call` with every repeated layer checkpointed, or the `first` ones."""
     return replace(call, recomputed=first)
 
 
@@ -99,13 +99,13 @@ def _checkpoint(layers: list[nn.Module]) -> None:
 
 
 def repeated_layers(call: TracedCall) -> tuple[str, int]:
-    """The repeated layers of `model` as a Python expression, and how many there are."""
+    """Return the repeated layers of `model` as a Python expression, and their number."""
     found = _repeated(_build(call.build_model))
     return " + ".join(_expression(path) for path in dict.fromkeys(path for path, _ in found)), len(found)
 
 
 def _repeated(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers of each list of some of one class, and the list's path; of lists within such layers none."""
+    """Return the layers of every outermost ModuleList with its path; none if all are of different classes."""
     found: list[tuple[str, nn.Module]] = []
     within: tuple[str, ...] = ()
     for path, part in model.named_modules():
@@ -121,19 +121,19 @@ def _expression(path: str) -> str:
 
 
 class _Recomputed(nn.Module):
-    """A layer's forward as a module, which is what a trace watches also when a backward calls it again."""
+    """A layer's forward as a module, so that a trace also sees the call that recomputes it in backward."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         super().__init__()
         self._forward = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer's own."""
+        """Call the layer's own forward."""
         return self._forward(*args, **kwargs)
 
 
 def divided(call: TracedCall, parts: int) -> TracedCall:
-    """The same call with a batch of one `parts`-th of the rows."""
+    """Return `call` with one `parts`-th of the rows of its batch."""
     rows = rows_of(call.batch, 0)
 
     def part(leaf: Any) -> Any:
@@ -168,7 +168,7 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
 
 
 def _on(value: Any, device: str) -> Any:
-    """A tensor on `device`, beside the user's; what was on `meta` is zeros elsewhere."""
+    """Return a tensor as a new one on `device`, zeros if it was on `meta`; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
     there = torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.detach().to(device)
@@ -191,26 +191,26 @@ def _hint(error: Exception, operator: Any, model: nn.Module, args: tuple[Any, ..
 
 
 def _place(error: Exception) -> str:
-    """The line of the user's that `error` came through last."""
+    """Return the last line of user code in the traceback of `error`."""
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
     return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else "torch"
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`batch` as positional and keyword arguments."""
+    """Return `batch` as positional and keyword arguments."""
     if isinstance(batch, dict):
         return (), batch
     return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
 
 
 def default_loss(output: Any) -> torch.Tensor:
-    """`.loss` of the output, or the output if it is a scalar. Raises `PlanError` for anything else."""
+    """Return `.loss` of the output, or the output if it is a scalar. Raises `PlanError` for anything else."""
     return _scalar(output.get("loss") if isinstance(output, dict) else getattr(output, "loss", output))
 
 
 def _scalar(loss: Any) -> torch.Tensor:
-    """`loss`, if it can be differentiated."""
+    """Return `loss` if it is a scalar that requires a gradient. Raises `PlanError` otherwise."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
@@ -226,7 +226,7 @@ def _scalar(loss: Any) -> torch.Tensor:
 
 
 def in_bfloat16(call: TracedCall) -> TracedCall:
-    """The same with weights, and inputs, that are in bfloat16 at home, too."""
+    """Return `call` with weights in bfloat16 at home, and inputs in bfloat16."""
 
     def build() -> nn.Module:
         return call.build_model().to(torch.bfloat16)
@@ -241,8 +241,8 @@ def in_bfloat16(call: TracedCall) -> TracedCall:
 
 
 def with_adapters(call: TracedCall, rank: int) -> TracedCall:
-    """The same with frozen weights in bfloat16, and adapters of `rank` beside every linear layer but the last one, as
-    `peft` puts them there. Raises `PlanError` for a rank that is none."""
+    """Return `call` with frozen weights in bfloat16 and LoRA adapters of `rank` beside every linear layer but the last
+    one, as `peft` adds them. Raises `PlanError` for a rank below 1."""
     if rank < 1:
         raise PlanError(f"the rank of adapters is at least 1, got {rank}")
 
@@ -272,16 +272,16 @@ class _Adapted(nn.Module):
         self.up = _Unfilled(rank, base.out_features, bias=False, device=device)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of both."""
+        """Add the adapter's output to the frozen layer's."""
         adapted: torch.Tensor = self.base(value) + self.up(self.down(value))
         return adapted
 
 
 class _Unfilled(nn.Linear):
-    """A linear layer that fills no weights where they have no memory: half the time of building a model."""
+    """A linear layer that skips initialization on `meta`, which is half the time of building a model."""
 
     def reset_parameters(self) -> None:
-        """As of any linear layer where there is memory."""
+        """Initialize the weights, unless they are on `meta`."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -290,7 +290,7 @@ _LABELS = {
     "tokens": "ForCausalLM LMHeadModel ForMaskedLM ForPreTraining ForConditionalGeneration ForTokenClassification",
     "rows": "ForSequenceClassification ForImageClassification ForAudioClassification ForMultipleChoice",
 }
-"""What `labels` are as long as, and the last parts of the names of classes that have such."""
+"""The shape of `labels` ("tokens": one per token, "rows": one per row) by the ending of a model class's name."""
 
 
 def hugging_face_call(
@@ -301,8 +301,8 @@ def hugging_face_call(
     inputs: Mapping[str, torch.Tensor] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> TracedCall:
-    """The model that `config_file` names in `architectures`, with a batch of `batch` rows, of `sequence` tokens where
-    it takes tokens; `inputs` take the place of those of their names. Raises `PlanError`."""
+    """Return the call of the model that `config_file` names in `architectures`, with `batch` rows of `sequence` tokens
+    (where it takes tokens); `inputs` replace those of the same names. Raises `PlanError`."""
     try:
         import transformers
     except ImportError as error:
@@ -310,7 +310,7 @@ def hugging_face_call(
             "a Hugging Face configuration needs the package transformers: pip install transformers"
         ) from error
     path = Path(config_file)
-    transformers.logging.set_verbosity_error()  # of a model that is never run it has nothing to say
+    transformers.logging.set_verbosity_error()  # its warnings are about running the model
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:
@@ -336,7 +336,7 @@ def hugging_face_call(
 
 
 def _class_of(config: Any, path: Path, transformers: Any) -> Any:
-    """The class that the configuration names, or the language model of its kind."""
+    """Return the class that the configuration names, or the language model of its `model_type`."""
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
         if hasattr(transformers, name):
@@ -354,7 +354,7 @@ def _class_of(config: Any, path: Path, transformers: Any) -> Any:
 
 
 def _inputs_of(kind: Any, config: Any, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """What a model of the class `kind` is trained with, as its names say."""
+    """Return the training inputs of a model of the class `kind`, guessed from its name and its main input's."""
 
     def whole(*sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=torch.long, device="meta")
@@ -382,7 +382,7 @@ def _inputs_of(kind: Any, config: Any, batch: int, sequence: int) -> dict[str, t
 
 
 def _check_positions(model: torch.nn.Module, path: Path, sequence: int) -> None:
-    """Refuse a sequence longer than a table of learned positions: on `meta` no operator does."""
+    """Refuse a sequence longer than the table of learned positions, as no operator on `meta` does."""
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         known = isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position_emb" in last)

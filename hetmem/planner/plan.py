@@ -1,6 +1,6 @@
 """The answer to "does it fit, and how fast will it be": a `Plan`, as numbers, a file, and text of at most 80 columns.
 
-The text says what fits, what a step waits for, what to change, and a block to paste.
+The text says whether it fits, which resource binds, what to change, and has a block of code to paste.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from hetmem.errors import BudgetError, HetmemError
 
 PLAN_VERSION = 10
 KEPT = "kept for homes on the device"
-"""The role of places that homes have left, and go back to when the device needs its memory."""
+"""The role of memory that homes moved to the device have left, reserved for their way back."""
 MARGIN_SHARE = 0.05
-"""Of the planned peak of a tier: so much more a run is given."""
+"""The margin of a run's budget above the planned peak of a tier."""
 TIERS = ("device", "host", "nvme")
 _DIRECTORY = "/path/on/the/drive"
 _WIDTH = 80
 _CODE_WIDTH = 76
 _SHOWN = 4
-"""Kinds of tensors at the peak that are named."""
+"""How many kinds of tensors at the peak the text names."""
 _LOGITS_SHARE = 0.25
-"""Of what is on the device beside chunks: from there on logits are told of."""
+"""The text mentions logits from this share of the peak of activations on."""
 _FULL_WRITES = 600
-"""A drive is rated for, by the makers of common ones."""
+"""How many times its capacity a common drive is rated to be written."""
 _DAY = 86400
 
 _RESOURCES = {
@@ -53,29 +53,29 @@ class PlanError(HetmemError, ValueError):
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What a managed run will do. Bytes and seconds; the dicts' keys are the tiers, roles and resources by name.
+    """The predicted run of a managed model. Bytes and seconds; keys of dicts name tiers, roles and resources.
 
-    `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the most each tier
-    holds (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
-    a step; `binding` is the largest of them, and `step_seconds` is what the simulator reaches (None if it does not
-    fit). `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
-    `budget_bytes[tier]`: what a run is to be given, the peak and a margin of `MARGIN_SHARE` (on the device a
-    little more, which is never filled); of what does not fit, the `capacity_bytes` that it was planned within.
-    `at_peak`: the largest of what is on the device beside chunks when that is most, at `peak_operator`: `what` and the
-    `bytes` of all such tensors; `logits_bytes`, those of them that are as wide as the vocabulary.
-    `missing_bytes[tier]`: what would make it fit. `mixed_precision` is what was asked for, the name of a dtype or None,
-    and so is `checkpointing` of every repeated layer, which the model has to do by itself. `chunk_bytes`,
-    `device_chunks` and `home_copies` are what `manage(plan=…)` sets; None where the default is as good.
-    `device_update_share`: the part of the parameters that is updated on the device, where it lives.
-    `optimizer`: the options that `hetmem.AdamW` is to be made with, beside torch's; those not named are the default
-    ones. `approximations`: what changes the mathematics and is faster or fits where this does not, `advice` and
-    `step_seconds` of each, the fastest first. `advice`: of what does not fit, what would, the cheapest first.
-    `combined`: the plan, as of `to_dict`, with all done that is faster together and has the same bits; None if this one
-    is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", what each choice comes to,
+    `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the peak of each tier
+    (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
+    a step; `binding` names the largest; `step_seconds` is the simulated time of a step (None if it does not fit).
+    `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
+    `budget_bytes[tier]`: the budget for the run, the peak and a margin of `MARGIN_SHARE` (on the device a little more,
+    which is never filled); where it does not fit, the `capacity_bytes` that it was planned within.
+    `at_peak`: the largest kinds of tensors on the device beside chunks at their peak, in `peak_operator`: `what` and
+    the `bytes` of each kind; `logits_bytes`: the bytes of those as wide as the vocabulary.
+    `missing_bytes[tier]`: bytes to add so that it fits. `mixed_precision` is the dtype that was asked for, by name, or
+    None; `checkpointing`: whether every repeated layer is planned as checkpointed, which the model has to do itself.
+    `chunk_bytes`, `device_chunks` and `home_copies` are what `manage(plan=…)` sets; None where the default is as good.
+    `device_update_share`: the share of the trained parameters that is updated on the device.
+    `optimizer`: the options to pass to `hetmem.AdamW` beside torch's; those not named keep their defaults.
+    `approximations`: changes of the mathematics that are faster, or fit where this plan does not: `advice` and
+    `step_seconds` of each, the fastest first. `advice`: changes that make it fit, the cheapest first.
+    `combined`: the plan, as of `to_dict`, with the fastest combination of changes that keep the bits; None if this one
+    is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", for each choice
     `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
     many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
-    `layers`: where some of the `count` repeated layers `of` the model are planned to be checkpointed, how many of the
-    first (`recomputed`), and `moved_bytes` and `kept_bytes` of what is saved then; else None.
+    `layers`: if some of the `count` repeated layers `of` the model are to be checkpointed, how many of the first
+    (`recomputed`), and the `moved_bytes` and `kept_bytes` of activations then; else None.
     `inference`: forwards alone. `setup`: code that comes before the model is managed.
     """
 
@@ -125,12 +125,12 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens (or rows) of a step by its seconds."""
+        """Tokens (or rows) of a step divided by its seconds."""
         return self.tokens * self.micro_batches / self.step_seconds if self.step_seconds else None
 
     @property
     def overlap(self) -> float | None:
-        """The largest term by the step's seconds: 1 if everything else is hidden behind it."""
+        """The largest term divided by the step's seconds: 1 if everything else is hidden behind it."""
         return max(self.terms.values()) / self.step_seconds if self.step_seconds else None
 
     @property
@@ -141,7 +141,7 @@ class Plan:
         return Budget(**self._limits())
 
     def _limits(self) -> dict[str, Any]:
-        """The arguments of the budget that are not the default ones."""
+        """Return the arguments of the budget that are not the default ones."""
         chosen: dict[str, Any] = {**self.budget_bytes, "nvme": self.budget_bytes["nvme"] or None}
         chosen |= {"nvme_dir": [*self.nvme_directories] or [_DIRECTORY]} if chosen["nvme"] else {}
         chosen |= {"device_chunks": self.device_chunks, "home_copies": self.home_copies}
@@ -149,24 +149,24 @@ class Plan:
 
     @property
     def best(self) -> Plan:
-        """The plan that `code` is of: `combined`, or this one."""
+        """The fastest plan with the same bits: `combined`, or this one."""
         return self if self.combined is None else Plan.from_dict(self.combined)
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """What `manage` and `managed` are to be given so that a run does as planned, as Python."""
+        """The arguments of `manage` and `managed` for a run as planned, as Python source."""
         limits = (f"{name}={_python(value)}" for name, value in self._limits().items())
-        said = {
+        written = {
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
             "chunk_bytes": None if self.chunk_bytes is None else _python(self.chunk_bytes),
             "activations": None if self.activations == "keep" else json.dumps(self.activations),
         }
-        options = (f"{name}={value}" for name, value in said.items() if value is not None)
+        options = (f"{name}={value}" for name, value in written.items() if value is not None)
         return f"hetmem.Budget({', '.join(limits)})", *options
 
     @property
     def constructor(self) -> str:
-        """How to make the optimizer so that a run does as planned, as Python."""
+        """The line that makes the optimizer for a run as planned, as Python source."""
         return f"optimizer = hetmem.AdamW({', '.join(self._options())})"
 
     def _options(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Plan:
         return "model.parameters()", *options
 
     def code(self) -> str:
-        """All that a program is to say so that it runs as planned, in lines of at most 80 columns where that can be."""
+        """Return the lines of a program that runs as planned, of at most 80 columns where possible."""
         arguments = [f"    {argument}," for argument in self.keywords]
         lines = [*self.setup]
         if self.inference or self.setup:
@@ -201,8 +201,8 @@ class Plan:
 
     @property
     def prediction(self) -> dict[str, Any]:
-        """What the report of a run by this plan shows beside what it measured: the machine and the batch it is for, the
-        seconds of a step and of each term by the report's names, and the peak of each tier in bytes."""
+        """The figures that the report of a run by this plan shows beside measured ones: machine and batch, the seconds
+        of a step and of each term by the report's names, and the peak of each tier in bytes."""
         terms = {"host_optimizer" if name == "update" else name: seconds for name, seconds in self.terms.items()}
         return {
             "hardware": self.hardware,
@@ -214,11 +214,11 @@ class Plan:
         }
 
     def with_nvme(self, *nvme_directories: str | os.PathLike[str]) -> Plan:
-        """The same plan, with its files in `nvme_directories`: a plan knows no directories of other machines."""
+        """Return this plan with its files in `nvme_directories`: a plan knows no directories of other machines."""
         return replace(self, nvme_directories=tuple(os.fspath(path) for path in nvme_directories))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and dicts, with a version, and a digest of all of that."""
+        """Return the plan as plain numbers, lists and dicts, with a version and a digest of the rest."""
         data = {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
         return {**data, "digest": _digest(data)}
 
@@ -229,7 +229,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """The plan that `save` wrote. Raises `PlanError` for anything else, also for one that was changed since."""
+        """Read a plan that `save` wrote. Raises `PlanError` for anything else, also for one that was edited since."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -238,7 +238,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """The plan that `to_dict` gave. Raises `PlanError` for anything else."""
+        """Return the plan that `to_dict` gave. Raises `PlanError` for anything else."""
         given: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"version": data}
         if given.get("version") != PLAN_VERSION:
             raise PlanError(
@@ -255,12 +255,12 @@ class Plan:
         return cls(**made)
 
     def __str__(self) -> str:
-        """The whole of it, one figure a line."""
+        """Return the plan as text, with advice and a block of code to paste."""
         parts = [*_head(self), "", *_tiers(self), "", *(_time(self) if self.fits else _refusal(self))]
         return "\n".join([*parts, *_choices(self), *_block(self, self.best)])
 
     def __repr__(self) -> str:
-        """In one line: whether it fits, how fast it is, what binds, and the peak of each tier."""
+        """Return one line: the seconds of a step, what binds and the peaks; or the missing bytes."""
         if not self.fits or self.step_seconds is None or self.binding is None:
             missing = ", ".join(
                 f"{tier} {format_size(nbytes)}" for tier, nbytes in self.missing_bytes.items() if nbytes
@@ -271,7 +271,7 @@ class Plan:
         return f"<Plan of {self.model}: {format_seconds(self.step_seconds)} a step, {binds} binds; peak: {peaks}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """Return the text of the plan for a notebook."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
@@ -280,7 +280,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 
 def _python(value: int | bool | str | list[str]) -> str:
-    """As one writes it in Python, bytes with a unit."""
+    """Return `value` as Python source; whole MiB or GiB as a string with the unit."""
     if isinstance(value, bool):
         return str(value)
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
@@ -297,7 +297,7 @@ def _wrapped(text: str, indent: str = "  ") -> str:
 
 
 def _count(number: float) -> str:
-    """`number` as people say it: 70.6 B."""
+    """Format `number` with a letter for its magnitude: 70.6 B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -376,7 +376,7 @@ def _time(plan: Plan) -> Iterator[str]:
 
 
 def _life(plan: Plan) -> tuple[float, str]:
-    """Bytes written a day, and how long a drive of the planned size lasts."""
+    """Return the bytes written a day, and how long a drive of the planned size lasts."""
     daily = plan.link_bytes["nvme_write"] / (plan.step_seconds or 1.0) * _DAY
     days = _FULL_WRITES * plan.capacity_bytes["nvme"] / daily
     return daily, f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
@@ -392,7 +392,7 @@ def _refusal(plan: Plan) -> Iterator[str]:
 
 
 def _choices(plan: Plan) -> Iterator[str]:
-    """What changes the mathematics, and is the user's to choose."""
+    """Yield the `approximations`: they change the mathematics, so the user has to choose them."""
     if plan.approximations:
         yield "changes the mathematics:"
     for other in plan.approximations:

@@ -1,7 +1,7 @@
 """What `manage` and the optimizer will reserve for a model within a budget: chunks, slots, staging and homes.
 
-Chunks, slots and staging are `placement.survey`'s, as in a run; homes are the pure counterpart of `placing.build` (a
-test holds them to each other). Sizes in, an `Arrangement` or a reasoned refusal out.
+Chunks, slots and staging come from `placement.survey`, as in a run. The placement of homes repeats that of
+`placing.build` on sizes alone; a test compares the two. Returns an `Arrangement`, or raises `NoRoom` with the reason.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from hetmem.schedule.placement import (
 from hetmem.schedule.trace import Tier
 
 ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
-"""In the order in which they get homes: the most traffic per byte first. Chunks may do without "compute"."""
+"""The roles in the order in which they get homes: the most traffic per byte first. "compute" is optional."""
 
 _SAVED = {"float32": 0.0, "bfloat16": 1.0, "8bit": 1.49}
-"""What smaller moments save of the bytes of parameters in float32, scales counted."""
+"""The memory that smaller moments save, in units of the float32 parameters' bytes, scales counted."""
 
 OWN = ("param", "grad", "exp_avg", "exp_avg_sq")
-"""What cannot be done without."""
+"""The roles that every trained chunk needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """Where the roles of the chunks of `ground` live. `homes[role][chunk]` is a tier; roles a chunk lacks are absent.
 
-    `numels[chunk]` elements of a chunk move; parameter i lies in `chunk_of[i]` and has `elements[i]`. `left`: what
-    homes leave of host memory and NVMe. Gradients of `lent` chunks have no home of their own: as they arrive they get
-    one of those that are `set_aside` in host memory, of so many bytes each, until their update has read them; they keep
-    the dtype in which they arrive there.
+    `numels[chunk]` elements of a chunk are transferred; parameter i lies in `chunk_of[i]` and has `elements[i]`.
+    `left`: host memory and NVMe that homes leave free. Gradients of `lent` chunks have no home of their own: when one
+    arrives, its chunk borrows one of the `set_aside` places in host memory (their bytes) until the update has read it.
+    A gradient in such a place keeps the dtype it arrived in.
     """
 
     ground: Ground
@@ -60,28 +60,28 @@ class Arrangement:
     lent: frozenset[int] = frozenset()
     set_aside: tuple[int, ...] = ()
     away_bytes: int = 0
-    """The most that activations take of host memory and NVMe at one time."""
+    """The peak of offloaded activations in host memory and on NVMe together."""
     spilled_bytes: int = 0
-    """What of them lies on NVMe."""
+    """The part of `away_bytes` that lies on NVMe."""
 
     def __hash__(self) -> int:
-        return hash((self.numels, self.set_aside, len(self.lent), self.spilled_bytes))  # homes are dicts
+        return hash((self.numels, self.set_aside, len(self.lent), self.spilled_bytes))  # `homes`, of dicts, has no hash
 
     def as_rehearsed(self, left: Room) -> Arrangement:
-        """The same with this `left`, and without what no step depends on: two budgets often differ in nothing else."""
+        """Return this arrangement with `left`, less what no step depends on, so that equal steps are rehearsed once."""
         ground = replace(self.ground, host_bytes=0, missing_bytes=0, state_bytes=0, whole_bytes=0, copied=frozenset())
         return replace(self, ground=ground, left=left)
 
     def role_bytes(self, chunk: int, role: str) -> int:
-        """Bytes of `role` of `chunk` that move."""
+        """Return the bytes that a transfer of `role` of `chunk` moves."""
         return self.numels[chunk] * self.ground.role_itemsize(chunk, role)
 
     def gradient(self, chunk: int) -> str:
-        """The role that says how gradients of `chunk` are kept: "arriving" where they are lent a home."""
+        """Return the role that gives the dtype of stored gradients of `chunk`: "arriving" where their home is lent."""
         return "arriving" if chunk in self.lent else "grad"
 
     def bytes_by_role(self, tier: Tier) -> dict[str, int]:
-        """Bytes of homes on `tier` by role, and of the staging ring; roles without any are left out."""
+        """Return the bytes of homes on `tier` by role, and of the staging ring; roles of 0 bytes are left out."""
         found = {
             role: sum(self.ground.home_bytes(chunk, role) for chunk, at in homes.items() if at is tier)
             for role, homes in self.homes.items()
@@ -104,8 +104,8 @@ def arrange(
     chunk_bytes: int | None = None,
     how: Updating = AS_IT_IS,
 ) -> Arrangement:
-    """What a managed run of `workload` reserves, with gradients that have homes for a while only if they are streamed.
-    Raises `NoRoom` where the run would raise `BudgetError`."""
+    """Return what a managed run of `workload` reserves; streamed gradients borrow their homes. Raises `NoRoom` where
+    the run would raise `BudgetError`."""
     lends = how.streamed_gradients
     if not capacities.nvme_bytes:
         _check_room(capacities.host_bytes - workload.away_bytes, workload, Tier.HOST)
@@ -128,7 +128,7 @@ def arrange(
     loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
     loaned *= ground.uses_nvme and workload.away_bytes > 0
     smaller = replace(capacities, host_bytes=capacities.host_bytes - loaned)
-    homes, left, places = _homes(ground, smaller, roles, lends=lends)
+    homes, left, set_apart = _homes(ground, smaller, roles, lends=lends)
     spilled = 0
     if capacities.nvme_bytes and workload.away_bytes:
         largest = max(move.nbytes for move in workload.moves)
@@ -145,7 +145,7 @@ def arrange(
         tuple(spec.numel for spec in workload.parameters),
         left,
         frozenset(homes["grad"]) - ground.staying if lends else frozenset(),
-        places,
+        set_apart,
         workload.away_bytes,
         spilled,
     )
@@ -161,8 +161,7 @@ def _check_room(left: int, workload: Workload, tier: Tier) -> None:
 
 
 def state_bytes(workload: Workload, how: Updating = AS_IT_IS) -> int:
-    """Bytes of parameters, gradients and two optimizer states, without waste; without gradients if they are streamed,
-    which then take a few chunks' room."""
+    """Return the bytes of parameters, gradients and two moments, without padding; streamed gradients count as none."""
     roles = len(OWN) - how.streamed_gradients - _SAVED[how.moments]
     return sum(
         int(spec.numel * spec.itemsize * (roles if index in workload.trainable else 1))
@@ -171,8 +170,7 @@ def state_bytes(workload: Workload, how: Updating = AS_IT_IS) -> int:
 
 
 def to_the_device(arrangement: Arrangement, workload: Workload, idle: int) -> list[int]:
-    """The chunks whose homes move into `idle` bytes of the device, in the order in which they do; see
-    `schedule.placement`."""
+    """Return the chunks whose homes move into `idle` bytes of the device, in order; see `schedule.placement`."""
     homes, chunks = arrangement.homes, arrangement.ground.chunks
     free = [
         chunk
@@ -189,13 +187,13 @@ def _candidate(arrangement: Arrangement, chunk: int) -> Candidate:
 
 
 def moved(arrangement: Arrangement, chunks: Sequence[int]) -> Arrangement:
-    """The homes of `chunks` are on the device."""
+    """Return `arrangement` with the homes of `chunks` on the device."""
     homes = {role: {**at, **{c: Tier.DEVICE for c in chunks if c in at}} for role, at in arrangement.homes.items()}
     return replace(arrangement, homes=homes, lent=arrangement.lent.difference(chunks))
 
 
 def check_device(workload: Workload, arrangement: Arrangement, capacities: Capacities) -> None:
-    """Raise `NoRoom` if some operator alone needs more than the device has; the quick part of a rehearsal."""
+    """Raise `NoRoom` if a single operator needs more than the device has; much quicker than a rehearsal."""
     ground = arrangement.ground
     needed, held, name, slots = 0, set[int](), "", 0
     homes = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
@@ -219,8 +217,7 @@ def check_device(workload: Workload, arrangement: Arrangement, capacities: Capac
 def _homes(
     ground: Ground, capacities: Capacities, roles: Sequence[str], *, lends: bool
 ) -> tuple[dict[str, dict[int, Tier]], Room, tuple[int, ...]]:
-    """Homes by role and chunk, what they leave, and the bytes of each home that is set aside, if gradients are lent
-    those."""
+    """Return homes by role and chunk, the room left, and the bytes of each place set aside for gradients (`lends`)."""
     chunks = [chunk.index for chunk in ground.chunks]
     owners = {role: [chunk for chunk in chunks if role == "param" or chunk in ground.trainable] for role in OWN}
     if ground.resident:
@@ -230,14 +227,14 @@ def _homes(
     host = round_down(capacities.host_bytes, PAGE_BYTES) - staging_bytes
     room = Room(host - ground.aside_bytes, capacities.nvme_bytes if ground.uses_nvme else 0)
     homes: dict[str, dict[int, Tier]] = {}
-    short, places = False, tuple[int, ...]()
+    short, set_apart = False, tuple[int, ...]()
     staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
     for role in OWN:
         owning = [chunk for chunk in owners[role] if chunk not in staying]
         if role == "grad" and lends:
             homes[role] = dict.fromkeys(owning, Tier.HOST)
-            places = set_aside((ground.home_bytes(chunk, "arriving") for chunk in owning), room.host_bytes)
-            room = replace(room, host_bytes=room.host_bytes - sum(places))
+            set_apart = set_aside((ground.home_bytes(chunk, "arriving") for chunk in owning), room.host_bytes)
+            room = replace(room, host_bytes=room.host_bytes - sum(set_apart))
         else:
             try:
                 tiers = place([ground.home_bytes(chunk, role) for chunk in owning], room, role)
@@ -251,10 +248,10 @@ def _homes(
             room = _left(ground, "compute", homes["compute"], room)
             room = replace(room, host_bytes=room.host_bytes + ground.aside_bytes)
     if short:
-        kept = [role for role in OWN if not (role == "grad" and lends)]
-        states = sum(places) + sum(ground.home_bytes(chunk, role) for role in kept for chunk in owners[role])
+        lasting = [role for role in OWN if not (role == "grad" and lends)]
+        states = sum(set_apart) + sum(ground.home_bytes(chunk, role) for role in lasting for chunk in owners[role])
         where, missing = Tier.HOST, ground.missing_bytes
-        if ground.uses_nvme:  # where chunks do not fill host memory to the last byte, a little more than the difference
+        if ground.uses_nvme:  # chunks do not fill host memory to the last byte: more is missing than the difference
             ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
             there, _, _ = _homes(replace(ground, missing_bytes=0), ample, roles, lends=lends)
             needed = (ground.home_bytes(c, role) for role, at in there.items() for c in at if at[c] is Tier.NVME)
@@ -263,11 +260,11 @@ def _homes(
         there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""
         message = f"the states take {format_size(states)} beside staging{there_too}"
         raise NoRoom(message, where, max(1, missing), states)
-    return homes, room, places
+    return homes, room, set_apart
 
 
 def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:
-    """Gradients of `chunk`, which was lent a home, have one for good. Raises `NoRoom`."""
+    """Return `arrangement` with a permanent home for gradients of `chunk`, one of `lent`. Raises `NoRoom`."""
     nbytes, left = arrangement.ground.home_bytes(chunk, "grad"), arrangement.left
     try:
         (tier,) = place([nbytes], left, "gradients that find no home to be lent")
@@ -281,7 +278,7 @@ def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:
 
 
 def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int, Tier]:
-    """Homes of 16-bit copies, beside those of `params`."""
+    """Return the homes of 16-bit copies, for parameters whose homes `params` are in host memory, as `room` allows."""
     wanted = [chunk.index for chunk in ground.chunks if chunk.index in ground.copied]
     sizes = [ground.home_bytes(chunk, "compute") for chunk in wanted]
     tiers = place_copies(sizes, [params[chunk] for chunk in wanted], room)
@@ -289,7 +286,7 @@ def _copies(ground: Ground, params: Mapping[int, Tier], room: Room) -> dict[int,
 
 
 def _left(ground: Ground, role: str, homes: Mapping[int, Tier], room: Room) -> Room:
-    """What `homes` of `role` leave of `room`."""
+    """Return the part of `room` that `homes` of `role` leave free."""
     sizes = {chunk: ground.home_bytes(chunk, role) for chunk in homes}
     host = sum(round_up(sizes[chunk], PAGE_BYTES) for chunk, tier in homes.items() if tier is Tier.HOST)
     nvme = sum(sizes[chunk] for chunk, tier in homes.items() if tier is Tier.NVME)

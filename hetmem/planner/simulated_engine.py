@@ -1,8 +1,8 @@
-"""What the engine and the optimizer of a run have beside transfers, on the simulator's clock.
+"""Segments, moments, gradients and updates of a simulated run: what a run does beside the transfers of copies.
 
-`Notes` does with segments, moments and the device's room what `engine.runtime` and `engine.device_limit` do in a run;
-gradients and updates are carried out as `schedule.gradients` and `schedule.updates` decide. When an update begins is
-decided in `step_program`. Pure.
+`Notes` does with segments, moments and the device's room what `engine.runtime` and `engine.device_limit` do in a run.
+Gradients and updates follow the decisions of `schedule.gradients` and `schedule.updates`; `step_program` decides when
+an update begins. Pure.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FORWARD, BACKWARD = ("forward",), ("backward",)
 
 
 class Notes(ChunkLimit):
-    """The segments and moments of one run, and what chunks may take of the device at each.
+    """The segments and moments of one run, and the limit of device memory for chunks at each.
 
-    `home_bytes` are homes on the device, and what else stays there beside copies; `kept_bytes` gradients that do.
-    `ahead_bytes` are left to activations that come before their use, by copies that are many. Without slots on the
-    device nothing is limited.
+    `home_bytes`: homes on the device and everything else that stays there beside copies; `kept_bytes`: gradients that
+    stay there. `ahead_bytes`: room that copies, if there are many, leave to prefetched activations. A run without
+    device slots has no limit.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Notes(ChunkLimit):
     # ---- segments ----------------------------------------------------------------------------------------------
 
     def begin(self, key: Hashable) -> None:
-        """The segment `key` begins, and the one before ends."""
+        """Begin the segment `key`, and end the one before."""
         tracer = self._tracer
         tracer.end()
         tracer.begin(key, measured=key != STEP and tracer.must_measure(key))
@@ -65,7 +65,7 @@ class Notes(ChunkLimit):
         self._expect(key)
 
     def end(self) -> None:
-        """The running segment ends, and nothing begins yet."""
+        """End the running segment, and prefetch for the one that usually follows."""
         follower = self._tracer.book.follower(self._tracer.key)
         self._tracer.end()
         if follower is not None:
@@ -77,7 +77,8 @@ class Notes(ChunkLimit):
     # ---- moments -----------------------------------------------------------------------------------------------
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int) -> None:
-        """`operator` uses `blocks` next; `live_bytes` are not chunks, gradients on their way aside."""
+        """Begin a moment: `operator` uses `blocks` next. `live_bytes`: device bytes beside chunks and gradients in
+        flight."""
         self._traffic.poll()
         leaving = self._traffic.gradient_bytes()
         moment = self._tracer.moment(operator, blocks, live_bytes + leaving, leaving)
@@ -86,8 +87,8 @@ class Notes(ChunkLimit):
         self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
 
     def acquire(self, block: int, live_bytes: int) -> None:
-        """A use of `block` in the moment that has begun with `live_bytes`. Where there is no room it gets what
-        gradients have left since that were on their way."""
+        """Use `block` on the device in the moment that began with `live_bytes`. If there is no room, try again with
+        the bytes that gradients in flight have freed since the moment began."""
         try:
             self._traffic.acquire(block, DEVICE)
         except CapacityError:
@@ -98,16 +99,16 @@ class Notes(ChunkLimit):
             self._traffic.acquire(block, DEVICE)
 
     def idle_bytes(self) -> int:
-        """See `schedule.placement`."""
+        """Return the device bytes that a step leaves idle; see `schedule.placement`."""
         capacities = self.capacities
         chunk_bytes = self.home_bytes + self._all_slots * self._slot_bytes
         beside = self.peaks.non_model_peak_bytes
         return idle_bytes(capacities.usable_bytes, capacities.chunk_cap_bytes, beside, chunk_bytes)
 
     def grew(self, live_bytes: int) -> None:
-        """What is not chunks takes `live_bytes` beside gradients on their way; idle chunks give way.
+        """Evict idle copies, now that tensors beside chunks and gradients in flight take `live_bytes`.
 
-        Only where no trace says it. Raises `NoRoom` if it is too much.
+        Does nothing where a trace predicts them. Raises `NoRoom` if too little can be evicted.
         """
         if not self._tracer.measured:
             return
@@ -133,7 +134,7 @@ class Notes(ChunkLimit):
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes of gradients and activations on their way."""
+        """Bytes of gradients and activations in flight."""
         return self._traffic.gradient_bytes()
 
     def _for_activations(self) -> int:
@@ -156,7 +157,7 @@ class Notes(ChunkLimit):
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A block on NVMe that an update opens in host memory. `load`: what it holds matters; `changes`: it is written."""
+    """A block on NVMe that an update opens in host memory. `load`: it is read first; `changes`: it is written back."""
 
     block: int
     load: bool
@@ -165,11 +166,11 @@ class Staged:
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """The update of a chunk, and what it takes: `thread_seconds` of the thread that trains, then `host_seconds` of all
+    """The update of chunk `number`, and its cost: `thread_seconds` of the training thread, then `host_seconds` of all
     the host's workers together, or `device_seconds`.
 
-    `number`: of the chunk. `operand`: the block whose copy on the device it makes old.
-    `ready`: whether its gradients are at home. `done` is told at its end.
+    `operand`: the block whose copy on the device it makes stale. `ready()`: whether its gradients are at home. `done`
+    is called at its end. `had_copy`: whether `operand` had a copy when the update was queued.
     """
 
     number: int
@@ -184,10 +185,10 @@ class Update:
 
 
 class SimulatedUpdates(HostUpdates[Update]):
-    """The updates of one optimizer, by the workers of `cores` cores; `notes` are told what they use in host memory.
+    """The updates of one optimizer, by the workers of `cores` cores; the trace of `notes` records what they stage.
 
-    `seconds` are those in which at least one update was computed, or was ready for that and waited for a worker: what
-    a report measures. What the thread that trains does for an update before is not among them.
+    `seconds`: the time in which at least one update was computed, or was ready and waited for a worker, as a report
+    measures it. Time of the training thread is not included.
     """
 
     def __init__(self, traffic: SimulatedTraffic, cores: int, notes: Notes) -> None:
@@ -199,13 +200,13 @@ class SimulatedUpdates(HostUpdates[Update]):
         traffic.pump, traffic.make_way = self.pump, self.give_way
 
     def add(self, update: Update) -> None:
-        """Queue `update`; until it is over nothing fetches its operand."""
+        """Queue `update`; its operand is not fetched until the update has ended."""
         update.had_copy = self._traffic.begin_update(update.operand)
         self._put(update)
 
     def finish(self) -> None:
-        """Carry everything out; the thread that trains lends a hand. Raises `CapacityError` if something cannot be
-        opened."""
+        """Finish all updates, with the training thread as one of the workers. Raises `CapacityError` if staging has no
+        room for a block."""
         self._waiting = True
         while not self.idle:
             self.pump()
@@ -231,20 +232,20 @@ class SimulatedUpdates(HostUpdates[Update]):
         residency = self._traffic.residency
         return residency.state(block, Tier.HOST) is CopyState.VALID and not residency.writing(block)
 
-    def _ask(self, update: Update) -> None:
+    def _request(self, update: Update) -> None:
         for part in update.staged:
             self._notes.staged(part.block, reads=part.load)
             self._traffic.ask(part.block, load=part.load)
 
-    def _unask(self, update: Update) -> None:
+    def _cancel(self, update: Update) -> None:
         for part in update.staged:
             self._traffic.unask(part.block)
 
     def _run(self, update: Update) -> None:
         traffic, seconds = self._traffic, update.host_seconds
-        if not self._waiting:  # all but one of the workers: that one is the thread that trains
+        if not self._waiting:  # the training thread, one of the workers, is busy elsewhere
             seconds *= self._cores / max(1, self._cores - 1)
-        else:  # which lends no hand to the update before while it prepares this one
+        else:  # while it prepares this update, it does not work on the one before
             seconds += max(0.0, min(update.thread_seconds, self._free_at - traffic.now)) / self._cores
         traffic.now += update.thread_seconds
         self._running.append(update)
@@ -258,7 +259,7 @@ class SimulatedUpdates(HostUpdates[Update]):
             traffic.later(self._free_at, partial(self._ended, update))
 
     def _computes(self, end: float) -> None:
-        """An update is computed, or waits for a worker, from now to `end`."""
+        """Count the seconds from now to `end`, in which an update is computed or waits for a worker."""
         self.seconds += max(0.0, end - max(self._traffic.now, self._busy_until))
         self._busy_until = max(self._busy_until, end)
 
@@ -276,12 +277,12 @@ class SimulatedUpdates(HostUpdates[Update]):
 
 
 class SimulatedGradients:
-    """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step; `arrangement` is as
-    it is now, where chunks have got homes of gradients of their own.
+    """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step; `arrangement` is the
+    current one: it changes when gradients get a permanent home.
 
-    Chunks that are lent homes of gradients have one from the first arrival to their update. `new_bytes`, by tier: homes
-    that gradients have for good and had not when the run began. Gradients are written to NVMe once those of all
-    parameters of a chunk that are `awaited` are there; None: when the backward is over.
+    A chunk of `arrangement.lent` borrows a home for gradients from their first arrival to their update. `new_bytes`, by
+    tier: permanent homes that gradients got during the run. A chunk's gradients are written to NVMe once those of its
+    `awaited` parameters have arrived; None: when the backward is over.
     """
 
     def __init__(
@@ -298,11 +299,11 @@ class SimulatedGradients:
         self.new_bytes: Counter[Tier] = Counter()
         self._lending = Lending(arrangement.set_aside)
         self._lent: dict[int, int] = {}
-        """The bytes of the homes in host memory that gradients were lent, by chunk."""
+        """The bytes of the borrowed homes in host memory, by chunk."""
 
     def send(self, parameter: int, device_bytes: int) -> None:
-        """A gradient of `parameter`, of `device_bytes` as it was made, arrives. Raises `NoRoom` if it has no place and
-        there is none for a home of its own."""
+        """Send a gradient of `parameter`, of `device_bytes` on the device, home. Raises `NoRoom` if no home can be
+        borrowed and there is no room for a permanent one."""
         arrangement, sends = self.arrangement, self._traffic.gradients
         chunk, ground = arrangement.chunk_of[parameter], arrangement.ground
         if chunk in arrangement.lent and chunk not in self._lent:
@@ -321,49 +322,49 @@ class SimulatedGradients:
             return
         block = self._blocks["grad", chunk]
         if self._awaited is not None:
-            sends.complete.comes(chunk, parameter, self._awaited)
+            sends.complete.add(chunk, parameter, self._awaited)
         load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
         self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
 
     def _staged(self, chunk: int, block: int) -> None:
-        """A gradient of `chunk` is in staging, in `block`."""
+        """Release `block`, now that a gradient of `chunk` is in it in staging, and write it if it is complete."""
         self._traffic.release(block, Tier.HOST, dirty=True)
         if self._traffic.gradients.to_be_written(chunk):
             self._traffic.execute(self._traffic.residency.settle(block))
 
-    # ---- places: see `schedule.gradients.Places` ----------------------------------------------------------------
+    # ---- memory: see `schedule.gradients.GradientMemory` ---------------------------------------------------------
 
     def lend(self, chunk: int) -> bool:
-        """Give gradients of `chunk` a place that was set aside; False if all that are large enough are lent."""
+        """Lend gradients of `chunk` a home that was set aside; False if all that are large enough are lent."""
         place = self._lending.take(self.arrangement.ground.home_bytes(chunk, "arriving"))
         if place is not None:
             self._lent[chunk] = place
         return place is not None
 
     def may_lend(self, chunk: int) -> bool:
-        """Whether a place for gradients of `chunk` was set aside, lent or not."""
+        """Return whether a home large enough for gradients of `chunk` was set aside, lent or not."""
         return self._lending.lends(self.arrangement.ground.home_bytes(chunk, "arriving"))
 
     def give_own(self, chunk: int) -> None:
-        """Give gradients of `chunk` a home for good. Raises `NoRoom` if there is none."""
+        """Give gradients of `chunk` a permanent home. Raises `NoRoom` if there is no room."""
         self.arrangement = arrangement = with_own_gradients(self.arrangement, chunk)
         tier = arrangement.homes["grad"][chunk]
         self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
         self._traffic.rehome(self._blocks["grad", chunk], tier)
 
     def waits(self, chunk: int) -> bool:
-        """Whether gradients of `chunk` have a home that was lent for them."""
+        """Return whether gradients of `chunk` wait in a borrowed home for their update."""
         return chunk in self._lent
 
     def retire(self, chunk: int) -> None:
-        """The update of `chunk` has read its gradients."""
+        """Give the borrowed home of `chunk` back, now that the update has read its gradients."""
         if chunk in self._lent:
             self._lending.give(self._lent.pop(chunk))
 
     def _widen(self, chunk: int) -> None:
-        """Give gradients of `chunk`, to which one more is added than fits into their bits, a home for good."""
+        """Give gradients of `chunk` a permanent home, as their sum needs a wider dtype than a single one."""
         self._traffic.wait_for_gradients()
         if chunk in self.arrangement.lent:
             self.give_own(chunk)

@@ -1,12 +1,11 @@
-"""A training run on a clock: what `Residency` decides, carried out by links that are numbers.
+"""Simulates the transfers of a training run: carries out the decisions of `Residency` on a clock.
 
-The same state machine that runs on a real machine is driven through the same calls, in the order in which
-`engine.traffic`, `engine.runtime` and `optim.adamw` make them, so a prediction and a run share one policy. Pure and
-deterministic: no clock but its own. What it does not know: arithmetic, threads that compete for cores, an operating
-system.
+It drives the same state machine as a run, through the calls of `engine.traffic`, `engine.runtime` and `optim.adamw` in
+their order, so a prediction and a run share one policy. Pure and deterministic. It does not model arithmetic, threads
+that compete for cores, or the operating system.
 
-Note "time": one thread trains; its time is `now`. A link is a queue: a transfer starts when the one before is over. An
-end is noticed only when the thread looks (where the real one does too), and what follows from it starts then.
+Note "time": one thread trains; its time is `now`. A link is a queue: a transfer starts when the one before is over.
+The thread notices that a transfer has ended only where the real one polls, and what follows from it starts then.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from hetmem.schedule.trace import DEVICE, HOST, Tier
 
 @dataclass(slots=True)
 class LinkQueue:
-    """A link as a queue of transfers at `rate`, and what it has carried.
+    """A link as a queue of transfers at `rate`; `load` counts what it carried.
 
-    `beside`: the link of the other direction, and the bytes per second that are left while that one is busy too. The
-    transfer that was queued first is taken to keep its rate, so that both together never have more. `mixed`: how much
-    longer than alone the other one takes, beside that.
+    `beside`: the link of the other direction, and the bytes per second left to this one while that is busy. The
+    transfer that was queued first keeps its rate, so that both together never exceed their sum. `mixed`: a factor on
+    the seconds of a transfer that overlaps with the other direction.
     """
 
     rate: Rate
@@ -54,7 +53,7 @@ class LinkQueue:
     mixed: float = 1.0
 
     def send(self, now: float, nbytes: int) -> float:
-        """Queue a transfer; returns when it ends."""
+        """Queue a transfer; return the time when it ends."""
         seconds = self.rate.seconds(nbytes)
         start = now if now > self.free_at else self.free_at
         if self.beside is not None and self.beside[0].free_at > start:
@@ -65,24 +64,24 @@ class LinkQueue:
         return self.free_at
 
     def carried(self, nbytes: int) -> float:
-        """Count a transfer that the thread makes itself, behind none; returns the seconds that it takes."""
+        """Count a transfer that the thread makes itself, without queueing; return its seconds."""
         seconds = self.rate.seconds(nbytes)
         self.load.bytes += nbytes
         self.load.seconds += seconds
         return seconds
 
     def _seconds_beside(self, alone: float, busy: float, left: float) -> float:
-        """What lasts `alone` seconds alone, where the other direction is `busy` for the first ones."""
+        """Return the seconds of a transfer that takes `alone` by itself, if the other direction is `busy` seconds."""
         slower = min(1.0, left / self.rate.bytes_per_second)
         done = busy * slower
         return alone / slower if done >= alone > 0 else busy + alone - done
 
 
 class SimulatedTraffic:
-    """`engine.traffic` with a clock in place of threads. `sizes[block]` are the bytes that a transfer of it moves.
+    """Simulates `engine.traffic`, on a clock instead of threads. A transfer of a block moves `sizes[block]` bytes.
 
-    Transfers in flight are bounded by `device_bytes`, and by the `slot_bytes` of the device where these are known.
-    `on_device`: blocks whose home is on the device, so that a copy is a cast there.
+    `device_bytes`, and `slot_bytes` of the device if given, bound the transfers in flight. `on_device`: blocks whose
+    home is on the device, so that a copy is a cast there.
     """
 
     def __init__(
@@ -110,20 +109,20 @@ class SimulatedTraffic:
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
         self.pump: Callable[[], None] = lambda: None
-        """Has the worker that makes updates behind everything else go on as far as that needs no waiting."""
+        """Makes queued updates progress as far as they can without waiting."""
         self.make_way: Callable[..., bool] = lambda *, again: False
-        """Has it let go of memory that it holds and does not work with yet; see `Waiting`."""
+        """Makes queued updates release staging that they have opened and do not use yet; see `Waiting`."""
         self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
         self.ahead_bytes = 0
-        """Of activations that come to the device, up to their use."""
+        """Bytes of activations fetched to the device, until their use."""
         self._commands: deque[tuple[Fetch | Write, bool]] = deque()
         self._executing = False
 
     @property
     def links(self) -> dict[str, LinkQueue]:
-        """The links by name, that of `Link`."""
+        """The links by the names in `Link`."""
         return {
             Link.HOST_TO_DEVICE.value: self.host_to_device,
             Link.DEVICE_TO_HOST.value: self.device_to_host,
@@ -132,7 +131,7 @@ class SimulatedTraffic:
         }
 
     def _share_the_link(self, both_ways: float) -> None:
-        """Where the two directions together reach less than each alone would add up to."""
+        """Slow each direction down while the other is busy, if both together reach less than the sum of their rates."""
         up, down = self.host_to_device, self.device_to_host
         if both_ways < up.rate.bytes_per_second + down.rate.bytes_per_second:
             least = 0.1 * both_ways  # a direction is never shut out
@@ -140,8 +139,8 @@ class SimulatedTraffic:
             down.beside = (up, max(least, both_ways - up.rate.bytes_per_second))
 
     def _share_the_disk(self, both_ways: float) -> None:
-        """A disk that takes requests one at a time needs for both directions the sum of what each takes alone, or more
-        where it does not like to change; one with an engine for each no more than the slower one."""
+        """Slow reads and writes of the disk down while they overlap: a disk that serves one request at a time takes the
+        sum of both times or more, one with an engine for each direction only the longer time."""
         if both_ways:
             queues = self.nvme_read, self.nvme_write
             alone, together = sum(1 / queue.rate.bytes_per_second for queue in queues), 2 / both_ways
@@ -151,14 +150,14 @@ class SimulatedTraffic:
                 queue.mixed = max(1.0, together / alone)
 
     def add(self, block: Block, nbytes: int) -> int:
-        """Register `block`; returns its number."""
+        """Register `block`, whose transfers move `nbytes`; return its number."""
         self.sizes.append(nbytes)
         return self.residency.add(block)
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> None:
-        """One more use of `block` on `tier`; waits until it is there. Raises `CapacityError` if it never can be."""
+        """Begin a use of `block` on `tier`; wait until its copy is valid. Raises `CapacityError` if it never can be."""
         residency = self.residency
         used = residency.use({block: 1}, tier)
         commands = residency.acquire(block, tier, load=load) if used is None else used
@@ -172,7 +171,7 @@ class SimulatedTraffic:
             raise residency.withdraw(block, tier)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False) -> None:
-        """One use less."""
+        """End a use of `block` on `tier`; `dirty`: the use wrote to the copy."""
         commands = self.residency.release(block, tier, dirty=dirty)
         if commands:
             self.execute(commands)
@@ -185,12 +184,12 @@ class SimulatedTraffic:
             self.wait_for_one()
 
     def ask(self, block: int, *, load: bool) -> None:
-        """Begin what `open_staged` does, and do not wait."""
+        """Begin what `open_staged` does, without waiting."""
         self.residency.reach((block,), HOST)
         self.execute(self.residency.acquire(block, HOST, load=load))
 
     def unask(self, block: int) -> None:
-        """Take `ask` back."""
+        """Undo `ask`."""
         if self.residency.state(block, HOST) is WAITING:
             self.residency.withdraw(block, HOST)
         else:
@@ -206,8 +205,8 @@ class SimulatedTraffic:
                 self.wait_for_one()
 
     def begin_update(self, operand: int | None) -> bool:
-        """The home of `operand` will be written: until `end_update` nothing is fetched from there. The device copy is
-        given up; whether there is one."""
+        """Prepare for a write to the home of `operand`: nothing is fetched from it until `end_update`, and its device
+        copy is dropped. Return whether there was one."""
         if operand is None:
             return False
         self.residency.suspend(operand)
@@ -219,21 +218,21 @@ class SimulatedTraffic:
         return found
 
     def end_update(self, operand: int | None, *, renew: bool) -> None:
-        """The home of `operand` is what it will be; with `renew` a copy on the device is wanted again."""
+        """Allow fetches of `operand` again, as its home has been written; with `renew` prefetch it to the device."""
         if operand is not None:
             self.execute(self.residency.resume(operand))
             if renew:
                 self.execute(self.residency.prefetch(operand, DEVICE))
 
     def copy_beside(self, link: LinkQueue, nbytes: int, done: Fetch | Write | Callable[[], None]) -> float:
-        """Send `nbytes` over `link`, behind what the thread does; `done` follows when they are there, which is said."""
+        """Send `nbytes` over `link` in the background; `done` follows at their arrival, whose time is returned."""
         self.now += self._transfer_seconds
         end = link.send(self.now, nbytes)
         self.later(end, done)
         return end
 
     def move_in(self, block: int, home: Block, nbytes: int) -> None:
-        """The home of `block` goes to the device, with `nbytes` that matter; from now on it is `home`."""
+        """Move the home of `block` to the device, where it is `home`; `nbytes` of it have to be copied."""
         self.execute(self.residency.settle(block))
         self.drain()
         for tier in (HOST, DEVICE):
@@ -243,20 +242,20 @@ class SimulatedTraffic:
         self.now += self.host_to_device.carried(nbytes) if nbytes else 0.0
 
     def rehome(self, block: int, tier: Tier) -> None:
-        """The home of `block`, which has no copy, lies on `tier`."""
+        """Place the home of `block`, which has no copy, on `tier`."""
         self.residency.blocks[block] = replace(self.residency.blocks[block], home=tier)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def send_home(self, nbytes: int) -> None:
-        """A gradient goes home while the thread waits."""
+        """Send a gradient or an activation home while the thread waits."""
         self.now += self.device_to_host.carried(nbytes)
 
     def send_gradient(
         self, chunk: int, nbytes: int, device_bytes: int, arrived: Callable[[], None] = lambda: None
     ) -> None:
-        """A gradient of `chunk` goes home behind the backward; until then it takes `device_bytes`, and then it has
-        `arrived`."""
+        """Send a gradient of `chunk` home in the background; it takes `device_bytes` until then, and then `arrived` is
+        called."""
         if self.device_to_host.rate.by_the_caller and self.gradients.at_once(nbytes):
             self.send_home(nbytes)
             arrived()
@@ -266,7 +265,7 @@ class SimulatedTraffic:
         self.gradients.wait_for_room()
 
     def send_beside(self, nbytes: int, device_bytes: int, arrived: Callable[[], None]) -> None:
-        """Send `nbytes` home, a gradient or an activation; until they are there they take `device_bytes`."""
+        """Send a gradient or an activation home in the background; it takes `device_bytes` until it has `arrived`."""
         end = self.copy_beside(self.device_to_host, nbytes, arrived)
         self._gradient_ends.append((end, device_bytes))
         self._gradient_bytes += device_bytes
@@ -276,26 +275,26 @@ class SimulatedTraffic:
         arrived()
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients, and of activations, that have not left the device yet or come before their use."""
+        """Return the device bytes of gradients and activations in flight, and of activations fetched ahead of use."""
         while self._gradient_ends and self._gradient_ends[0][0] <= self.now:
             self._gradient_bytes -= self._gradient_ends.popleft()[1]
         return self._gradient_bytes + self.ahead_bytes
 
     def wait_for_gradients(self) -> None:
-        """Every gradient is at home."""
+        """Wait until every gradient is at home."""
         while self.gradients.under_way:
             self.wait_for_one()
 
     # ---- carrying commands out ---------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take note of what has ended meanwhile."""
+        """Process the transfers that have ended by now, and let updates progress."""
         while self._ends and self._ends[0][0] <= self.now:
             self._note(heapq.heappop(self._ends)[2])
         self.pump()
 
     def busy(self) -> bool:
-        """Whether anything is under way that `wait_for_one` can wait for."""
+        """Return whether anything is in flight that `wait_for_one` can wait for."""
         return bool(self._ends)
 
     def drain(self) -> None:
@@ -304,7 +303,7 @@ class SimulatedTraffic:
             self.wait_for_one()
 
     def wait_for_one(self) -> None:
-        """Wait until one transfer has ended."""
+        """Wait for the next end of a transfer or job, and count the stall."""
         end, _, command = heapq.heappop(self._ends)
         if end > self.now:
             self.stall_seconds += end - self.now
@@ -312,10 +311,10 @@ class SimulatedTraffic:
         self._note(command)
 
     def execute(self, commands: Sequence[Command], urgent: int | None = None) -> None:
-        """Start `commands` in order; what follows from one that is done at once goes behind the others."""
+        """Start `commands` in order; new ones, that follow from one that is done at once, go behind the others."""
         waiting = self._commands
         for command in commands:
-            if not isinstance(command, Drop):  # which is done by being decided
+            if not isinstance(command, Drop):  # a drop takes no time
                 waiting.append((command, command.block == urgent))
         if self._executing or not waiting:
             return
@@ -325,7 +324,7 @@ class SimulatedTraffic:
         self._executing = False
 
     def later(self, end: float, what: Fetch | Write | Callable[[], None]) -> None:
-        """`what` is over at `end`: a command, or something to be called then."""
+        """Schedule `what` for the time `end`: a command that is done then, or a function to call."""
         self._sent += 1
         heapq.heappush(self._ends, (end, self._sent, what))
 

@@ -1,7 +1,7 @@
-"""A few training steps of a workload in an arrangement, rehearsed on the simulator: times, peaks and what binds.
+"""Rehearses a few training steps of a workload in an arrangement on the simulator: times, peaks and busy links.
 
-It is the program of a run (forward, backward, gradients, optimizer) written as calls of `SimulatedTraffic`; the
-counterpart of `engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
+It is a run (forward, backward, gradients, optimizer) written as calls of `SimulatedTraffic`; the counterpart of
+`engine.runtime`, `engine.gradients` and `optim.adamw`. Pure.
 """
 
 from __future__ import annotations
@@ -31,15 +31,12 @@ from hetmem.schedule.placement import COPY_BYTES, NoRoom
 from hetmem.schedule.trace import STEP, Tier
 
 UPDATE_BYTES = 28
-"""Traffic of the memory in which a float32 parameter is updated: 16 bytes read, 12 written."""
+"""Memory traffic of the update of one float32 parameter: 16 bytes read, 12 written."""
 
 
 class Rehearsal:
-    """A run in the making as `setting` says. `step()` is one optimizer step; the steps before the last learn what comes
-    next.
-
-    An `arrangement` with gradients that are lent homes is for streamed ones.
-    """
+    """A simulated run of `workload` with `setting`. `step()` is one optimizer step; early steps record the trace that
+    later ones prefetch by. An `arrangement` that lends homes to gradients is for streamed ones."""
 
     def __init__(self, workload: Workload, arrangement: Arrangement, setting: Setting) -> None:
         self._workload = workload
@@ -80,11 +77,11 @@ class Rehearsal:
         self._steps = 0
 
     def _register(self, arrangement: Arrangement) -> None:
-        """Blocks in the order in which the run registers them."""
+        """Register the blocks in the order of a run."""
         for role in ROLES:
             for chunk, tier in arrangement.homes.get(role, {}).items():
                 if arrangement.ground.device_slots:
-                    home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy of it is one step away
+                    home = Tier.HOST if tier is Tier.DEVICE else tier  # a copy on the device is one transfer away
                     block = Block(f"{role} of chunk {chunk}", home, arrangement.ground.chunks[chunk].span)
                     number = self._traffic.add(block, arrangement.role_bytes(chunk, role))
                     self._blocks[role, chunk] = number
@@ -93,13 +90,13 @@ class Rehearsal:
 
     @property
     def arrangement(self) -> Arrangement:
-        """As it is now: homes move to the device once a step has shown what is idle there."""
+        """The current arrangement; it changes when homes move to idle device memory."""
         return self._sink.arrangement
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """One step. Raises `NoRoom` where the run would be out of device memory."""
+        """Simulate one step. Raises `NoRoom` where the run would be out of device memory."""
         traffic, capacities = self._traffic, self._notes.capacities
         before = self._reading()
         self._updates.seconds = 0.0
@@ -129,7 +126,7 @@ class Rehearsal:
         )
 
     def _reading(self) -> tuple[float, ...]:
-        """The clock, the stalls, the bytes of each link and its busy seconds."""
+        """Return the clock, the stalls, the bytes of each link and the busy seconds of each link."""
         traffic, loads = self._traffic, [queue.load for queue in self._traffic.links.values()]
         numbers = (*(load.bytes for load in loads), *(load.seconds for load in loads))
         return traffic.now, traffic.stall_seconds, *numbers
@@ -144,7 +141,7 @@ class Rehearsal:
                 moves.after(index)
 
     def _part_of(self, chunks: set[int]) -> float:
-        """The share of the trained elements that lie in `chunks`."""
+        """Return the share of the trained elements that lie in `chunks`."""
         elements, chunk_of = self.arrangement.elements, self.arrangement.chunk_of
         trained = {index: elements[index] for index in self._workload.trainable}
         return sum(n for index, n in trained.items() if chunk_of[index] in chunks) / max(1, sum(trained.values()))
@@ -187,7 +184,7 @@ class Rehearsal:
         self._phase(event.after, self._seconds[index][1])
 
     def _let_go(self) -> None:
-        """What is used no more is idle."""
+        """Release the copies of parameters whose last view has died."""
         for parameter in self._gone:
             block = self._held.pop(parameter, None)
             if block is not None:
@@ -195,7 +192,7 @@ class Rehearsal:
         self._gone.clear()
 
     def _operand(self, chunk: int) -> tuple[str, int]:
-        """The role of `chunk` that copies on the device are fetched from."""
+        """Return the role of `chunk` that device copies are fetched from, and `chunk`."""
         return ("compute" if chunk in self.arrangement.homes.get("compute", {}) else "param"), chunk
 
     def _phase(self, phase: Phase, seconds: float) -> None:
@@ -205,7 +202,7 @@ class Rehearsal:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _send(self, parameter: int) -> None:
-        """A gradient leaves autograd."""
+        """Send the gradient of `parameter` home, or count it where it stays on the device."""
         device_bytes = self.arrangement.elements[parameter] * self._workload.compute_itemsizes[parameter]
         if not self.arrangement.ground.resident:
             self._sink.send(parameter, device_bytes)
@@ -213,7 +210,7 @@ class Rehearsal:
             self._notes.kept_bytes += device_bytes * (self._steps == 0)
 
     def _arrived(self, parameter: int) -> None:
-        """Perhaps it is the last one that its chunk waited for."""
+        """Count a gradient of `parameter`; with overlap begin the chunk's update if it was the last one missing."""
         arrivals = self._sink.arrivals
         arrivals[parameter] += 1
         chunk = self.arrangement.chunk_of[parameter]
@@ -224,7 +221,7 @@ class Rehearsal:
             self._updates.pump()
 
     def _arrive(self) -> None:
-        """Every gradient is at home."""
+        """End a backward: wait until every gradient is at home, and written if that is NVMe."""
         if self._blocks:
             self._traffic.wait_for_gradients()
             self._traffic.wait_until_written(self._on_nvme("grad"))
@@ -236,7 +233,7 @@ class Rehearsal:
     # ---- the optimizer -----------------------------------------------------------------------------------------
 
     def _fill_idle(self) -> None:
-        """As `placing.rehome`."""
+        """Move homes into idle device memory, as `placing.rehome` does."""
         arrangement = self.arrangement
         if (
             self._how.on_host_only
@@ -259,7 +256,7 @@ class Rehearsal:
                     self._blocks[role, chunk], home, 0 if lent or fresh else arrangement.role_bytes(chunk, role)
                 )
                 self._notes.home_bytes += nbytes
-                if lent:  # it leaves no place
+                if lent:  # a borrowed home frees no memory of its own
                     self._sink.new_bytes[Tier.DEVICE] += nbytes
                     continue
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
@@ -267,7 +264,7 @@ class Rehearsal:
         self._sink.arrangement = moved(arrangement, chosen)
 
     def _members(self, chunk: int) -> set[int]:
-        """The parameters of `chunk` that an update changes."""
+        """Return the parameters of `chunk` that an update changes."""
         return set(self.arrangement.ground.chunks[chunk].parameters) & self._workload.trainable
 
     def _optimize(self) -> None:
@@ -288,7 +285,7 @@ class Rehearsal:
         self._notes.end()
 
     def _synchronize(self) -> None:
-        """Updates that trail are over, and everything is at home."""
+        """Finish the updates that run into the next forward, and write everything home."""
         if self._how.trails:
             self._updates.finish()
             for role in self.arrangement.homes:
@@ -319,7 +316,7 @@ class Rehearsal:
         self._updates.add(update)
 
     def _staged(self, chunk: int, *, whole: bool) -> Iterator[Staged]:
-        """What the update of `chunk` opens; `whole`: of all its parameters."""
+        """Yield the blocks on NVMe that the update of `chunk` opens; `whole`: it updates all of its parameters."""
         homes = self.arrangement.homes
         for role in ROLES:
             if homes.get(role, {}).get(chunk) is Tier.NVME:
@@ -329,14 +326,14 @@ class Rehearsal:
 
 
 def rehearse(workload: Workload, arrangement: Arrangement, setting: Setting, steps: int = 4) -> StepResult:
-    """The last of `steps` steps: the first ones learn the trace and fill the tiers. Once one is as the one before, the
-    others are too. Raises `NoRoom`.
+    """Simulate up to `steps` steps and return the last: the first ones record the trace and fill the tiers. Stops once
+    a step equals the one before. Raises `NoRoom`.
 
-    The first micro-batch of a step finds what the step before has left, the last one may begin updates, and those
-    between are alike: of many, `_REHEARSED` are, and what the last of them add stands for the others.
+    The first micro-batch of a step finds the copies that the step before left, the last one may begin updates, and
+    those between are alike. So of many micro-batches only `_REHEARSED` are simulated, and the rest extrapolated.
 
-    Updates that trail behind a step delay the next one, which leaves fewer behind it, and so on: steps are long and
-    short by turns at first. So with such updates there are more, and what the last ones take in the mean counts.
+    Updates that run into the next step delay it, so that it leaves fewer of its own behind: steps are long and short by
+    turns. With such updates twice as many steps are simulated, and the mean of the second half is returned.
     """
     if setting.micro_batches > sum(_REHEARSED):
         few, more = (
@@ -356,4 +353,4 @@ def rehearse(workload: Workload, arrangement: Arrangement, setting: Setting, ste
 
 
 _REHEARSED = (3, 6)
-"""Micro-batches of two steps whose difference is what three more take. With (2, 6) homes on NVMe were 1 % off."""
+"""Micro-batches of two simulated steps; more are extrapolated from them. With (2, 6) homes on NVMe were 1 % off."""

@@ -1,6 +1,6 @@
-"""A training step as the planner sees it: what a model does, how a run updates it, and what that comes to. Pure data.
+"""A training step as the planner sees it: a model's operators, the settings of a run, and the result. Pure data.
 
-Parameters are numbers (indices into `parameters`), never tensors; chunks and tiers enter later, so one workload serves
+Parameters are indices into `parameters`, never tensors. Chunks and tiers are no part of a workload, so that one serves
 every candidate of a plan.
 """
 
@@ -21,7 +21,7 @@ from hetmem.schedule.saved import SavedInterval
 
 
 class Kind(Enum):
-    """What an event of a workload is."""
+    """The kinds of events of a workload."""
 
     FORWARD = auto()  # a forward begins
     BACKWARD = auto()  # the backward begins
@@ -33,14 +33,14 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Work:
-    """What operators do: (flops, bytes) of each matrix operator, the bytes of all others, and how many there are."""
+    """The work of operators: (flops, bytes) of each matrix operator, the bytes of all others, the number of all."""
 
     matrix: list[tuple[int, int]] = field(default_factory=list)
     moved_bytes: int = 0
     operators: int = 0
 
     def seconds(self, device: DeviceProfile, dtype: str) -> float:
-        """How long `device` takes: each matrix operator at its roofline, everything else at the memory's rate."""
+        """Return the seconds on `device`: matrix operators at their roofline, all others at the memory's rate."""
         rate, bandwidth = device.flops_per_second(dtype), device.bytes_per_second
         matrix = sum(max(flops / rate, nbytes / bandwidth) for flops, nbytes in self.matrix)
         return matrix + self.moved_bytes / bandwidth + self.operators * device.operator_seconds
@@ -48,8 +48,8 @@ class Work:
 
 @dataclass(slots=True)
 class Phase:
-    """A run of operators: what they do, the most bytes that are not parameters meanwhile, and the calls of functions
-    and modules in a forward that make them."""
+    """A sequence of operators: their work, the peak of bytes beside parameters during it, and the calls of functions
+    and modules in a forward that ran them."""
 
     work: Work = field(default_factory=Work)
     peak_bytes: int = 0
@@ -60,9 +60,8 @@ class Phase:
 class Event:
     """One boundary, with `during` (the operator that uses the parameters) and `after` (all until the next boundary).
 
-    `let_go`: parameters whose last view died since the boundary before, so that they are no longer used. `held`:
-    those of `parameters` that are still used after the operator. `live_bytes` is what is not parameters at the
-    boundary.
+    `let_go`: parameters whose last view died since the boundary before, so that they are no longer used. `held`: those
+    of `parameters` still used after the operator. `live_bytes`: bytes of tensors beside parameters at the boundary.
     """
 
     kind: Kind
@@ -76,22 +75,22 @@ class Event:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that are not parameters up to the next boundary."""
+        """The peak of bytes beside parameters up to the next boundary."""
         return max(self.during.peak_bytes, self.after.peak_bytes)
 
     def seconds(self, device: DeviceProfile, dtype: str) -> float:
-        """How long `device` computes up to the next boundary."""
+        """Return the seconds that `device` computes up to the next boundary."""
         return self.during.work.seconds(device, dtype) + self.after.work.seconds(device, dtype)
 
     def resized(self, of_bytes: Callable[[int], int]) -> Event:
-        """The same with other bytes that are not parameters."""
+        """Return this event with the bytes beside parameters replaced by `of_bytes` of them."""
         during, after = (replace(phase, peak_bytes=of_bytes(phase.peak_bytes)) for phase in (self.during, self.after))
         return replace(self, live_bytes=of_bytes(self.live_bytes), during=during, after=after)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A storage of `nbytes` that leaves the device behind the event `leaves_at`, and is back for that at `used_at`."""
+    """A storage of `nbytes` that leaves the device after the event `leaves_at`, and is back for the event `used_at`."""
 
     leaves_at: int
     used_at: int
@@ -100,10 +99,10 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One training step but for the optimizer. `compute_itemsizes[i]` is what parameter i takes on the device.
+    """One training step without the optimizer. `compute_itemsizes[i]`: bytes per element of parameter i on the device.
 
-    `rows` is the batch size and `tokens` what throughput counts (elements of the largest integer input, or rows);
-    `dtype` is that of most matrix work. `events` cover one micro-batch.
+    `rows` is the batch size, `tokens` the unit of throughput (elements of the largest integer input, or rows), `dtype`
+    that of most matrix work. `events` cover one micro-batch.
     """
 
     name: str
@@ -117,27 +116,26 @@ class Workload:
     tokens: int
     dtype: str
     at_peak: tuple[tuple[str, int], ...] = ()
-    """The largest of what is alive beside parameters at its peak: what it is, and the bytes of all such tensors."""
+    """The largest kinds of tensors alive beside parameters at their peak, and the bytes of each kind."""
     logits_bytes: int = 0
-    """Of them, those whose last dimension is that of the vocabulary."""
+    """Bytes at the peak of tensors whose last dimension is the vocabulary's."""
     saved: tuple[SavedInterval, ...] = ()
-    """What autograd saves of anything but parameters, on the clock of `schedule.saved`."""
+    """The tensors that autograd saves, without parameters, on the clock of `schedule.saved`."""
     ticks: tuple[tuple[int, int], ...] = ()
-    """Of each tick of that clock, the event before which it comes, and the most that is not parameters until the
-    next."""
+    """For each tick of that clock, the event that follows, and the peak of bytes beside parameters until the next."""
     moves: tuple[Move, ...] = ()
-    """What of it leaves the device meanwhile."""
+    """The saved tensors that are offloaded."""
     away_bytes: int = 0
-    """The most that is in host memory at one time then."""
+    """The peak of offloaded bytes, in whole pages."""
     fills_device: bool = False
-    """Whether the first step of a run, which knows of none of `moves`, moves nothing before the device is full."""
+    """Whether the first step of a run, which has no trace yet, offloads nothing before the device is full."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.dtype, self.rows, len(self.parameters), len(self.events)))  # of thousands
 
     @property
     def peak_operator(self) -> str:
-        """The operator at which most is alive."""
+        """The operator at the peak of bytes beside parameters."""
         return max(self.events, key=lambda event: event.peak_bytes).operator if self.events else ""
 
     @property
@@ -153,26 +151,26 @@ class Workload:
 
     @property
     def peak_live_bytes(self) -> int:
-        """The most that is not parameters at one time."""
+        """The peak of bytes beside parameters."""
         return max((event.peak_bytes for event in self.events), default=0)
 
     @property
     def kept_bytes(self) -> int:
-        """What the layers of a forward leave for the backward."""
+        """Bytes that a forward saves for the backward."""
         live = [event.live_bytes for event in takewhile(lambda e: e.kind is not Kind.BACKWARD, self.events)]
         return max(0, live[-1] - live[0]) if live else 0
 
     def gradients(self) -> Counter[int]:
-        """How often a gradient of each parameter is made."""
+        """Count the gradients of each parameter in a micro-batch."""
         return Counter(event.parameters[0] for event in self.events if event.kind is Kind.GRADIENT)
 
     def compute_seconds(self, device: DeviceProfile) -> float:
-        """How long `device` computes for one micro-batch when nothing keeps it waiting."""
+        """Return the seconds that `device` computes for one micro-batch, without stalls."""
         return sum(event.seconds(device, self.dtype) for event in self.events)
 
 
 def resized(workload: Workload, of_bytes: Callable[[int], int]) -> Workload:
-    """`workload` with other bytes that are not parameters."""
+    """Return `workload` with the bytes beside parameters replaced by `of_bytes` of them."""
     events = tuple(event.resized(of_bytes) for event in workload.events)
     saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
     ticks = tuple((event, of_bytes(nbytes)) for event, nbytes in workload.ticks)
@@ -180,42 +178,42 @@ def resized(workload: Workload, of_bytes: Callable[[int], int]) -> Workload:
 
 
 def smaller(workload: Workload, parts: int) -> Workload:
-    """About `workload` with one of `parts` of its rows, without a trace: never more than that would come to, as
-    gradients of weights, which do not shrink with the rows, are taken to."""
+    """Return a lower bound of `workload` with one `parts`-th of its rows, without a trace: gradients of weights, which
+    do not shrink with the rows, are divided too."""
     return replace(resized(workload, lambda nbytes: nbytes // parts), rows=workload.rows // parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Updating:
-    """When updates are made, where, and how long gradients stay.
+    """The options of an optimizer that decide when updates run, where, and how long gradients stay.
 
-    `overlapped`: a chunk is updated as soon as all its gradients are there, as with `hetmem.AdamW(overlap="backward")`,
-    from the second step on. `trails`: and a step does not wait for that, as with "forward". `streamed_gradients`:
-    no program sees gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they have homes for a while only,
-    and updates begin in the first step.
+    `overlapped`: from the second step on a chunk is updated as soon as all its gradients have arrived, as with
+    `hetmem.AdamW(overlap="backward")`. `trails`: `step()` does not wait for updates, as with "forward".
+    `streamed_gradients`: the program sees no gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they
+    borrow their homes, and updates overlap from the first step on.
     """
 
     overlapped: bool = False
     trails: bool = False
     streamed_gradients: bool = False
     moments: str = "float32"
-    """What each of the two moments takes, as with `hetmem.AdamW(moments=…)`: "float32", "bfloat16" or "8bit"."""
+    """The format of the two moments, as with `hetmem.AdamW(moments=…)`: "float32", "bfloat16" or "8bit"."""
     stochastic_rounding: bool = False
 
     @property
     def on_host_only(self) -> bool:
-        """Whether the device cannot make such updates."""
+        """Whether such updates run on the host only."""
         return self.moments != "float32" or self.stochastic_rounding
 
 
 AS_IT_IS = Updating()
-"""As an optimizer of torch updates, or one of hetmem's that is told nothing."""
+"""The updates of torch's optimizers, and of hetmem's with default options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a run can be told, the machine that it is on, and the forwards and backwards of a step. `chunk_bytes`: None
-    = the size that the run finds by itself."""
+    """The settings of a run, its machine, and the forwards and backwards of a step (`micro_batches`). `chunk_bytes`:
+    None = the size that the run finds by itself."""
 
     capacities: Capacities
     chunk_bytes: int | None
@@ -224,21 +222,21 @@ class Setting:
     updating: Updating = AS_IT_IS
 
     def updated(self, **how: Any) -> Setting:
-        """The same, but for what `how` says of its `updating`."""
+        """Return this setting with the fields `how` of `updating` replaced."""
         return replace(self, updating=replace(self.updating, **how))
 
     def within(self, **capacities: Any) -> Setting:
-        """The same, but for what is said of its `capacities`."""
+        """Return this setting with the given fields of `capacities` replaced."""
         return replace(self, capacities=replace(self.capacities, **capacities))
 
     def compute_seconds(self, workload: Workload) -> float:
-        """How long the device computes in a step of `workload` when nothing keeps it waiting."""
+        """Return the seconds that the device computes in a step of `workload`, without stalls."""
         return self.micro_batches * workload.compute_seconds(self.hardware.device)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step. `terms` are the busy seconds of each resource; `bytes` of each link. Peaks are of the whole run."""
+    """The result of one step: `terms`, the busy seconds of each resource; `bytes` of each link; peaks of the run."""
 
     seconds: float
     stall_seconds: float
@@ -248,14 +246,14 @@ class StepResult:
     chunk_peak_bytes: int
     non_model_peak_bytes: int
     moved_bytes: dict[str, dict[str, int]]
-    """Homes that have moved to the device by now, by the tier that they left and by role."""
+    """Bytes of homes that have moved to the device so far, by the tier that they left and by role."""
     device_updates: float
     """The share of the trained elements whose update runs on the device, where their states live."""
     new_bytes: dict[str, int]
-    """Homes that gradients have for good by now, and had not when the run began, by tier."""
+    """Bytes of permanent homes that gradients have got during the run, by tier."""
 
     def is_as(self, before: StepResult) -> bool:
-        """Whether this step came to what the one `before` did, but for bytes that jitter, and no home has moved."""
+        """Return whether this step equals the one `before`, within 1 % of the bytes, and no home has moved."""
         if (self.moved_bytes, self.new_bytes) != (before.moved_bytes, before.new_bytes):
             return False
         same = all(math.isclose(self.bytes[link], before.bytes[link], rel_tol=0.01) for link in self.bytes)
@@ -263,10 +261,10 @@ class StepResult:
 
     @classmethod
     def total(cls, parts: Sequence[tuple[float, StepResult]]) -> StepResult:
-        """The last of `parts`, with the times and bytes of all together, each so many times.
+        """Return the last of `parts` with the weighted sums of seconds and bytes; a part is a weight and a step.
 
-        As one of many steps: what one leaves to be written behind it, the next ones wait for, so that none is shorter
-        than any resource is busy for it.
+        A step counts as at least as long as its busiest resource: in many steps, writes that one leaves behind delay
+        the next ones.
         """
 
         def together(figures: Iterable[float]) -> float:

@@ -1,1 +1,1 @@
-"""What a managed module did: the event log and counters -> text, JSON, an HTML page, a trace. Only reads."""
+"""Reports on a managed module: turns its event log and counters into text, JSON, an HTML page or a trace. Read-only."""

@@ -1,7 +1,7 @@
-"""Reports as files: JSON with a versioned schema, the HTML page, the trace; written whole or not at all; and saved ones
-shown, turned into another format, or compared.
+"""Writes reports as JSON with a versioned schema, as an HTML page or as a trace, atomically; and shows, converts and
+compares saved ones.
 
-It knows dicts and files; not the runtime, and not what the numbers mean.
+It knows dicts and files; not the runtime, and not the meaning of the numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def json_text(data: dict[str, Any]) -> str:
 
 
 def save(data: dict[str, Any], path: Path) -> None:
-    """Write `data` in the format that the ending of `path` names. Raises ValueError for another one."""
+    """Write `data` in the format that the suffix of `path` names. Raises ValueError for an unknown one."""
     write_atomically(path, _format_of(path)(data))
 
 
@@ -47,8 +47,8 @@ def _format_of(path: Path) -> Callable[[dict[str, Any]], str]:
 
 
 def page_text(data: dict[str, Any]) -> str:
-    """Return one HTML page that needs no network and no other file: page.html with style, script and data put in. Names
-    in `data` are the user's: they reach the page as JSON and are shown as text, never as markup."""
+    """Return one self-contained HTML page: page.html with style, script and data inlined. Names in `data` are the
+    user's: the page gets them as JSON and shows them as text, never as markup."""
     source = resources.files("hetmem.report")
 
     def text_of(*names: str) -> str:
@@ -61,16 +61,16 @@ def page_text(data: dict[str, Any]) -> str:
         "table": html.escape(table(data)),
         "made_with": html.escape(made_with(data)),
     }
-    return re.sub(r"{{(\w+)}}", lambda place: parts[place[1]], text_of("page.html"))  # no place within a part counts
+    return re.sub(r"{{(\w+)}}", lambda field: parts[field[1]], text_of("page.html"))  # in one pass: no field in a part
 
 
 def _json_in_script(data: dict[str, Any]) -> str:
-    """Return JSON that no HTML parser takes for the end of its element."""
+    """Return `data` as JSON without "<", which could end the script element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Make `text` the content of `path`: at every time there is the whole old file or the whole new one."""
+    """Write `text` to `path` atomically. Raises FileNotFoundError, which names the directory, if that is missing."""
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "cannot write here: there is no such directory", str(path.parent))
     write_whole(path, text)
@@ -80,21 +80,21 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def show(path: str | os.PathLike[str]) -> str:
-    """Return the report saved at `path` (".json") as a text table. Raises ValueError if it is none."""
+    """Return the report saved at `path` (".json") as a text table. Raises ValueError for any other file."""
     return table(_saved(path))
 
 
 def render(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Write the report saved at `path` (".json") to `out`, in the format that its ending names.
+    """Write the report saved at `path` (".json") to `out`, in the format that its suffix names.
 
-    Raises ValueError if `path` is no report or `out` has another ending than ".json", ".html" or ".trace.json".
+    Raises ValueError if `path` is no report or `out` has another suffix than ".json", ".html" or ".trace.json".
     """
     format_ = _format_of(Path(out))
     write_atomically(Path(out), format_(_saved(path)))
 
 
 def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> str:
-    """Return two saved reports side by side, with the change to the second. Raises ValueError as `render`."""
+    """Return two saved reports side by side, with the change to the second. Raises ValueError for any other file."""
     names = [Path(path).name for path in (path_a, path_b)]
     if names[0] == names[1]:
         names = [os.fspath(path) for path in (path_a, path_b)]
@@ -102,8 +102,8 @@ def compare(path_a: str | os.PathLike[str], path_b: str | os.PathLike[str]) -> s
 
 
 def _saved(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the report saved at `path`. Raises ValueError for any other file, also for a report of which a part is cut
-    off or changed so that something cannot be made of it, and OSError if it cannot be read."""
+    """Return the report saved at `path`. Raises ValueError for any other file, also for a truncated report or one that
+    was edited so that it cannot be shown, and OSError if it cannot be read."""
     name = os.fspath(path)
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
@@ -117,7 +117,7 @@ def _saved(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
         )
     try:
-        _ = table(data), comparison("", data, "", data), trace_text(data)  # which look at all that is shown
+        _ = table(data), comparison("", data, "", data), trace_text(data)  # these read every field that is shown
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(f"{name} is not a whole report ({type(error).__name__}: {error}): {_HOW}") from error
     return data
@@ -137,11 +137,11 @@ Event = dict[str, Any]
 
 
 def trace_text(data: dict[str, Any]) -> str:
-    """Return the timeline of a report for Perfetto (ui.perfetto.dev) and chrome://tracing, as JSON; only names of
-    tracks if it has none.
+    """Return the timeline of a report as JSON for Perfetto (ui.perfetto.dev) and chrome://tracing; without a timeline,
+    track names alone.
 
-    One track for the thread that trains, and one for compute where that runs behind it; for the host optimizer's
-    updates, and for each link, as many as were under way at once; a counter for the bytes of each tier.
+    One track for the training thread, and one for compute where that is asynchronous; for the host optimizer's updates,
+    and for each link, as many tracks as were busy at once; a counter for the bytes of each tier.
     """
     events = [_named("process_name", 0, f"hetmem: {data['model']}")]
     if data["timeline"] is not None:
@@ -182,7 +182,7 @@ def _trace_events(timeline: dict[str, Any]) -> Iterator[Event]:
 
 
 def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
-    """Yield operators, each of which lasts until the next one, and no longer than its segment."""
+    """Yield operators as events that last until the next one, or until the end of their segment."""
     moments, ends = timeline["moments"], [end for _, _, end in timeline["launched"] or timeline["segments"]]
     at = moments["at_us"]
     for index, operator in enumerate(moments["operator"]):
@@ -192,8 +192,8 @@ def _moments(timeline: dict[str, Any]) -> Iterator[Event]:
 
 
 def _lanes(first: int, name: str, rows: Iterable[tuple[int, int, str, dict[str, Any]]]) -> Iterator[Event]:
-    """Yield `rows` of start, end, name and arguments on tracks from number `first` on, as many as were under way at
-    once: events of one track must nest."""
+    """Yield `rows` of start, end, name and arguments on tracks from number `first` on. Overlapping ones go to different
+    tracks, as events of one track must nest."""
     free_at: list[int] = []
     for start, end, what, arguments in sorted(rows, key=itemgetter(0, 1)):
         lane = next((index for index, free in enumerate(free_at) if free <= start), len(free_at))

@@ -1,7 +1,7 @@
-"""A look at training while it runs: one line of text, and a small file that `hetmem top` reads in another terminal.
+"""Shows the progress of training while it runs: a line of text, and a status file that `hetmem top` reads.
 
-The training process calls `progress(model)` when it likes, say once a step; that reads a few counters and, at most once
-a second, replaces its status file. No thread, no socket. Only the user who trains can read the files.
+The training process calls `progress(model)`, for instance once a step; that reads a few counters and, at most once a
+second, replaces its status file. No thread, no socket. Only the user who trains can read the files.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _watched: WeakKeyDictionary[Runtime, Watch] = WeakKeyDictionary()
 
 
 def progress(model: torch.nn.Module) -> str:
-    """Return one line of what `model` did since the last call: step time, tokens a second, share of stalls, how full
-    the tiers are, link speeds, the last step times as bars.
+    """Return one line about `model` since the last call: step time, tokens a second, share of stalls, use of the tiers,
+    link speeds, the last step times as bars.
 
     The line has 79 columns, so that `print(hetmem.progress(model), end="\\r")` redraws it in place. A call costs
-    microseconds, and at most once a second a write of half a KiB, which `hetmem top` reads. Raises `ManageError` if
-    `model` is not managed.
+    microseconds; at most once a second it writes half a KiB for `hetmem top`. Raises `ManageError` if `model` is not
+    managed.
     """
     return line(watch(model, _watched).look())
 
@@ -50,7 +50,7 @@ def watch(model: torch.nn.Module, known: WeakKeyDictionary[Runtime, Watch]) -> W
 
 
 class Watch:
-    """The counters at the last look at one runtime, and when its status was published."""
+    """The counters of one runtime when they were last read, and when its status was last published."""
 
     def __init__(self, name: str, runtime: Runtime) -> None:
         self._name, self._runtime = name, ref(runtime)
@@ -61,7 +61,7 @@ class Watch:
         self._published = 0.0
 
     def look(self) -> dict[str, Any]:
-        """Return the status since the last look; publish it if the last time is long ago."""
+        """Return the status since the last call; publish it at most every `PUBLISH_SECONDS`."""
         runtime = self._runtime()
         assert runtime is not None
         now, statistics, tokens = time.perf_counter(), runtime.statistics, runtime.events.tokens
@@ -92,7 +92,7 @@ class Watch:
 
 
 def tier_peaks(runtime: Runtime) -> dict[str, list[int]]:
-    """Return peak and allowed bytes of each tier."""
+    """Return the peak and the capacity in bytes of each tier."""
     memory = runtime.memory
     nvme = memory.store.peak_bytes if memory.store else 0
     return {
@@ -106,7 +106,7 @@ _LINKS = {"host_to_device": "H2D", "device_to_host": "D2H", "nvme_read": "R", "n
 
 
 def _work(status: dict[str, Any]) -> list[str]:
-    """Return steps, their time, throughput and stalls."""
+    """Return texts for the number of steps, the step time, throughput and stalls."""
     took = format_seconds(status["step_seconds"]) if status["step_seconds"] else "no step yet"
     tokens = status.get("tokens_per_second", 0.0)
     throughput = [f"{tokens / 1e3:.1f}k tok/s" if tokens >= 1e4 else f"{tokens:.0f} tok/s"] if tokens else []
@@ -114,7 +114,7 @@ def _work(status: dict[str, Any]) -> list[str]:
 
 
 def line(status: dict[str, Any]) -> str:
-    """Show `status` in one line of 79 columns. What comes last is left out where it would be longer."""
+    """Show `status` in one line of 79 columns; parts that do not fit are left out."""
     full = [f"{name} {used / capacity:.0%}" for name, (used, capacity) in status["tiers"].items() if capacity]
     speeds = [(_LINKS[link], speed / GIB) for link, speed in status["links"].items() if speed]
     moved = [f"{name} {speed:.{int(speed < 10)}f}" for name, speed in speeds]
@@ -131,9 +131,9 @@ def line(status: dict[str, Any]) -> str:
 
 
 def status_directory() -> Path:
-    """Return where this user's training processes leave their status; made if need be, for this user only.
+    """Return the directory of the status files of this user's training processes; create it, for this user only.
 
-    Raises PermissionError if another user has made it.
+    Raises PermissionError if others own it or have access to it.
     """
     system = Path(f"/run/user/{os.getuid()}")
     base = system if os.access(system, os.W_OK) else Path(tempfile.gettempdir())
@@ -146,7 +146,7 @@ def status_directory() -> Path:
 
 
 def _publish(status: dict[str, Any], name: str) -> None:
-    """Leave `status` for `hetmem top`. Training goes on where that cannot be done."""
+    """Write `status` to a file for `hetmem top`. Errors are ignored, so that training goes on."""
     try:
         write_atomically(status_directory() / name, json.dumps(status))
     except OSError:
@@ -162,7 +162,7 @@ def statuses() -> list[dict[str, Any]]:
             status = dict(json.loads(path.read_text(encoding="utf-8")))
             age = time.time() - path.stat().st_mtime
         except (OSError, TypeError, ValueError):
-            continue  # gone meanwhile, or no status
+            continue  # removed meanwhile, or not a status file
         if _runs(process):
             found.append({**status, "age_seconds": age})
         else:
@@ -181,16 +181,16 @@ def _runs(process: int) -> bool:
 
 
 def top() -> str:
-    """Return what every training process of this user does, in 79 columns: what `hetmem top` prints again and again."""
+    """Return the text that `hetmem top` prints: the status of each training process of this user, in 79 columns."""
     blocks = []
     for status in statuses():
-        with suppress(KeyError, TypeError, ValueError):  # of another version of hetmem
+        with suppress(KeyError, TypeError, ValueError):  # a status of another version of hetmem
             blocks.append(_block(status))
     return "\n\n".join(blocks) or "No training process of yours reports: call hetmem.progress(model) once a step."
 
 
 def _block(status: dict[str, Any]) -> str:
-    """Return some lines about one process."""
+    """Return the lines about one process."""
     tiers = [f"{name} {_of(*status['tiers'][name])}" for name in ("device", "host", "nvme") if status["tiers"][name][1]]
     links = [f"{_LINKS[link]} {format_size(speed)}/s" for link, speed in status["links"].items() if speed]
     seen, work = f"{status['age_seconds']:.0f} s ago", "  ".join(_work(status))

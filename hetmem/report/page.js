@@ -17,7 +17,7 @@ const FORMATS = {
   plain: (value) => value.toFixed(2),
 };
 
-/** `node` shows the number at `key` of the report, and says which. */
+/** Make `node` show the number at `key` of the report, and record `key` on it. */
 function shows(node, key, format) {
   const value = key.split(".").reduce((part, name) => part?.[name], data);
   node.dataset.key = key;
@@ -42,7 +42,7 @@ const TERMS = {
   host_optimizer: "Host optimizer", nvme_read: "NVMe read", nvme_write: "NVMe write",
 };
 
-/** Whether it is of a drive that is not there. */
+/** Whether `name` is of NVMe and the budget has none. */
 const unused = (name) => name.startsWith("nvme") && !data.tiers.nvme.capacity_bytes;
 
 function fillVerdict() {
@@ -75,7 +75,7 @@ function fillNumbers() {
     ["Overlap", "step.overlap", "share", `longest term / ${step.of} time`],
     [`Stalled in the ${step.of}`, "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],
     ...("launching" in step.terms ? [[`Host waits in the ${step.of}`, "step.host_wait_seconds", "seconds", "the training thread"]] : []), // else its stalls
-    [`Faults in the ${step.of}`, "step.faults", "count", "uses that found no copy on its way"],
+    [`Faults in the ${step.of}`, "step.faults", "count", "uses that found no copy in flight"],
   ];
   const numbers = [
     ...stepNumbers,
@@ -96,7 +96,7 @@ function fillNumbers() {
 // ---- history --------------------------------------------------------------------------------------------------------
 const MOST_BARS = 120;
 
-/** One bar for each step, or for the longest of some neighbours; what compute waited in it is red. */
+/** One bar for each step, or for the longest of some neighbours; its stalls are red. */
 function fillHistory() {
   const { of, seconds, stall_seconds: stalls, tokens } = data.history;
   if (seconds.length < 2) return;
@@ -158,7 +158,7 @@ function fillLinks() {
   ]));
 }
 
-/** The largest kinds of tensors that were no chunks; on a phone the module has a line of its own. */
+/** The largest kinds of tensors beside chunks; on a phone the module has a line of its own. */
 function fillBeside() {
   const found = data.beside_chunks;
   if (!found) return;
@@ -185,7 +185,7 @@ function fillWaits() {
   ]));
 }
 
-/** A cell with names, of which three lines at most are shown, and of a long name its end; all of them to who points at it. */
+/** A cell with names: at most three lines, and the end of a long name; the tooltip has all of them. */
 function named(names) {
   const cell = element("td", "names");
   const lines = element("div", "", names.map((name) => (name.length > 80 ? `…${name.slice(-79)}` : name)).join(", "));

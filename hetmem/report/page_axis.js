@@ -29,7 +29,7 @@ const roleColour = (role) => (role in ROLE_NAMES ? `--${role.replaceAll("_", "-"
 const LINK_NAMES = ["Host to device", "Device to host", "NVMe read", "NVMe write"];
 
 // ---- search ---------------------------------------------------------------------------------------------------------
-/** The index of the last element that is not above `value`; -1 if there is none. */
+/** Return the index of the last element that is not above `value`; -1 if there is none. */
 function lastAtOrBefore(sorted, value) {
   let low = 0, high = sorted.length;
   while (low < high) {
@@ -40,7 +40,7 @@ function lastAtOrBefore(sorted, value) {
   return low - 1;
 }
 
-/** Disjoint intervals in order that cover the same time. */
+/** Return the union of the intervals as disjoint intervals in order. */
 function union(from, until) {
   const order = from.map((_, index) => index).sort((a, b) => from[a] - from[b]);
   const merged = [];
@@ -53,7 +53,7 @@ function union(from, until) {
 }
 
 // ---- the axis -------------------------------------------------------------------------------------------------------
-/** Microseconds <-> places on the axis, which is linear in time or in moments; `view` is what of it is shown. */
+/** Maps microseconds to positions on the axis and back; it is linear in time or in moments. `view`: its visible part. */
 class Axis {
   constructor(totalUs, momentsUs) {
     this.totalUs = Math.max(1, totalUs);
@@ -131,7 +131,7 @@ class Pen {
     return this.left + ((this.axis.place(us) - from) / (until - from)) * this.plotWidth;
   }
 
-  /** A rectangle from `from` to `until`, at least `least` pixels wide; nothing if it is out of view. */
+  /** Draw a rectangle from `from` to `until`, at least `least` pixels wide; nothing if it is out of view. */
   span(from, until, y, height, least = 1) {
     let start = this.x(from), end = this.x(until);
     if (end < this.left || start > this.width) return;
@@ -159,7 +159,7 @@ class Pen {
     this.context.setLineDash([]);
   }
 
-  /** Per pixel column the sample with the greatest total, so that no peak is lost at any zoom. */
+  /** Return for each pixel column the sample with the greatest total, so that no peak is lost at any zoom. */
   columns(atUs, totals) {
     const count = Math.max(1, Math.floor(this.plotWidth));
     const [from, until] = this.axis.view;

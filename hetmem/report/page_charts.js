@@ -14,7 +14,7 @@ class SegmentStrip {
     return this.timeline.segments.map(([what, from, until]) => `${this.label(what)} ${formatSeconds((until - from) / 1e6)}`).join(", ");
   }
 
-  /** Where nothing moves, nobody sees the forward end and the backward begin. */
+  /** Where nothing moves, the log does not show where the forward ends and the backward begins. */
   label(what) {
     if (what === "step") return "optimizer step";
     const alone = this.timeline.covers === "step" && !this.timeline.segments.some(([other]) => other === "backward");
@@ -65,7 +65,7 @@ function formatTick(us, stepUs) {
 // ---- memory ---------------------------------------------------------------------------------------------------------
 const WHOLE_ROLES = ["activations", "non_model"]; // which are no copies of chunks
 
-/** Bytes of one tier over time: homes below (they stay), copies on them, everything else on top. */
+/** Bytes of one tier over time: homes below (constant), copies on them, everything else on top. */
 class MemoryChart {
   constructor(title, tier, memory) {
     this.title = title;
@@ -92,7 +92,7 @@ class MemoryChart {
     return `${this.highest()}, budget ${formatBytes(this.capacity)}`;
   }
 
-  /** Where nothing but homes is known, there may have been more. */
+  /** Where only homes are known, the peak may have been higher. */
   highest() { return `${this.onlyHomes ? "homes of" : "peak"} ${formatBytes(this.peak)}`; }
 
   height(width) { return this.flat ? 84 : width < 600 ? 150 : 190; }
@@ -146,7 +146,7 @@ class MemoryChart {
 }
 
 // ---- the map of chunks ----------------------------------------------------------------------------------------------
-/** One row per block, in the order of chunks: where its copy was, when it came, when it was used and when it was missed. */
+/** One row per block, in the order of chunks: the times of its copy, its transfers, its uses and its stalls. */
 class ChunkMap {
   constructor(timeline, tier) {
     this.timeline = timeline;
@@ -188,7 +188,7 @@ class ChunkMap {
     this.drawLabels(pen, row);
   }
 
-  /** The numbers of the first and the last chunk of each role, where there is room. */
+  /** Label the first and the last chunk of each role with its number, where there is room. */
   drawLabels(pen, row) {
     const facts = this.rows.map((block) => this.timeline.blocks[block]);
     let free = -Infinity;
@@ -256,7 +256,7 @@ class ChunkMap {
 /** One lane per resource: how much of each pixel's time it was busy. */
 class Lanes {
   constructor(timeline) {
-    this.title = "Who was busy";
+    this.title = "Busy resources";
     this.legend = [["--accent", "Busy"], ["--bad", "The step waited"]];
     this.timeline = timeline;
     const model = timeline.segments.filter(([what]) => what !== "step");

@@ -1,6 +1,6 @@
-"""What a managed module did so far, as numbers: `report(model)` reads, `MemoryReport` shows and saves.
+"""Collects the numbers of a managed run: `report(model)` reads them, `MemoryReport` shows and saves them.
 
-It only observes: nothing of the module changes, and a report keeps nothing of it alive.
+It changes nothing of the module, and a report keeps nothing of it alive.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from hetmem.memory.device import Device, SimDevice
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
 from hetmem.report.live import tier_peaks
-from hetmem.report.step import activations_section, step_section
+from hetmem.report.step import Window, activations_section, history, last_window, only_infers, step_section
 from hetmem.report.text import line, table
 from hetmem.report.timeline import BlockFacts, timeline_section
-from hetmem.report.window import Window, history, last_window, only_infers
 from hetmem.schedule.trace import Tier
 
 _NAMES_SHOWN = 6
@@ -39,7 +38,7 @@ _HELD_AS = {"inputs": "input", "buffers": "input", "activations fetched back": "
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MemoryReport:
-    """A snapshot. `str()` is a table; `to_dict()` is what `.json` holds (its schema is in docs/report.md)."""
+    """A snapshot of a run's numbers. `str()` is a table; `to_dict()` the content of a `.json` (see docs/report.md)."""
 
     data: dict[str, Any]
 
@@ -49,10 +48,10 @@ class MemoryReport:
         return copy
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report to `path`, whose ending says how: ".json", ".html" (one page that needs nothing else) or
+        """Write the report to `path` in the format of its suffix: ".json", ".html" (one self-contained page) or
         ".trace.json" (for Perfetto and chrome://tracing).
 
-        The file appears whole or not at all. Raises ValueError for another ending, with nothing written.
+        The file appears whole or not at all. Raises ValueError for another suffix, with nothing written.
         """
         save(self.data, Path(path))
 
@@ -63,18 +62,18 @@ class MemoryReport:
         return line(self.data)
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows of it: the page, in a frame of its own."""
+        """Return the HTML page for a notebook, in a frame of its own."""
         page = html.escape(page_text(self.data))
         return f'<iframe srcdoc="{page}" style="width:100%; height:720px; border:0" sandbox="allow-scripts"></iframe>'
 
 
 @HELD_BACK
 def report(model: torch.nn.Module) -> MemoryReport:
-    """Report what `model`, a managed module, did so far, once the transfers that it asked for are over: bytes and
-    seconds on every link, homes and peaks of every tier, the terms of the last whole step (of a model that only infers,
-    forward), and the history of all.
+    """Report on the run of `model`, a managed module, so far: bytes and seconds on every link, homes and peaks of every
+    tier, the terms of the last whole step (in inference: forward), and the history of all steps.
 
-    Raises `ManageError` if it is not managed, and the error of a transfer that failed.
+    Waits for transfers in flight. Raises `ManageError` if `model` is not managed, and the error of a transfer that
+    failed.
     """
     interception = registry.of_module(model)
     runtime, moves = interception.runtime, interception.activations
@@ -124,7 +123,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
 
 
 def _head(model: torch.nn.Module) -> dict[str, Any]:
-    """Return what the run was made with: the device, the profile of the machine, options, and versions."""
+    """Return the setup of the run: the device, the profile of the machine, options, and versions."""
     interception = registry.of_module(model)
     runtime = interception.runtime
     memory = runtime.memory
@@ -150,19 +149,19 @@ def _device(device: Device) -> str:
     if not isinstance(device, SimDevice):
         return f"{torch.cuda.get_device_name(device.torch_device)} ({device.torch_device})"
     speeds = {"to it": device.host_to_device, "from it": device.device_to_host}
-    told = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
-    return ", ".join(["simulated device", *told])
+    limits = [f"{format_size(speed)}/s {way}" for way, speed in speeds.items() if speed]
+    return ", ".join(["simulated device", *limits])
 
 
 def _tokens(window: Window, past: dict[str, Any], runtime: Runtime) -> int:
-    """Return how many tokens went into `window`."""
-    tokens: int = runtime.events.fed[-1].tokens if window.covers == "forward" else past["tokens"][-1]
+    """Return the number of tokens processed in `window`."""
+    tokens: int = runtime.events.forwards[-1].tokens if window.covers == "forward" else past["tokens"][-1]
     return tokens
 
 
 def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] | None:
-    """Return the largest kinds of tensors that were no chunks, by operator and module, when most of the device was
-    taken by such, of steps whose operators were seen; None where none were."""
+    """Return the largest kinds of tensors beside chunks, by operator and module, at the peak of their bytes on the
+    device in the steps whose operators were traced; None if no step was."""
     peak, most = runtime.monitor.peak, runtime.room.non_model_peak_bytes
     if not peak.nbytes:
         return None
@@ -192,8 +191,8 @@ def _beside_chunks(model: torch.nn.Module, runtime: Runtime) -> dict[str, Any] |
 
 
 def _names(model: torch.nn.Module) -> dict[int, str]:
-    """Return the path of each module by its `id`, with * for the number of one among modules of one class; the model's
-    own is its class."""
+    """Return the path of each module by its `id`, with * for the index of a module among siblings of one class; the
+    model's path is its class."""
     names = {id(model): ""}
     for module in model.modules():
         alike = len({type(child) for child in module.children()}) == 1
@@ -204,7 +203,7 @@ def _names(model: torch.nn.Module) -> dict[int, str]:
 
 
 def _missing(runtime: Runtime, window: Window | None) -> list[str]:
-    """Return what this report cannot show yet, and what the device cannot do here, and why, in sentences."""
+    """Return sentences on what this report cannot show yet, what the device cannot do here, and why."""
     missing = []
     if window is None:
         missing.append("Nothing ran yet: call the model, then ask again.")
@@ -228,7 +227,7 @@ def _missing(runtime: Runtime, window: Window | None) -> list[str]:
 
 
 def _block_facts(runtime: Runtime) -> list[BlockFacts]:
-    """Return what each block of the residency is, in the order of their numbers."""
+    """Return the facts of each block of the residency, in the order of their numbers."""
     memory = runtime.memory
     facts: dict[int, BlockFacts] = {}
     for chunk in runtime.chunks:
@@ -245,7 +244,7 @@ def _block_facts(runtime: Runtime) -> list[BlockFacts]:
 
 
 def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
-    """Return bytes that homes take on `tier`; "kept" are the places of those that have moved to the device."""
+    """Return the bytes of homes on `tier` by role; "kept" is memory reserved for homes that are on the device now."""
     taken: Counter[str] = Counter()
     for chunk in chunks:
         for role, home in chunk.homes.items():

@@ -1,23 +1,202 @@
-"""Which resource binds a step: the terms of its time, how well they overlap, and what to change; and the activations
-that moved in it. Pure.
+"""Selects the part of the event log that a report shows: the last whole training step, or the last forward if there is
+none; and finds the resource that binds it: the terms of its time, how well they overlap, and what to change. Also the
+activations that moved in it, and the history of all steps, or forwards. Pure: it knows nothing of chunks.
 
 Note "terms": a step takes at least the longest of {compute, launching, host to device, device to host, host optimizer,
 NVMe read, NVMe write}, and their sum if nothing overlaps. Compute is the time of forward and backward on the device
-without the stalls in it. Launching, of a device whose compute runs behind the host, is the time that the training
-thread takes to ask for them, without its waits. Compute that has caught up with the thread lasts as long as launching
-makes it last: where that is so for half of it, launching binds. The host optimizer is the time in which tiles of
+without the stalls in it. Launching, on a device that computes asynchronously, is the time that the training thread
+takes to launch both, without its waits. Where the device has caught up with the thread, compute lasts as long as
+launching does: if that is more than half of compute, launching binds. The host optimizer is the time in which tiles of
 updates ran or waited for a worker; a link's term is the union of the intervals in which a transfer was in flight on it,
-clipped to the step (for NVMe one begins when it is asked for).
+clipped to the step (for NVMe a transfer begins when it is requested).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
-from hetmem.engine.events import ON_DEVICE, ON_HOST, ON_NVME, Held, SavedMove
-from hetmem.report.window import TRAINING, Interval, Window, length, without
+from hetmem.engine.events import (
+    ON_DEVICE,
+    ON_HOST,
+    ON_NVME,
+    CopyChange,
+    EventLog,
+    Fault,
+    Held,
+    MomentSeen,
+    SavedMove,
+    Span,
+    Stall,
+    Transfer,
+)
 from hetmem.schedule.blocks import Link
+
+Interval = tuple[float, float]
+
+TRAINING = ("forward", "backward")
+"""The segments in which the model computes."""
+REMEMBERED = 500
+"""The most steps in a history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Log entries that touch [start, end] (seconds of the log's clock), oldest first.
+
+    `covers` is "step" or "forward"; `whole`: it is a whole step, or a whole forward of a model that is not trained.
+    Segments and stalls are the device's; `launched` and `host_waits` the host's: see note "asynchronous compute" in
+    `engine.events`. `copies` and `saved` reach beyond `end`, so that the state at `start` follows from the present one.
+    `forgotten` names the kinds of entries whose beginning the log has lost.
+    """
+
+    covers: str
+    start: float
+    end: float
+    forgotten: tuple[str, ...] = ()
+    whole: bool = True
+    segments: list[Span] = field(default_factory=list)
+    moments: list[MomentSeen] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    copies: list[CopyChange] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    stalls: list[Stall] = field(default_factory=list)
+    updates: list[Span] = field(default_factory=list)
+    launched: list[Span] = field(default_factory=list)
+    host_waits: list[Span] = field(default_factory=list)
+    caught_up: list[Span] = field(default_factory=list)
+    saved: list[SavedMove] = field(default_factory=list)
+
+    def spent(self, entries: Iterable[Span | Stall | Transfer]) -> list[Interval]:
+        """Return the time of `entries` within the window, as disjoint intervals."""
+        return union(clip(((each.start, each.end) for each in entries), self.start, self.end))
+
+
+def last_window(events: EventLog) -> Window | None:
+    """Return the last whole step of `events`; without one, all from the last forward on; None if nothing ran."""
+    segments, inference = list(events.segments), only_infers(events)
+    ends = [span.end for span in segments if span.what == "step"]
+    if len(ends) >= 2:
+        return _window(events, "step", ends[-2], ends[-1], segments, whole=True)
+    forwards = [span.start for span in segments if span.what == "forward"]
+    running = events.running()
+    if running is not None:
+        segments.append(Span(*running, events.now()))
+        if running[0] == "forward":
+            forwards.append(running[1])
+    if not forwards:
+        return None
+    return _window(events, "forward", forwards[-1], segments[-1].end, segments, whole=inference and running is None)
+
+
+def only_infers(events: EventLog) -> bool:
+    """Return whether all forwards of the log are inference: no backward can follow."""
+    forwards = list(events.forwards)
+    return bool(forwards) and not any(each.trains for each in forwards)
+
+
+def history(events: EventLog) -> dict[str, Any]:
+    """Return the last steps, or forwards in inference, as columns: seconds from the end of the one before, stalls of
+    compute in them, and the tokens of their inputs."""
+    of = "forward" if only_infers(events) else "step"
+    stalls, forwards = list(events.stalls), list(events.forwards)
+    full = [log[0][0] for log in (stalls, forwards) if log and len(log) == events.stalls.maxlen]
+    since = max(full, default=0.0)  # the log has lost earlier entries
+    ends, asked = (
+        [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
+        for spans in (events.segments, events.launched if events.asynchronous else events.segments)
+    )
+    waited = union((stall.start, stall.end) for stall in stalls)
+    at, sums = [each.at for each in forwards], [0, *accumulate(each.tokens for each in forwards)]
+    return {
+        "of": of,
+        "seconds": [end - start for start, end in pairwise(ends)],
+        "stall_seconds": [overlap(waited, start, end) for start, end in pairwise(ends)],
+        "tokens": [sums[bisect_left(at, end)] - sums[bisect_left(at, start)] for start, end in pairwise(asked)],
+    }
+
+
+_LOGS = [log.name for log in fields(Window) if log.default_factory is list and log.name != "segments"]
+_REACHING_ON = ("copies", "saved")
+
+
+def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span], *, whole: bool) -> Window:
+    logs: dict[str, list[Any]] = {"segments": _touching(segments, start, end)}
+    forgotten = []
+    for kind in _LOGS:
+        entries = getattr(events, kind)
+        if len(entries) == entries.maxlen and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
+            forgotten.append(kind)
+        logs[kind] = _touching(list(entries), start, inf if kind in _REACHING_ON else end)
+    return Window(covers, start, end, forgotten=tuple(forgotten), whole=whole, **logs)
+
+
+def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
+    """Return those of `entries`, which are spans or points of time, that touch [start, end]."""
+    if entries and hasattr(entries[0], "end"):
+        return [each for each in entries if each.end > start and each.start < end]
+    return [each for each in entries if start <= each.at < end]
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of `intervals` as disjoint intervals in order; empty ones are left out."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def clip(intervals: Iterable[Interval], start: float, end: float) -> list[Interval]:
+    """Return the parts of `intervals` within [start, end]."""
+    return [(max(low, start), min(high, end)) for low, high in intervals if high > start and low < end]
+
+
+def length(disjoint: Iterable[Interval]) -> float:
+    """Return the total length of disjoint intervals."""
+    return sum(end - start for start, end in disjoint)
+
+
+def overlap(disjoint: list[Interval], start: float, end: float) -> float:
+    """Return the length of [start, end] that the intervals of a `union` cover. O(log n + overlapping)."""
+    index = max(0, bisect_left(disjoint, (start, start)) - 1)
+    covered = 0.0
+    while index < len(disjoint) and disjoint[index][0] < end:
+        low, high = disjoint[index]
+        covered += max(0.0, min(high, end) - max(low, start))
+        index += 1
+    return covered
+
+
+def without(disjoint: list[Interval], taken: list[Interval]) -> list[Interval]:
+    """Return the parts of one `union` that another does not cover. O(n + m)."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in disjoint:
+        while first < len(taken) and taken[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > start:
+                left.append((start, taken[at][0]))
+            start = max(start, taken[at][1])
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+# ---- what binds ------------------------------------------------------------------------------------------------------
 
 TERM_NAMES = {
     "compute": "Compute",
@@ -30,14 +209,14 @@ TERM_NAMES = {
 }
 GOOD_OVERLAP = 0.9
 LAUNCH_BOUND = 0.5
-"""Compute that has caught up for more than this share of its time waits for the thread that launches it."""
+"""Launching binds if the device has caught up with the training thread for more than this share of compute."""
 SECONDS_PER_DAY = 86400
 TIERS = {"device": ON_DEVICE, "host": ON_HOST, "nvme": ON_NVME}
 
 
 def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int = 0) -> dict[str, Any]:
-    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, that
-    `tokens` went into; `tiers` is the section of that name."""
+    """Return the `step` section of a report. `window` covers a whole step, or a whole forward of inference, of `tokens`
+    tokens; `tiers` is the section of that name."""
     seconds = window.end - window.start
     busy = busy_intervals(window)
     terms = {term: length(intervals) for term, intervals in busy.items()}
@@ -47,7 +226,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
         binding = "launching"
     moved = {link.value: 0 for link in Link}
     for transfer in window.transfers:
-        if window.start <= transfer.start < window.end:  # writes that a step asks for may end after it
+        if window.start <= transfer.start < window.end:  # writes that a step requests may end after it
             moved[transfer.link.value] += transfer.nbytes
     section = {
         "of": window.covers,
@@ -71,7 +250,7 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
 
 
 def busy_intervals(window: Window) -> dict[str, list[Interval]]:
-    """Return when each term of the maximum was busy, as disjoint intervals within the window. See Note "terms"."""
+    """Return when the resource of each term was busy, as disjoint intervals within the window. See Note "terms"."""
     computed = window.spent(span for span in window.segments if span.what in TRAINING)
     launched = window.spent(span for span in window.launched if span.what in TRAINING)
     crossed = {link.value: window.spent(t for t in window.transfers if t.link is link) for link in Link}
@@ -87,12 +266,12 @@ def busy_intervals(window: Window) -> dict[str, list[Interval]]:
 
 
 def _waits(window: Window) -> list[Interval]:
-    """Return when the training thread waited: of compute that is over when it is asked for, these are its stalls."""
+    """Return when the training thread waited: on a synchronous device, its stalls."""
     return window.spent(window.host_waits if window.launched else window.stalls)
 
 
 def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
-    """Return what binds this step, how far it is from the bound, and what to change."""
+    """Return a text on what binds this step, how far it is from the bound, and what to change."""
     binding, seconds, exposed = step["binding"], step["seconds"], step["exposed_seconds"]
     term = step["terms"][binding]
     of, on_inference = step["of"], step["of"] == "forward"
@@ -118,18 +297,18 @@ def sentence(step: dict[str, Any], tiers: dict[str, dict[str, Any]]) -> str:
 
 
 _UPDATING = {"host_optimizer", "nvme_read", "nvme_write"}
-"""What goes on in a step of the optimizer, and behind the backward if that is asked for."""
+"""The terms of updates, which run in `step()`, or behind the backward with `overlap="backward"`."""
 
 _OVERLAP = 'hetmem.AdamW(overlap="backward") updates while the backward goes on, unless it clips or scales the loss.'
 
 
 def _inside(name: str) -> str:
-    """Return a name of a term as it is within a sentence."""
+    """Return the name of a term as written within a sentence."""
     return name if name.startswith("NVMe") else name[0].lower() + name[1:]
 
 
 def _inference_advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
-    """Return advice where nothing is trained: each forward needs each weight once, however many tokens it is of."""
+    """Return advice for inference: each forward fetches each weight once, whatever its number of tokens."""
     homes = sum(tiers["host"]["homes"].get(role, 0) for role in ("compute", "param"))
     frozen = " model.requires_grad_(False) before manage leaves out the room for training." if homes else ""
     if binding == "host_to_device":
@@ -179,7 +358,7 @@ def _advice(binding: str, tiers: dict[str, dict[str, Any]]) -> str:
 
 
 def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
-    """Return the `activations` section of a report; None if none were saved. `held`: what sets of tiers hold now."""
+    """Return the `activations` section of a report; None if none were saved. `held`: bytes now, by sets of tiers."""
     seen = [move for move in window.saved if move.at < window.end]
     if not seen:
         return None
@@ -197,7 +376,7 @@ def activations_section(window: Window, held: Held) -> dict[str, Any] | None:
 
 
 def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> list[tuple[float, int]]:
-    """Return the bytes on any of `tiers`, and on none of `without`, at the begin of `window` and after each move."""
+    """Return the bytes on any of `tiers` and on none of `without`, at the start of `window` and after each move."""
 
     def lies(on: int) -> bool:
         return bool(on & tiers) and not on & without
@@ -215,7 +394,7 @@ def held_over_time(window: Window, held: Held, tiers: int, without: int = 0) -> 
 
 
 def _link(move: SavedMove) -> Link | None:
-    """Return over which link the bytes came to a tier that they were not on; None if they came to none."""
+    """Return the link over which `move` brought bytes to a tier that they were not on; None if to none."""
     came = move.after & ~move.before
     if not move.before or not came:
         return None
@@ -227,7 +406,7 @@ def _link(move: SavedMove) -> Link | None:
 
 
 def _moved_sentence(moved: dict[str, int], away: int, forward_seconds: float) -> str:
-    """Return what moved, and what keeping it and computing it again would come to."""
+    """Return a text on the bytes that moved, and on the cost of keeping or recomputing them instead."""
     out, back = moved["device_to_host"], moved["host_to_device"]
     if not out:
         return "All activations stayed on the device."

@@ -1,4 +1,4 @@
-"""A report, or two side by side, as text tables. Knows the dict of a report only; rich is imported when used."""
+"""Formats a report, or two side by side, as text tables. Knows the dict of a report only; rich is imported lazily."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINK_NAMES = {link: name for link, name in TERM_NAMES.items() if link not in ("
 
 
 def table(data: dict[str, Any]) -> str:
-    """Return the report for a terminal; plain text without colours, at most 88 columns."""
+    """Return the report for a terminal: plain text without colours, at most 88 columns."""
     head = f"{data['model']}, {data['parameters']:,} parameters, {data['created_at'][:16].replace('T', ' ')} UTC"
     parts = [f"{_wrapped(head)}\n{_wrapped(made_with(data))}", _tiers(data), _links(data)]
     if data["step"] is not None:
@@ -34,7 +34,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def line(data: dict[str, Any]) -> str:
-    """Return the report in one line: how far it is, how fast, and what binds."""
+    """Return the report in one line: the number of steps, the step time, what binds, and the peaks."""
     step = data["step"]
     speed = (
         f"{format_seconds(step['seconds'])} a {step['of']}, {TERM_NAMES[step['binding']]} binds" if step else "no step"
@@ -44,20 +44,20 @@ def line(data: dict[str, Any]) -> str:
 
 
 def made_with(data: dict[str, Any]) -> str:
-    """Return the device, the profile, options that are no defaults, and versions, as one sentence."""
+    """Return the device, the profile, options that are no defaults, and versions, separated by commas."""
     options = dict(data["options"])
     optimizers = options.pop("optimizers", [])
-    said = [data["device"], *([f"profile {data['hardware']}"] if data["hardware"] else [])]
-    said += [f"{name}={value}" for name, value in options.items() if value not in (None, False, "keep")]
+    parts = [data["device"], *([f"profile {data['hardware']}"] if data["hardware"] else [])]
+    parts += [f"{name}={value}" for name, value in options.items() if value not in (None, False, "keep")]
     for optimizer in optimizers:
         chosen = {name: value for name, value in optimizer.items() if value not in (None, "off", "visible")}
         name = chosen.pop("class")
-        said.append(f"{name}({', '.join(f'{key}={value}' for key, value in chosen.items())})")
-    return ", ".join([*said, *(f"{name} {version}" for name, version in data["versions"].items())])
+        parts.append(f"{name}({', '.join(f'{key}={value}' for key, value in chosen.items())})")
+    return ", ".join([*parts, *(f"{name} {version}" for name, version in data["versions"].items())])
 
 
 def unused(data: dict[str, Any], name: str) -> bool:
-    """Whether the tier, link or term called `name` is of a drive that is not there."""
+    """Return whether the tier, link or term called `name` is NVMe's, and the budget has no NVMe."""
     return name.startswith("nvme") and not data["tiers"]["nvme"]["capacity_bytes"]
 
 
@@ -77,7 +77,7 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
         sentences.insert(0, _wrapped(f"Two models: {name_a} is of {models[0]}, {name_b} of {models[1]}."))
     kinds = [data["step"]["of"] for _, data in both if data["step"]]
     if len(set(kinds)) > 1:
-        sentences.insert(0, f"{name_a} tells of a {kinds[0]} and {name_b} of a {kinds[1]}.")
+        sentences.insert(0, f"{name_a} covers a {kinds[0]} and {name_b} a {kinds[1]}.")
     return "\n\n".join([grid(["", name_a, name_b, "change"], rows), *sentences])
 
 
@@ -118,7 +118,7 @@ def _at(data: Any, keys: Sequence[str]) -> Any:
 
 
 def _change(left: float | None, right: float | None, *, points: bool) -> str:
-    """Return the change to `right`, in `points` of a share, whose change in percent would be mistaken for it."""
+    """Return the change to `right` in percent, or for a share in `points`, as percent of percent would mislead."""
     if left is None or right is None:
         return ""
     if left == right:
@@ -164,7 +164,7 @@ def _step(data: dict[str, Any]) -> str:
 
 
 def _history(past: dict[str, Any], step: dict[str, Any]) -> str:
-    """Return how long all steps of the history took, as bars too, and the tokens a second of the last."""
+    """Return the range and bars of the step times in the history, and the tokens a second of the last step."""
     seconds, speed = past["seconds"], ""
     if step["tokens"]:
         speed = f" {step['tokens_per_second']:,.0f} tokens/s in the last."
@@ -176,14 +176,14 @@ def _history(past: dict[str, Any], step: dict[str, Any]) -> str:
 
 
 def _written(step: dict[str, Any]) -> str:
-    """Return what the step wrote to NVMe, if it did, as drives are rated."""
+    """Return a text on the bytes that the step wrote to NVMe, also per day, as drives are rated; "" if none."""
     nbytes, per_day = step["bytes"]["nvme_write"], step["nvme_written_bytes_per_day"]
-    said = f" NVMe: {format_size(nbytes)} written in the step, {format_size(per_day)} a day at this pace."
-    return said if nbytes else ""
+    text = f" NVMe: {format_size(nbytes)} written in the step, {format_size(per_day)} a day at this pace."
+    return text if nbytes else ""
 
 
 def _planned(data: dict[str, Any]) -> str:
-    """Return what the plan expected beside what the run did; "-" where no whole step was seen."""
+    """Return a table of planned and measured figures; "-" where no whole step was recorded."""
     planned = data["planned"]
     peaks = {tier: {"peak_bytes": nbytes} for tier, nbytes in planned["peak_bytes"].items()}
     terms = {term: planned["terms"].get(term, 0.0) for term in TERM_NAMES if term != "launching"}  # within compute
@@ -237,22 +237,22 @@ _PLACES = {
 
 
 def _updates(updates: dict[str, int]) -> str:
-    """Return which part of the bytes of all parameters updated so far was updated where."""
+    """Return a text on the shares of all updated bytes by the place of their update."""
     total = sum(updates.values())
     parts = [f"{_share(nbytes / total)} {_PLACES[way]}" for way, nbytes in updates.items() if nbytes]
     return "\n" + _wrapped(f"updated {', '.join(parts)}") if parts else ""
 
 
 def _fragments(device: dict[str, Any]) -> str:
-    """Return a sentence on what the device's allocator could not hand out, if there was any."""
+    """Return a sentence on the device memory lost to fragmentation of the allocator; "" if none."""
     nbytes = device.get("fragment_bytes", 0)
     advice = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer"
-    said = f"up to {format_size(nbytes)} of the device lay in fragments of torch's allocator ({advice})"
-    return f"\n{_wrapped(said)}" if nbytes else ""
+    text = f"up to {format_size(nbytes)} of the device lay in fragments of torch's allocator ({advice})"
+    return f"\n{_wrapped(text)}" if nbytes else ""
 
 
 def _kept(tiers: dict[str, Any]) -> str:
-    """Return what the places take that homes have left for the device, if any did."""
+    """Return a line on the memory reserved for homes that are on the device now; "" if none."""
     parts = [
         f"{format_size(tier['homes']['kept'])} of {name}" for name, tier in tiers.items() if "kept" in tier["homes"]
     ]
@@ -260,7 +260,7 @@ def _kept(tiers: dict[str, Any]) -> str:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return a table with a rule under its head; columns are right-aligned but those in `left`."""
+    """Return a table with a rule under its head; all columns but those in `left` are right-aligned."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -270,7 +270,7 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]
     for index, title in enumerate(head):
         table.add_column(Text(title), justify="left" if index in left else "right", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: what looks like markup is content
+        table.add_row(*(Text(cell) for cell in row))  # Text: rich must not read cells as markup
     out = io.StringIO()
     Console(file=out, width=_WIDTH, no_color=True, color_system=None, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))

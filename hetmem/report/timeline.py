@@ -1,7 +1,7 @@
-"""A window of the log as columns of numbers: the `timeline` section of a report.
+"""Turns a window of the log into columns of numbers: the `timeline` section of a report.
 
-Times are whole microseconds from the start of the window. It knows the log and a description of the blocks; not torch,
-not the runtime.
+Times are whole microseconds from the start of the window. It knows the log and the facts of the blocks; not torch, nor
+the runtime.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetmem.engine.events import Held
-from hetmem.report.step import TIERS, held_over_time
-from hetmem.report.window import Window, overlap, union
+from hetmem.report.step import TIERS, Window, held_over_time, overlap, union
 from hetmem.schedule.blocks import Link
 
 LINKS = tuple(Link)
@@ -23,7 +22,7 @@ _INTO_TIER = (Link.HOST_TO_DEVICE, Link.NVME_READ)
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """What a report says of one block: one role of one chunk. `tier_bytes` is what a copy takes on device and host."""
+    """One block (a role of a chunk) in a report. `tier_bytes`: the bytes of a copy on the device and in staging."""
 
     chunk: int
     role: str
@@ -40,8 +39,8 @@ Present = tuple[frozenset[int], frozenset[int]]
 def timeline_section(
     window: Window, blocks: Sequence[BlockFacts], present: Present, held: Held | None = None
 ) -> dict[str, Any]:
-    """Return the section; `present` are the blocks with a copy on the device and in staging now, `held` what is kept of
-    what autograd saves."""
+    """Return the section. `present`: the blocks with a copy on the device, and in staging, now; `held`: the bytes of
+    saved activations now, by sets of tiers."""
     clock = Clock(window.start, window.end)
     copies = _copies(window, present)
     return {
@@ -80,7 +79,7 @@ def _moment_columns(window: Window, clock: Clock) -> dict[str, Any]:
 
 
 def _columns(entries: Sequence[Any], of: str, clock: Clock) -> dict[str, Column]:
-    """Return the attribute `of` of entries that last, and their times, as columns."""
+    """Return the attribute `of` of `entries`, and their start and end, as columns."""
     return {
         of: [getattr(each, of) for each in entries],
         "from_us": [clock(each.start) for each in entries],
@@ -89,7 +88,7 @@ def _columns(entries: Sequence[Any], of: str, clock: Clock) -> dict[str, Column]
 
 
 class Clock:
-    """Seconds of the log -> whole microseconds from the start of a window, clipped to it."""
+    """Converts seconds of the log to whole microseconds from the start of a window, clipped to it."""
 
     def __init__(self, start: float, end: float) -> None:
         self._start, self._end = start, end
@@ -107,7 +106,7 @@ class _Copy:
 
 
 def _copies(window: Window, present: Present) -> list[_Copy]:
-    """Return which copies there were, and when. Those at the start follow from those present now, backwards."""
+    """Return the copies in the window, with their times; those at its start by undoing later changes of `present`."""
     at_start = {(tier, block) for tier in (0, 1) for block in present[tier]}
     for change in reversed(window.copies):
         if change.present:
@@ -129,7 +128,7 @@ def _copies(window: Window, present: Present) -> list[_Copy]:
 
 
 def _copy_columns(copies: list[_Copy], window: Window, clock: Clock) -> dict[str, Column]:
-    """Return copies as columns. `valid_us`: when the transfer that filled it was over, or `from_us` without one."""
+    """Return copies as columns. `valid_us`: the end of the transfer that filled the copy, or `from_us` without one."""
     ends: dict[tuple[int, int], list[float]] = defaultdict(list)
     for transfer in window.transfers:
         if transfer.link in _INTO_TIER:
@@ -152,8 +151,8 @@ def _copy_columns(copies: list[_Copy], window: Window, clock: Clock) -> dict[str
 def _memory(
     window: Window, blocks: Sequence[BlockFacts], copies: list[_Copy], held: Held, clock: Clock
 ) -> dict[str, Any]:
-    """Return bytes of copies by role on device and host, of activations that move, and of everything else on the
-    device, as steps."""
+    """Return step functions of bytes: of copies by role on device and host, of activations that move, and of everything
+    else on the device."""
     sections = {}
     for tier, name in enumerate(("device", "host", "nvme") if window.saved else ("device", "host")):
         changes: list[tuple[float, str, int]] = []
@@ -170,7 +169,7 @@ def _memory(
             changes += _saved_changes(held_over_time(window, held, TIERS[name]))
             roles.append("activations")
         steps = _steps(changes, roles, window.start, clock)
-        if name == "device" and window.saved:  # which a moment's bytes include
+        if name == "device" and window.saved:  # a moment's bytes include saved activations
             steps = [(at, (*others, max(0, all_of - saved), saved)) for at, (*others, all_of, saved) in steps]
         sections[name] = {
             "at_us": [at for at, _ in steps],
@@ -185,7 +184,7 @@ def _saved_changes(points: list[tuple[float, int]]) -> list[tuple[float, str, in
 
 
 def _non_model_changes(window: Window) -> list[tuple[float, str, int]]:
-    """Return changes of bytes beside chunks: what a moment needs, up to the next of its segment, else the least."""
+    """Return changes of bytes beside chunks: a moment's until the next one of its segment, else the least of all."""
     stays = min((moment.non_model_bytes for moment in window.moments), default=0)
     points = [(moment.at, moment.non_model_bytes) for moment in window.moments]
     points += [(segment.end, stays) for segment in window.segments]
@@ -199,7 +198,7 @@ def _non_model_changes(window: Window) -> list[tuple[float, str, int]]:
 def _steps(
     changes: list[tuple[float, str, int]], roles: list[str], start: float, clock: Clock
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Return running sums of `changes` per role, one entry for each microsecond in which something changed."""
+    """Return running sums of `changes` per role, one entry for each microsecond with a change."""
     sums = dict.fromkeys(roles, 0)
     points = [(clock(start), tuple(sums.values()))]
     for at, role, nbytes in sorted(changes):
@@ -213,9 +212,9 @@ def _steps(
 
 
 def _blocks(window: Window, blocks: Sequence[BlockFacts]) -> list[dict[str, Any]]:
-    """Return each block's facts with what it cost in the window: bytes that came, and seconds that were waited for it.
+    """Return each block's facts with the bytes fetched and the seconds stalled for it in the window.
 
-    The stalls within a chunk's update, if they are of no block, are those of its weights."""
+    Stalls of no block within a chunk's update count for its weights."""
     stalled = union((stall.start, stall.end) for stall in window.stalls if stall.block < 0)
     waited: dict[int, float] = defaultdict(float)
     for stall in window.stalls:

@@ -1,10 +1,11 @@
-"""Knows one cached tier: its slots, the copies in them, what its schedule misses, and what to evict. Pure.
+"""Holds the state of one cached tier: its slots, its copies, what its schedule lacks, and what to evict. Pure.
 
 Note "scans": forwards without backwards use all weights in the same order, again and again. MIN then evicts what was
-used just now, but where the misses gather the link has too much to do, and elsewhere nothing. So a part of the blocks
-that is spread evenly over a round is `kept`, and all others pass through the few slots that are left, as far ahead as
-these reach: as many bytes as MIN needs, and a few slots more, evenly over the round. Where these would be many beside
-what is missing, MIN decides, and at most two blocks are ahead of their use, as each takes the place of one that stays.
+used last, so its misses gather in one part of the round, where the link is overloaded, and elsewhere it idles. Instead
+a part of the blocks, spread evenly over a round, is `retained`, and all others stream through the remaining slots,
+prefetched as far ahead as these allow: as many bytes as with MIN, and a few slots more, evenly over the round. If that
+would stream many more bytes than MIN fetches, MIN decides, and at most two blocks are prefetched, as each takes the
+slot of one that would stay.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from hetmem.schedule.blocks import (
 )
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier, UseSequence
 
-_KEPT = -1
-"""What the rank of a copy that is kept begins with: less than any use."""
+_RETAINED = -1
+"""First number of the rank of a retained copy: less than that of any use."""
 
 _AHEAD = 16
-"""One slot in so many is used to fetch ahead in a scan, or in so many of what is streamed, if that is less."""
+"""A scan prefetches into one of this many slots, or of the slots that streamed blocks take, if these are fewer."""
 
 _MORE = 9 / 8
-"""Nothing is kept where that streams so much more than MIN fetches, as where little is missing."""
+"""Nothing is retained if that streams this many times what MIN fetches, as where few slots are missing."""
 
 _ALMOST = 0.9
-"""Of the way to the furthest use: a copy that is used so late is as good to evict as the one used last."""
+"""Share of the distance to the furthest use: a copy used that late is as good a victim as the one used last."""
 
 
 class Cache:
-    """Keeps the copies on `tier`, by block number. At most `limit` of the `slots` are taken, loads in flight included.
+    """The copies on `tier`, by block number. At most `limit` of the `slots` are taken, loads in flight included.
 
-    `nearer` is the next faster tier, which is fed from here: see `needed`. Call `touch(block)` after a change of a
-    copy that an eviction or a policy depends on. `unused` are blocks fetched ahead of a use that has not come.
+    `nearer` is the next faster tier, which is fed from this one: see `needed`. Call `touch(block)` after a change of a
+    copy on which eviction or the policy depends. `unused` are prefetched blocks whose use has not come.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Cache:
         self.slots = PlaceMap(count) if self._row is None else self._row
         self.limit = self._least = count
         self.most_ahead = 0
-        """So many copies may be fetched ahead of their uses."""
-        self.kept: set[int] = set()
-        """Blocks that stay for the whole of a round: see note "scans"."""
-        self._kept_for: tuple[UseSequence, int] | None = None
+        """How many prefetched copies may wait for their uses."""
+        self.retained: set[int] = set()
+        """Blocks that are not evicted during a round: see note "scans"."""
+        self._retained_for: tuple[UseSequence, int] | None = None
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
         self.loading = 0
@@ -70,18 +71,18 @@ class Cache:
         self._farther: Cache | None = None
         self._added = 0
         self.unused: set[int] = set()
-        self.fed_ahead = 0  # uses; see `unfed`. 0 as long as nothing comes here through staging
+        self.fed_ahead = 0  # a number of uses, see `unfed`; 0 until something comes here through staging
         self.complete = 0
-        """Every use from the position of the schedule up to this one has its copies, in whatever state."""
+        """All blocks of the uses from the schedule's position up to this one have copies, in any state."""
         self.ask_at = 0
-        """Nothing is to be fetched ahead before the schedule comes to this use. What changes what is missing, or what
-        there is room for, and is no use that the schedule expects, sets it to 0: so does the end of one that had begun
-        before the tick `asked_at`."""
+        """Nothing can be prefetched before the schedule reaches this use. Any change of what is missing, or of the
+        room, other than by a use that the schedule expects, resets it to 0; so does the end of a use that began before
+        the tick `asked_at`."""
         self.asked_at = 0
-        self.used_up = False
-        """Whether nothing is left to give up for what is needed no sooner than that for which something was last."""
+        self.exhausted = False
+        """Whether the last search for victims took the last copy that is used late enough to be evicted."""
         self.is_known = True
-        """Whether the schedule has the use just reached."""
+        """Whether the schedule contains the use just reached."""
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None and count:
@@ -90,7 +91,7 @@ class Cache:
     # ---- copies ------------------------------------------------------------------------------------------------
 
     def add(self, block: int, copy: Copy) -> Copy:
-        """Make `copy` the one of `block` on this tier."""
+        """Add `copy` as the one of `block` on this tier."""
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
         self.ask_at = 0
@@ -99,7 +100,7 @@ class Cache:
         return copy
 
     def remove(self, block: int) -> Copy:
-        """Forget the copy of `block` on this tier, and return it."""
+        """Remove the copy of `block` from this tier, and return it."""
         self.unused.discard(block)
         self.ask_at = 0
         self.touch(block)
@@ -114,12 +115,12 @@ class Cache:
         self.limit, self.ask_at = max(0, min(slots, self.slots.count)), 0
         if self.limit < self._least:
             self._least = self.limit
-            if self._kept_for is not None and self.limit < self._kept_for[1]:
-                self._keep(self.limit)
+            if self._retained_for is not None and self.limit < self._retained_for[1]:
+                self._choose_retained(self.limit)
                 self._order.renew()
 
     def writing_slots(self, enough: int) -> int:
-        """Count the slots that become free when the writes in flight are done, up to `enough`."""
+        """Count the slots that become free when the writes in flight are done, and stop at `enough`."""
         slots = 0
         for block, copy in self.writing.items():
             if slots >= enough:
@@ -131,32 +132,32 @@ class Cache:
     # ---- the schedule ------------------------------------------------------------------------------------------
 
     def expect(self, schedule: Schedule) -> None:
-        """Take `schedule` for what comes next."""
+        """Make `schedule` the one that is expected next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
         self.schedule, self.complete, self.ask_at = schedule, 0, 0
-        self._keep(within)
+        self._choose_retained(within)
         self._order.renew()
         if self._farther is not None:
             self._farther._order.renew()
 
-    def _keep(self, slots: int) -> None:
-        """Choose what stays in a scan, as `slots` slots are the fewest that a round has."""
+    def _choose_retained(self, slots: int) -> None:
+        """Choose the blocks that a scan retains if a round has at least `slots` slots."""
         known = self.schedule.known
         if not (self.schedule.scan and self._by_next_use and self.tier is DEVICE):
-            self.kept, self._kept_for = set(), None
-        elif self._kept_for is None or self._kept_for[0] is not known or self._kept_for[1] != slots:
+            self.retained, self._retained_for = set(), None
+        elif self._retained_for is None or self._retained_for[0] is not known or self._retained_for[1] != slots:
             order = known.spread()
             taken = [*accumulate(map(self._span, order), initial=0)]
-            kept, missing = 0, taken[-1] - slots
+            count, missing = 0, taken[-1] - slots
             if missing > 0:
                 need = range(len(order)), slots
-                kept = bisect_right(*need, key=lambda kept: taken[kept] + self._passage(order[kept:], slots)) - 1
-            few = taken[-1] - taken[kept] > _MORE * missing
-            self.kept, self._kept_for = set() if few else set(order[: max(0, kept)]), (known, slots)
+                count = bisect_right(*need, key=lambda at: taken[at] + self._passage(order[at:], slots)) - 1
+            few = taken[-1] - taken[count] > _MORE * missing
+            self.retained, self._retained_for = set() if few else set(order[: max(0, count)]), (known, slots)
 
     def _passage(self, blocks: Sequence[int], slots: int) -> int:
-        """Return how many of `slots` slots `blocks` pass through in a scan: the most that they take from the first to
-        the last use of a visit, and those of what is fetched ahead."""
+        """Return how many of `slots` slots streaming `blocks` takes in a scan: the most that they take at one time,
+        each from the first to the last use of a visit, and those for prefetching."""
         visits, changes = self.schedule.known.visits(), [0] * (len(self.schedule.uses) + 1)
         for block in blocks:
             for first, last in visits[block].items():
@@ -167,9 +168,9 @@ class Cache:
         return max(accumulate(changes)) + max(*spans, ahead)
 
     def reach(self, blocks: tuple[int, ...]) -> None:
-        """Begin a use of `blocks`. Next uses change for what was waited for in vain, and for what was skipped."""
+        """Begin a use of `blocks`. Skipped blocks, and those without copies in the use before, are ranked again."""
         schedule = self.schedule
-        passed, first = schedule.unmet, schedule.position
+        passed, first = schedule.absent, schedule.position
         if passed:
             self._change(passed)
         self.is_known = schedule.reach(blocks)
@@ -178,20 +179,20 @@ class Cache:
             return
         last = schedule.position
         if last == first + 1:
-            return  # the next one, as all expected
+            return  # the expected use
         self.complete = self.ask_at = 0
         if last < first:
             first, last = last, first
         self._change(set().union(blocks, *schedule.between(first, last)))
 
     def _change(self, blocks: Iterable[int]) -> None:
-        """Note that the next uses of `blocks` have changed."""
+        """Rank `blocks` again, as their next uses have changed."""
         self._order.touch_all(blocks)
         if self._farther is not None:
             self._farther._order.touch_all(blocks)
 
     def meet(self, blocks: Collection[int]) -> None:
-        """Note that `blocks` of the use just reached have copies, which are in use from now on."""
+        """Count `blocks` of the use just reached as present and used."""
         self.schedule.meet(blocks)
         for block in blocks:
             if block in self.unused:
@@ -199,8 +200,8 @@ class Cache:
             self.touch(block)
 
     def needed(self, block: int) -> int:
-        """Return when a copy of `block` on this tier is used next, NEVER if unknown: a use of the schedule; in host
-        staging by the clock of both tiers, as the device is fed from it too unless it has a copy already."""
+        """Return when a copy of `block` on this tier is used next; NEVER if unknown. The device counts uses of the
+        schedule; staging, which feeds a device without a copy, uses the clock of both tiers."""
         schedule, nearer = self.schedule, self._nearer
         if nearer is None:
             return schedule.next_use(block)
@@ -212,7 +213,7 @@ class Cache:
         return at if at < here else here
 
     def clock(self) -> int:
-        """Return what `needed` says of a use that begins now: the next one expected on either tier."""
+        """Return the present time as `needed` counts it: that of the next use expected on either tier."""
         schedule, nearer = self.schedule, self._nearer
         if nearer is None:
             return schedule.position
@@ -220,8 +221,8 @@ class Cache:
         return now if now < NEVER else 0
 
     def missing(self, lookahead: int) -> Iterator[int]:
-        """Yield the blocks that the next `lookahead` uses read and that have no copy on this tier, in order. What one
-        of these uses overwrites first is none of them."""
+        """Yield, in order, the blocks that the next `lookahead` uses read and that have no copy on this tier; not those
+        that one of these uses overwrites before they are read."""
         schedule, copies = self.schedule, self.copies
         start, end = schedule.position, schedule.horizon(lookahead)
         if start < self.complete:
@@ -246,7 +247,7 @@ class Cache:
             self.complete = self._complete_from(end, 4 * lookahead)
 
     def _complete_from(self, start: int, most: int) -> int:
-        """Return up to which use, of the `most` from `start` on, all have their copies."""
+        """Return up to which of the `most` uses from `start` all blocks have copies."""
         copies = self.copies
         for at, blocks in enumerate(self.schedule.between(start, start + most), start):
             for block in blocks:
@@ -255,11 +256,11 @@ class Cache:
         return start + most
 
     def fetched_ahead(self, lookahead: int) -> int:
-        """Count the blocks that were fetched ahead of a use within the next `lookahead`, which has not come."""
+        """Count the prefetched blocks whose use is among the next `lookahead` and has not come."""
         schedule, count = self.schedule, 0
         uses = schedule.between(schedule.position, schedule.position + lookahead)
         for block in self.unused:
-            if block in schedule.unmet:
+            if block in schedule.absent:
                 count += 1
                 continue
             for blocks in uses:
@@ -269,8 +270,8 @@ class Cache:
         return count
 
     def unfed(self, staged: Container[int], comes_from_there: Callable[[int], bool]) -> int | None:
-        """Return the first block that the next `fed_ahead` uses read and that is neither on this tier nor `staged`, of
-        those that come through staging; None if there is none."""
+        """Return the first block that comes through staging, that the next `fed_ahead` uses read, and that is neither
+        on this tier nor `staged`; None if there is none."""
         schedule, copies = self.schedule, self.copies
         start, end = max(schedule.position, self.complete), schedule.horizon(self.fed_ahead)
         for blocks in schedule.between(start, end) if start < end else ():
@@ -282,22 +283,22 @@ class Cache:
     # ---- what to evict -----------------------------------------------------------------------------------------
 
     def victims(self, span: int, spared: Collection[int]) -> list[int]:
-        """Return what has to be evicted for a place of `span` slots, by the policy's rank and without `spared`; empty
-        if that cannot be done now. Dirty copies are among them, which have to be written first, and on the device
-        copies in flight, which have to arrive first: so the choice does not depend on when they do."""
+        """Return what has to be evicted for `span` slots, by the policy's rank and without `spared`; empty if that is
+        impossible now. Dirty copies among them must be written first. On the device, copies in flight may be among them
+        and must arrive first, so that the choice does not depend on when transfers end."""
         return self._victims(span, spared, None, arrived=self.tier is HOST)
 
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
-        """Return clean, idle copies, without `spared`, that may be evicted now to prefetch a block of `span` slots
-        first needed at `needed_at`; empty if there are not enough: then sets `ask_at`.
+        """Return clean, idle copies, without `spared`, that may be evicted to prefetch a block of `span` slots that is
+        first needed at `needed_at`. If there are too few it returns none and sets `ask_at`.
 
         DEVICE: only copies that were used since they were fetched, and of those Belady's choice at that time, or a copy
         whose next use is at least 90 % as far away (`_ALMOST`); if the choice is in use, wait. The 90 % keep cyclic
-        scans (inference) overlapped at the price of at most one fetch a cycle. HOST: anything needed later.
+        scans (inference) overlapped at the price of at most one fetch a cycle. HOST: any copy that is needed later.
         """
         if needed_at >= NEVER:
             return []
-        if self.tier is HOST or self.kept:
+        if self.tier is HOST or self.retained:
             return self._victims(span, spared, needed_at + 1, arrived=True)
         schedule = self.schedule
         position = schedule.position
@@ -312,18 +313,18 @@ class Cache:
         return victims
 
     def excess(self) -> list[int]:
-        """Return what has to be evicted because more than `limit` slots are taken and no write makes room."""
+        """Return what has to be evicted, beyond what writes in flight will free, as `limit` is exceeded."""
         excess = self.slots.used - self.limit
         if excess > 0:
             excess -= self.writing_slots(excess)
         return self._first(excess, (), None, arrived=True) if excess > 0 else []
 
     def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
-        """Return what has to go for a place of `span` slots, empty if that is not enough; see `_first`."""
+        """Return what has to be evicted for `span` slots; empty if that cannot free enough. See `_first`."""
         missing, victims = self.slots.used + span - self.limit, list[int]()
         if self._row is not None and span > 1 and self._row.find(span) is None:
             may_go = {*self._first(self._row.count, spared, least, arrived=arrived)}
-            victims = self._row.emptied_first({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
+            victims = self._row.cheapest_row({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
             if not victims:
                 return []
             missing -= sum(map(self._span, victims))
@@ -336,10 +337,10 @@ class Cache:
         return victims + more if victims else more
 
     def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
-        """Return what goes first of what is not in use and has `arrived`, or is on its way: so much as takes `slots`
-        slots together, all there is if that does not suffice. Without `spared`, and without what is not needed: behind
-        a large one that was the last to be chosen, smaller ones may stay. With `least` only what is clean, was used
-        since it was fetched, and is used no sooner."""
+        """Return idle copies in the order of eviction, until they take `slots` slots together, or all if that is not
+        enough. Copies in flight are among them unless they must have `arrived`; `spared` ones are not. Smaller copies
+        that the last, larger one makes unnecessary are left out. With `least`, only clean copies that were used since
+        they were fetched and are not used before `least`."""
         copies, by_next_use, chosen = self.copies, self._by_next_use, list[int]()
         ranks = reversed(self._order.ranks())
         for rank in ranks:
@@ -358,7 +359,7 @@ class Cache:
             chosen.append(block)
             slots -= self._blocks[block].span
             if slots <= 0:
-                self.used_up = not slots and by_next_use and least is not None and next(ranks, (0,))[0] < least
+                self.exhausted = not slots and by_next_use and least is not None and next(ranks, (0,))[0] < least
                 break
         for block in reversed(chosen) if slots < 0 else ():
             if slots + self._span(block) <= 0:
@@ -370,20 +371,20 @@ class Cache:
         return self._blocks[block].span
 
     def _next_use(self, block: int) -> int:
-        """Return when a copy is used next, for a rank: one that is kept, or used again in this visit, goes last."""
+        """Return the next use for a rank; retained copies, and those used again in this visit, rank lowest."""
         if self._nearer is not None:
             return self.needed(block)
         at = self.schedule.next_use(block)
-        if self.kept and at < NEVER:
+        if self.retained and at < NEVER:
             visits = self.schedule.known.visits()[block]
-            return at if block not in self.kept and at % len(self.schedule.uses) in visits else _KEPT
+            return at if block not in self.retained and at % len(self.schedule.uses) in visits else _RETAINED
         return at
 
     def _rank(self, block: int) -> Rank:
         copy = self.copies[block]
-        plain = self._nearer is None and not self.kept  # then without one more call, as it is asked often
+        plain = self._nearer is None and not self.retained  # saves a call in the most frequent case
         next_use = self.schedule.next_use(block) if plain else self._next_use(block)
-        if self._by_next_use:  # as the policy would, without asking it
+        if self._by_next_use:  # inlines `NextUse.rank`
             return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
         facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)

@@ -1,15 +1,16 @@
-"""Gradients on their way home, for run and plan alike: which place they get, which go, who waits, which are written.
+"""Decides for gradients in flight to their homes, in a run and a plan: their memory, their order, who waits, and when
+they are written.
 
 Pure: numbers and bytes only. Events come in (a backward begins, a gradient is made, one has arrived), commands go out;
 threads and streams carry them out in a run, a clock in a plan.
 
-Note "order": gradients are sent in the order in which autograd makes them. The end of one frees bytes and wakes the
-thread that waits for them; it sends none.
+Note "order": gradients are sent in the order in which autograd makes them. The end of a transfer frees bytes and wakes
+the thread that waits for them; it starts no other transfer.
 
-Note "writes of gradients": users find gradients at home when a backward is over, so each is written by then. Written
-only where their place is wanted, and at the end, they leave the drive idle while the device computes. A write of
-a chunk that gets more is made again, so the last one is waited for. Where updates begin in the backward nothing is
-written early: what is written may go, and an update that comes later has to read it again.
+Note "writes of gradients": gradients must be at home when a backward ends, so each is written to NVMe by then. Writing
+them only when their staging slots are needed, and at the end, would leave the drive idle while the device computes. A
+chunk that gets another gradient is written again, so a write waits for the chunk's last gradient. If updates begin in
+the backward, nothing is written early: a written gradient may be evicted, and a later update would read it again.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ ChunkT = TypeVar("ChunkT", bound=Hashable)
 OfChunkT = TypeVar("OfChunkT", contravariant=True)
 
 _CHUNKS = 6
-"""Chunks whose streamed gradients have a home at a time: some arrive, two are computed with, some wait for that."""
+"""How many chunks have lent buffers for streamed gradients: some arrive, two are read by updates, some wait."""
 
 
 class Waiting(Protocol):
-    """What a thread that needs memory can do, on threads or on a clock."""
+    """What a thread that needs memory can do, with threads and streams or on a clock."""
 
     def poll(self) -> None:
-        """Take note of what has ended meanwhile."""
+        """Process the transfers and updates that have ended."""
 
     def pump(self) -> None:
-        """Have updates go on as far as that needs no waiting."""
+        """Advance updates as far as that takes no waiting."""
 
     def busy(self) -> bool:
-        """Whether anything is under way that `wait_for_one` can wait for."""
+        """Return whether anything is in flight that `wait_for_one` can wait for."""
 
     def wait_for_one(self) -> None:
         """Wait until one transfer, or update, has ended."""
 
     def make_way(self, *, again: bool) -> bool:
-        """Have updates let go of memory that they hold and do not use yet; False if there is none, or if they have let
-        go `again` and again in one wait while none had all its memory."""
+        """Have updates release memory that they hold and do not use yet. Return False if they hold none, or if they did
+        so `again` and again in one wait without getting all their memory."""
 
 
 def wait_until(waiting: Waiting, reached: Callable[[], bool]) -> bool:
-    """Wait until `reached()`; False if nothing is under way and no memory that updates let go of brings it about.
+    """Wait until `reached()`; return False if nothing in flight, and no memory that updates release, brings it about.
 
-    Updates run as far as they can before they are asked for memory, and are asked again only once something has ended:
-    what they let go of and nothing else takes would be theirs again, without end.
+    Updates advance as far as they can before they are asked for memory, and are asked again only once something has
+    ended: otherwise they would take back what they released, without end.
     """
     made_way = asked = False
     while not reached():
@@ -68,30 +69,30 @@ def wait_until(waiting: Waiting, reached: Callable[[], bool]) -> bool:
     return True
 
 
-class Places(Protocol[OfChunkT]):
+class GradientMemory(Protocol[OfChunkT]):
     """Memory for the gradients of a chunk."""
 
     def lend(self, chunk: OfChunkT) -> bool:
-        """Give them a place that was set aside in host memory; False if all that are large enough are lent."""
+        """Lend `chunk` a buffer that was set aside in host memory; False if all that are large enough are lent."""
         ...
 
     def may_lend(self, chunk: OfChunkT) -> bool:
-        """Whether a place that was set aside is large enough, lent or not."""
+        """Return whether any buffer that was set aside, lent or not, is large enough for `chunk`."""
         ...
 
     def give_own(self, chunk: OfChunkT) -> None:
-        """Give them a home for good."""
+        """Give the gradients of `chunk` a permanent home."""
 
 
 class Send(NamedTuple):
-    """Command: take a gradient, `nbytes` at home, there. The `number` says which in the order of issue."""
+    """Command: copy a gradient of `nbytes` to its home. `number` is its position in the order of issue."""
 
     number: int
     nbytes: int
 
 
 class GradientSends(Generic[ChunkT]):
-    """Decides for the gradients of one model. At most `most_bytes` are on their way home, or one gradient."""
+    """Decides for the gradients of one model. At most `most_bytes` are in flight to their homes, or one gradient."""
 
     def __init__(self, waiting: Waiting, most_bytes: int) -> None:
         self._waiting, self._most_bytes = waiting, most_bytes
@@ -101,47 +102,47 @@ class GradientSends(Generic[ChunkT]):
         self.complete: Complete[ChunkT] = Complete()
 
     def send(self, chunk: ChunkT, nbytes: int) -> Send:
-        """A gradient of `chunk` was made, of `nbytes` at home."""
+        """Return the command for a gradient of `chunk` that was made and takes `nbytes` at home."""
         self.on_their_way[chunk] += 1
         self._bytes += nbytes
         return Send(next(self._numbers), nbytes)
 
     def at_once(self, nbytes: int) -> bool:
-        """Whether the thread that made a gradient of `nbytes` copies it itself, if it can: a small one, behind none."""
+        """Return whether the thread that made a gradient of `nbytes` copies it itself: a small one behind no other."""
         return nbytes < SMALL_BYTES and not self.on_their_way
 
     def arrived(self, chunk: ChunkT, send: Send) -> None:
-        """`send`, of a gradient of `chunk`, is over."""
+        """Record that `send`, of a gradient of `chunk`, has ended."""
         self._bytes -= send.nbytes
         self.on_their_way[chunk] -= 1
         if not self.on_their_way[chunk]:
             del self.on_their_way[chunk]
 
     def arriving(self, chunk: ChunkT) -> bool:
-        """Whether gradients of `chunk` are on their way."""
+        """Return whether gradients of `chunk` are in flight."""
         return chunk in self.on_their_way
 
     def to_be_written(self, chunk: ChunkT) -> bool:
-        """Whether all gradients of `chunk` that this backward has are in staging: then they are written to NVMe."""
+        """Return whether all gradients that this backward gives `chunk` are in staging, to be written to NVMe."""
         return chunk in self.complete and chunk not in self.on_their_way
 
     @property
     def under_way(self) -> bool:
-        """Whether any gradient is on its way."""
+        """Whether any gradient is in flight."""
         return bool(self.on_their_way)
 
     def wait_for_room(self) -> None:
-        """Take note of those that have arrived, so that updates begin; wait while too many bytes are on their way."""
+        """Process gradients that have arrived, so that updates begin; wait while too many bytes are in flight."""
         self._waiting.poll()
         while self._bytes > self._most_bytes and self.on_their_way.total() > 1:
             self._waiting.wait_for_one()
 
     # ---- places ------------------------------------------------------------------------------------------------
 
-    def find_place(self, chunk: ChunkT, places: Places[ChunkT]) -> None:
-        """Gradients of `chunk`, which have no home of their own, begin to arrive: in memory that was set aside, which
-        is waited for as long as anything is under way, or in a home of their own where no update will end (gradients of
-        many chunks wait for their last one)."""
+    def find_place(self, chunk: ChunkT, places: GradientMemory[ChunkT]) -> None:
+        """Provide memory for gradients of `chunk`, which has no permanent home for them: a lent buffer, waiting as long
+        as anything in flight may free one, else a permanent home, as when the gradients of many chunks wait for their
+        last one."""
         lent = False
 
         def settled() -> bool:
@@ -156,8 +157,8 @@ class GradientSends(Generic[ChunkT]):
 
 
 def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:
-    """The bytes of each place for gradients of chunks of `sizes`: those of the largest ones, as far as `free_bytes` of
-    host memory go."""
+    """Return the bytes of each buffer for streamed gradients of chunks of `sizes`: those of the largest chunks, as far
+    as `free_bytes` of host memory suffice."""
     found: list[int] = []
     for nbytes in sorted(sizes, reverse=True)[:_CHUNKS]:
         if sum(found) + nbytes <= free_bytes:
@@ -166,57 +167,57 @@ def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:
 
 
 class Lending:
-    """Lends places of so many bytes each: the smallest free one that is large enough."""
+    """Lends buffers of fixed sizes: the smallest free one that is large enough."""
 
     def __init__(self, sizes: Iterable[int] = ()) -> None:
         self._free = sorted(sizes)
         self._largest = max(self._free, default=0)
 
     def add(self, nbytes: int) -> None:
-        """Add a place of `nbytes`."""
+        """Add a buffer of `nbytes`."""
         self._largest = max(self._largest, nbytes)
         self.give(nbytes)
 
     @property
     def free_bytes(self) -> int:
-        """Sum of the bytes of all places that are free."""
+        """Sum of the bytes of all free buffers."""
         return sum(self._free)
 
     def lends(self, nbytes: int) -> bool:
-        """Return whether any place, lent or free, is large enough for `nbytes`."""
+        """Return whether any buffer, lent or free, is large enough for `nbytes`."""
         return nbytes <= self._largest
 
     def take(self, nbytes: int) -> int | None:
-        """Lend a place for `nbytes` and return its own bytes; None if all that are large enough are lent."""
+        """Lend a buffer for `nbytes` and return its size in bytes; None if all that are large enough are lent."""
         at = bisect_left(self._free, nbytes)
         return self._free.pop(at) if at < len(self._free) else None
 
     def give(self, nbytes: int) -> None:
-        """Take a place of `nbytes` back."""
+        """Take a buffer of `nbytes` back."""
         insort(self._free, nbytes)
 
 
 class Complete(Generic[ChunkT]):
-    """Knows the chunks of a backward to which no more gradients come."""
+    """Finds the chunks that have all their gradients of the running backward."""
 
     def __init__(self) -> None:
         self._missing: dict[ChunkT, set[int]] = {}
-        self._came_again: set[ChunkT] = set()
+        self._repeated: set[ChunkT] = set()
 
     def begin(self) -> None:
-        """A backward begins: none has come."""
+        """Begin a backward, in which no gradient was made yet."""
         self._missing.clear()
 
-    def comes(self, chunk: ChunkT, parameter: int, awaited: Callable[[ChunkT], Collection[int]]) -> None:
-        """A gradient of `parameter` is on its way to `chunk`, where one of each that is `awaited` comes, by whatever
-        numbers."""
+    def add(self, chunk: ChunkT, parameter: int, awaited: Callable[[ChunkT], Collection[int]]) -> None:
+        """Record that a gradient of `parameter` is in flight to `chunk`; `awaited` returns the numbers of all
+        parameters of the chunk that get one."""
         missing = self._missing.get(chunk)
         if missing is None:
             missing = self._missing[chunk] = set(awaited(chunk))
         elif not missing:
-            self._came_again.add(chunk)  # a backward has several of a parameter, and their number is unknown
+            self._repeated.add(chunk)  # the parameter gets several in a backward, of unknown number
         missing.discard(parameter)
 
     def __contains__(self, chunk: ChunkT) -> bool:
-        """Whether no other gradient of `chunk` is expected in this backward."""
-        return chunk in self._missing and not self._missing[chunk] and chunk not in self._came_again
+        """Return whether no other gradient of `chunk` is expected in this backward."""
+        return chunk in self._missing and not self._missing[chunk] and chunk not in self._repeated

@@ -1,15 +1,15 @@
-"""Where every parameter lies: which chunk, at which offset, and how large chunks should be.
+"""Lays out parameters: which chunk, at which offset, and how large chunks should be.
 
 All roles of a chunk (parameter, compute copy, gradient, optimizer states) share one layout, so everything here counts
 in elements; bytes enter only as the weight of a group in the waste. Must not know torch, tiers, traces or budgets: it
-gets sizes in order of use and gives places.
+gets sizes in order of use and returns offsets.
 
 Note [Who shares a chunk]
     Small parameters are packed next to their neighbours in order of use, so one fetch serves uses that are close in
     time. A parameter larger than a chunk spans whole chunk sizes of its own, and nothing else may fill its tail:
     otherwise a layer norm of 16 KB would fetch the embedding of 500 MB it lies behind, hold it on the device as long
     as itself, and delay its update until the last gradient of both is in. The tail is waste the search must see.
-    A spanning parameter does not close its group's open chunk: the norms between large matrices meet in one chunk,
+    A spanning parameter does not close its group's open chunk: the norms between large matrices share one chunk,
     which is small and soon always resident, instead of taking one chunk per layer.
 
 Note [Finding the chunk size]
@@ -38,9 +38,9 @@ PAGE_ELEMENTS = 4096
 """Chunk sizes are multiples of this, so that a role of any itemsize is whole 4096-byte pages (O_DIRECT)."""
 
 ALIGNMENT_ELEMENTS = 128
-"""Alignment of offsets: 256 bytes of 16-bit elements. Up to there torch tells cuBLASLt how addresses are aligned
-(`gemm_and_bias` in ATen/cuda/CUDABlas.cpp; cuDNN: up to 32), which may choose its algorithm by that: of weights in
-chunks it is told what it is told of torch's own allocations. 16-byte loads are aligned in every role."""
+"""Alignment of offsets: 256 bytes of 16-bit elements. Torch passes the alignment of addresses, up to that many bytes,
+to cuBLASLt (`gemm_and_bias` in ATen/cuda/CUDABlas.cpp; cuDNN: up to 32), which may choose its algorithm by it: so
+weights in chunks get the algorithms of torch's own allocations. 16-byte loads are aligned in every role."""
 
 TARGET_ELEMENTS = 16 << 20
 """Preferred chunk: 64 MiB of fp32 is one 16 MiB block for each of four disk threads, and takes milliseconds on PCIe,
@@ -65,7 +65,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of one parameter (an index into the given order): elements [offset, offset + numel) of its chunk."""
+    """Where one parameter (an index into the given order) lies: elements [offset, offset + numel) of its chunk."""
 
     parameter: int
     chunk: int
@@ -114,7 +114,7 @@ class Layout:
 
 @dataclass(slots=True)
 class _OpenChunk:
-    """A chunk being filled."""
+    """A chunk that is being filled."""
 
     index: int
     group: str
@@ -133,10 +133,10 @@ def build_layout(parameters: Sequence[ParameterSpec], chunk_elements: int) -> La
     """Pack `parameters`, which are in order of use, into chunks of `chunk_elements`, a multiple of `PAGE_ELEMENTS`; see
     Note [Who shares a chunk].
 
-    Guarantees: each parameter lies in one chunk of its group, whole, at a multiple of `ALIGNMENT_ELEMENTS`; order is
-    kept among the parameters of a group that do not span; a spanning chunk holds one of at least one element. A
-    parameter of zero elements gets a place in a chunk that its group has anyway (nothing of it is ever to fetch), and
-    a chunk of its own only where the group has none. The same input gives the same layout.
+    Guarantees: each parameter lies in one chunk of its group, whole, at a multiple of `ALIGNMENT_ELEMENTS`; the
+    parameters of a group that do not span keep their order; a spanning chunk holds one of at least one element. A
+    parameter of zero elements is put into a chunk that its group has anyway (it is never fetched), and gets a chunk of
+    its own only if the group has none. The same input gives the same layout.
     """
     assert chunk_elements > 0 and chunk_elements % PAGE_ELEMENTS == 0, f"{chunk_elements} elements are no whole pages"
     chunks: list[_OpenChunk] = []
@@ -170,12 +170,12 @@ def search_chunk_elements(
     maximum_elements: int,
     target_elements: int | None = None,
 ) -> int:
-    """The multiple of `PAGE_ELEMENTS` within the bounds that makes the best chunk size for `build_layout`.
+    """Return the multiple of `PAGE_ELEMENTS` within the bounds that is the best chunk size for `build_layout`.
 
-    Best is the least capacity (so the least waste), where 0.5% of capacity counts as much as a factor of two nearer
-    to `target_elements` (default `TARGET_ELEMENTS`, which says why; clamped to the bounds). Without that preference a
-    hundredth of a percent would decide between a model in one chunk and a matrix cut into a hundred. The result is
-    the optimum over all sizes, and the same for the same input; see Note [Finding the chunk size].
+    Best is the least capacity (so the least waste), where 0.5% of capacity counts as much as a factor of two nearer to
+    `target_elements` (default `TARGET_ELEMENTS`; clamped to the bounds). Without that preference a hundredth of a
+    percent would decide between a model in one chunk and a matrix cut into a hundred. The result is the optimum over
+    all sizes, and the same for the same input; see Note [Finding the chunk size].
     """
     low, high = round_up(max(minimum_elements, 1), PAGE_ELEMENTS), round_down(maximum_elements, PAGE_ELEMENTS)
     assert low <= high, f"no multiple of {PAGE_ELEMENTS} lies from {minimum_elements} to {maximum_elements}"
@@ -185,7 +185,7 @@ def search_chunk_elements(
 
 
 class _Demand:
-    """What a list of parameters asks for as a function of the chunk size, without building the layout."""
+    """The memory that a list of parameters takes as a function of the chunk size, without building the layout."""
 
     def __init__(self, parameters: Sequence[ParameterSpec]) -> None:
         self._itemsizes = {spec.group: spec.itemsize for spec in parameters}
@@ -199,7 +199,7 @@ class _Demand:
         self._packed_ends: dict[int, dict[str, list[int]]] = {}
 
     def bytes_per_element(self, chunk_elements: int) -> int:
-        """units(C), each weighted by its group's itemsize: C times this is `Layout.total_bytes`."""
+        """Return units(C), each weighted by its group's itemsize: C times this is `Layout.total_bytes`."""
         total = 0
         for group, ends in self._ends(chunk_elements).items():
             spanning = ((size, n) for size, n in self._counts[group].items() if size > chunk_elements)
@@ -212,7 +212,7 @@ class _Demand:
         return total
 
     def _ends(self, chunk_elements: int) -> dict[str, list[int]]:
-        """By group, the running sum (from 0) of the parameters that do not span; one list per set of these."""
+        """Return by group the running sum (from 0) of the parameters that do not span; one list per set of these."""
         key = bisect_right(self._distinct, chunk_elements)
         if key not in self._packed_ends:
             self._packed_ends[key] = {
@@ -223,7 +223,7 @@ class _Demand:
 
 
 def _branch_and_bound(demand: _Demand, low: int, target: int, high: int) -> int:
-    """The size in [low, high] of least cost, best-first; see Note [Finding the chunk size]."""
+    """Return the size in [low, high] of least cost, best-first; see Note [Finding the chunk size]."""
     units: dict[int, int] = {}
     intervals: list[tuple[float, int, int]] = []
     best_cost, best = math.inf, target
@@ -256,7 +256,7 @@ def _branch_and_bound(demand: _Demand, low: int, target: int, high: int) -> int:
 
 
 def used_ends(layout: Layout) -> tuple[int, ...]:
-    """Per chunk, the elements up to its last parameter's end, rounded up to whole pages of any itemsize."""
+    """Return, by chunk, the elements up to its last parameter's end, rounded up to whole pages of any itemsize."""
     ends = [1] * len(layout.chunks)
     for placement in layout.placements:
         ends[placement.chunk] = max(ends[placement.chunk], placement.offset + placement.numel)

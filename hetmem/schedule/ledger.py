@@ -1,6 +1,6 @@
-"""The books: every copy on every cached tier, what is in flight between them, and what a command changes there.
+"""Records every copy on every cached tier and what is in flight between tiers, and makes all commands.
 
-It makes all commands. When to give one, and what for, is not its business.
+When and why to give a command is decided elsewhere (`supply`, `residency`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hetmem.schedule.cache import Cache
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
 _tuple: Any = tuple.__new__
-"""Makes a named tuple of a tuple, without Python."""
+"""Makes a named tuple from a tuple without the cost of its Python constructor."""
 
 
 class Ledger:
-    """`caches` by tier, `in_flight` commands without an answer, and the last events of every block for error messages.
-    `tick` is the number of the present use.
+    """Records of all copies: `caches` by tier, `in_flight` commands without an answer, and the last events of every
+    block for error messages. `tick` counts uses.
 
     A `Fetch` or `Write` that is begun ends with one `done` or `failed`; a `Drop` is complete at once. A staged copy is
     in use while the device is fed from it.
@@ -48,7 +48,7 @@ class Ledger:
         self._history: list[deque[tuple[int, str, Tier | None]]] = []
 
     def __del__(self) -> None:
-        """Part the tiers, each of which holds the other: nothing of them waits for a collection."""
+        """Break the reference cycle between the tiers, so that no garbage collection is needed."""
         for cache in self.caches:
             vars(cache).clear()
 
@@ -59,11 +59,11 @@ class Ledger:
         return len(self.blocks) - 1
 
     def note(self, block: int, what: str, tier: Tier | None = None) -> None:
-        """Remember that `what` happened to `block`, for `illegal`. What happens most often is noted on the spot."""
+        """Record that `what` happened to `block`, for `illegal`. Frequent events are recorded inline."""
         self._history[block].append((self.tick, what, tier))
 
     def illegal(self, block: int, tier: Tier, event: str) -> StateError:
-        """The error that `event` on the copy of `block` on `tier` is, with what went before."""
+        """Return the error for `event` on the copy of `block` on `tier`, with the block's history."""
         copy = self.caches[tier].copies.get(block)
         notes = ((tick, f"{what} {at.name}" if at is not None else what) for tick, what, at in self._history[block])
         history = "; ".join(f"{tick}: {what}" for tick, what in notes)
@@ -72,14 +72,14 @@ class Ledger:
     # ---- commands ----------------------------------------------------------------------------------------------
 
     def let_overwrite(self, block: int, tier: Tier, copy: Copy) -> None:
-        """`copy` of `block`, which has a place, becomes VALID for uses that overwrite it as a whole."""
+        """Make `copy` of `block`, which has a slot, VALID for uses that overwrite it as a whole."""
         self.caches[tier].touch(block)
         copy.fetched = self.tick
         copy.waiting = 0
         copy.state = VALID
 
     def fetch(self, block: int, source: Tier, tier: Tier, copy: Copy, commands: list[Command]) -> None:
-        """Fill `copy` of `block` on `tier`, which has a place, from `source`."""
+        """Begin to fill `copy` of `block` on `tier`, which has a slot, from `source`."""
         copy.fetched = self.tick
         copy.waiting = 0
         copy.state = LOADING
@@ -89,14 +89,14 @@ class Ledger:
         cache.loading += 1
         cache.touch(block)
         self.counts.fetches[tier] += 1
-        if source is HOST and self.blocks[block].home is NVME:  # it is in use while the device is fed from it
+        if source is HOST and self.blocks[block].home is NVME:  # in use while the device is fed from it
             staging = self.caches[HOST]
             staging.copies[block].uses += 1
         self._history[block].append((self.tick, "fetch to", tier))
         commands += (_tuple(Fetch, (block, source, tier, copy.slot)),)
 
     def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
-        """Write `copy`, the dirty one of `block` in HOST staging, home."""
+        """Begin to write home `copy`, the dirty one of `block` in HOST staging."""
         copy.writing = True
         self.in_flight += 1
         staging = self.caches[HOST]
@@ -105,8 +105,8 @@ class Ledger:
         commands.append(Write(block, copy.slot))
 
     def drop(self, block: int, tier: Tier, commands: list[Command], *, evicted: bool = False) -> None:
-        """Forget the copy of `block` on `tier`, which would be of use if it is `evicted`; raises `StateError` if that
-        loses what was changed."""
+        """Forget the copy of `block` on `tier`, and count it if it was `evicted`. Raise `StateError` for a dirty one,
+        whose changes would be lost."""
         cache = self.caches[tier]
         if cache.copies[block].dirty:
             raise self.illegal(block, tier, "dropping a dirty copy")
@@ -120,7 +120,7 @@ class Ledger:
     # ---- answers -----------------------------------------------------------------------------------------------
 
     def done(self, command: Fetch | Write) -> None:
-        """`command` was carried out: what it wrote is clean, what it fetched is VALID."""
+        """Note that `command` was carried out: a written copy is clean, a fetched one VALID."""
         copy = self._answered(command, "done")
         if type(command) is Fetch:
             copy.state = VALID
@@ -133,8 +133,8 @@ class Ledger:
             self.note(command.block, "written")
 
     def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
-        """`command` failed: what it should have written stays dirty. What it should have fetched is dropped, or STALE
-        while it is in use."""
+        """Note that `command` failed: a copy that was not written stays dirty; one that was not fetched is dropped, or
+        STALE while in use."""
         copy = self._answered(command, "failed")
         if isinstance(command, Write):
             self.note(command.block, "write failed")
@@ -145,7 +145,7 @@ class Ledger:
             self.drop(command.block, command.target, commands)
 
     def _answered(self, command: Fetch | Write, event: str) -> Copy:
-        """The copy that `command` moved, which is not in flight any more."""
+        """Return the copy that `command` moved, and count it as no longer in flight."""
         block = command.block
         fetched = command if isinstance(command, Fetch) else None
         tier = HOST if fetched is None else fetched.target

@@ -1,7 +1,8 @@
-"""How a model lies within a budget: chunks, slots, the staging ring, which tier each block gets its home on, and which
-chunks' homes move to idle device memory, where the device updates them.
+"""Fits a model into a budget: chunks, slots, the staging ring, the tier of each home, and which chunks' homes move to
+idle device memory, where the device updates them.
 
-Pure: sizes and capacities in; numbers, tiers or a reasoned refusal out. A run and a plan of it both ask here.
+Pure: from sizes and capacities it makes numbers, tiers or an error that says what is missing. A run and a plan use it
+alike.
 """
 
 from __future__ import annotations
@@ -25,69 +26,69 @@ from hetmem.schedule.layout import (
 from hetmem.schedule.trace import Tier
 
 STAGED_ROLES = 4
-"""Parameter, gradient and two optimizer states of one chunk are in staging together while it is updated."""
+"""Staging holds a chunk's parameter, gradient and two optimizer states together while it is updated."""
 
 _HOST_PER_STAGING = 4
-"""Slots of host memory for each one of staging beyond the least, so that homes have room."""
+"""Slots of host memory per slot of staging beyond the minimum, so that homes have room."""
 
 COPY_BYTES = 2
-"""Of an element of a 16-bit copy."""
+"""Bytes of an element of a 16-bit copy."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENT_BYTES = {"bfloat16": 2, "8bit": 1}
 SCALED_ELEMENTS = 256
-"""Elements of a moment of 8 bits that share a scale."""
+"""How many elements of an 8-bit moment share a scale."""
 
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
 PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 30
-"""Drivers page-lock no more than this in one call (r580 fails at 512 GiB); no copy may lie in two such pieces, so no
+"""Drivers page-lock no more than this in one call (r580 fails at 512 GiB). No transfer may cross two such pieces, so no
 home crosses a multiple of it in host memory."""
 
 _ASIDE = 4
-"""Weights leave at most one part in so many of host memory to gradients."""
+"""Weights leave at most one in this many bytes of host memory to gradients."""
 
 _LEAST_SLOTS = 4
-"""Beside those of the largest chunk: so many are left to copies on the device where homes stay there."""
+"""Slots for copies, beside those of the largest chunk, that stay free where homes are on the device."""
 
 DEVICE_SHARE = 0.5
-"""A model is kept whole on the device if its states take at most this share of it: the rest is for activations."""
+"""A whole model stays on the device if its states take at most this share of it; the rest is for activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacities:
-    """A budget in bytes: hard limits. `device_chunk_bytes` caps what chunks take of the device (None: all of it).
-    `home_copies`: whether 16-bit copies have homes; None: where host memory has room for them beside gradients and the
-    three states that an optimizer of torch's keeps at most."""
+    """Hard limits in bytes. `device_chunk_bytes` limits what chunks take of the device (None: all of it).
+    `home_copies`: whether 16-bit copies have homes; None: if host memory has room for them beside gradients and three
+    states, the most that torch's optimizers keep."""
 
     device_bytes: int
     host_bytes: int
     nvme_bytes: int = 0
     device_chunk_bytes: int | None = None
     device_fragment_bytes: int = 0
-    """What an allocator of the device leaves unused."""
+    """What an allocator of the device cannot use."""
     home_copies: bool | None = None
 
     @property
     def usable_bytes(self) -> int:
-        """What of the device an allocator can hand out."""
+        """Bytes of the device that an allocator can hand out."""
         return self.device_bytes - self.device_fragment_bytes
 
     @property
     def chunk_cap_bytes(self) -> int:
-        """The most that chunks may take of the device."""
+        """The most bytes of the device that chunks may take."""
         return self.device_bytes if self.device_chunk_bytes is None else self.device_chunk_bytes
 
 
 def loaned_bytes(capacities: Capacities, staging_bytes: int) -> int:
-    """Return how much of host memory beside `staging_bytes` no home takes where activations move and homes lie on NVMe:
-    activations cross it, and what gradients may have in flight is enough of it a few times over."""
+    """Return how many bytes of host memory beside `staging_bytes` stay free of homes for activations, if these are
+    offloaded and homes are on NVMe: a few times what gradients may have in flight."""
     room = max(0, capacities.host_bytes - staging_bytes)
     return round_down(min(4 * in_flight_bytes(capacities.device_bytes), room // 4), PAGE_BYTES)
 
 
 class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, and says which
-    """The budget is too small by `missing_bytes` on `tier`. `state_bytes`: of all homes, if the message names them."""
+    """The budget lacks `missing_bytes` on `tier`. `state_bytes`: those of all homes, if the message names them."""
 
     def __init__(self, message: str, tier: Tier, missing_bytes: int, state_bytes: int = 0) -> None:
         super().__init__(message)
@@ -98,8 +99,8 @@ class NoRoom(BudgetError):  # noqa: N818 - it is one of the errors of a budget, 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What is settled before any home is: see `survey`. `trainable` are the numbers of chunks, and `copied` of those
-    whose 16-bit copies are to have homes: see `place_copies`."""
+    """What `survey` settles before homes are placed. `trainable` has the numbers of trained chunks, and `copied` of
+    those whose 16-bit copies are to have homes: see `place_copies`."""
 
     layout: Layout
     itemsize: int
@@ -113,17 +114,17 @@ class Ground:
     staging_slots: int
     copied: frozenset[int]
     staying: frozenset[int]
-    """Chunks whose homes are all on the device, for want of room elsewhere."""
+    """Chunks with all homes on the device, as the other tiers lack room for them."""
     missing_bytes: int
-    """What host memory lacks for the homes of all others."""
+    """What host memory lacks for the homes of all other chunks."""
     host_bytes: int
-    """The most that the run can use of host memory."""
+    """The most bytes of host memory that the run can use."""
     arriving: tuple[int, ...]
-    """By chunk, bytes of an element of a gradient as autograd makes it."""
+    """By chunk, bytes of an element of a gradient in the dtype in which autograd makes it."""
     aside_bytes: int
-    """What weights leave of host memory to gradients, so that streamed ones have places where weights fill the rest."""
+    """What weights leave of host memory to gradients, so that streamed ones have buffers."""
     moments: str = "float32"
-    """What each moment takes of an element: see `planner.workload.Updating`."""
+    """The format of each moment: see `planner.workload.Updating`."""
 
     @property
     def slot_bytes(self) -> int:
@@ -141,7 +142,7 @@ class Ground:
         return self.layout.chunks
 
     def home_bytes(self, chunk: int, role: str) -> int:
-        """Bytes that a home of `role` of `chunk` takes."""
+        """Return the bytes that a home of `role` of `chunk` takes."""
         elements = self.chunks[chunk].span * self.layout.chunk_elements
         nbytes = elements * self.role_itemsize(chunk, role)
         if role in MOMENTS and self.moments == "8bit":
@@ -150,8 +151,8 @@ class Ground:
         return nbytes
 
     def role_itemsize(self, chunk: int, role: str) -> int:
-        """Bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy, "arriving" a gradient in the
-        dtype in which it arrives."""
+        """Return the bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy, "arriving" a
+        gradient in the dtype in which autograd makes it."""
         if role == "arriving":
             return self.arriving[chunk]
         if role in MOMENTS and self.moments != "float32":
@@ -168,10 +169,10 @@ class Room:
 
 
 def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
-    """A tier for each block of `sizes` bytes, in order: HOST while there is room, then NVMe.
+    """Return a tier for each block of `sizes` bytes, in order: HOST while there is room, then NVMe.
 
-    Callers place the roles in order of traffic per byte (parameters, gradients, states), so what is used most often
-    comes to lie nearest. Raises `BudgetError` naming the bytes that are missing.
+    Callers place roles in order of traffic per byte (parameters, gradients, states), so that what is used most often is
+    nearest. Raises `BudgetError` naming the bytes that are missing.
     """
     host, nvme = room.host_bytes, room.nvme_bytes
     tiers = []
@@ -192,10 +193,9 @@ def place(sizes: Sequence[int], room: Room, what: str) -> list[Tier]:
 
 
 def place_copies(sizes: Sequence[int], beside: Sequence[Tier], room: Room) -> list[Tier | None]:
-    """A tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST, beside parameters
-    there, while there is room. None: no copy. Beside parameters on NVMe it is no gain: each step it would have to be
-    compared with them, which reads what it saves.
-    """
+    """Return a tier for each 16-bit copy of `sizes` bytes whose parameters lie `beside` it, in order: HOST, beside
+    parameters there, while there is room. None: no copy. Beside parameters on NVMe a copy gains nothing: each step it
+    would have to be compared with them, which reads as much as it saves."""
     host = room.host_bytes
     tiers: list[Tier | None] = []
     for size, tier in zip(sizes, beside, strict=True):
@@ -206,28 +206,28 @@ def place_copies(sizes: Sequence[int], beside: Sequence[Tier], room: Room) -> li
 
 
 def fits_device(state_bytes: int, device_bytes: int, device_chunk_bytes: int | None) -> bool:
-    """Whether everything (parameters, gradients, states) stays on the device for good."""
+    """Return whether everything (parameters, gradients, states) fits on the device for the whole run."""
     allowed = DEVICE_SHARE * device_bytes if device_chunk_bytes is None else device_chunk_bytes
     return state_bytes <= allowed
 
 
 def staging_slots(spans: Sequence[int], host_slots: int) -> int:
-    """How many slots of host memory form the staging ring, given that not everything has its home in host memory.
+    """Return how many of `host_slots` form the staging ring, given that not all homes fit in host memory.
 
-    The least holds one chunk's update at a time; twice that lets the next one be read meanwhile, three times also the
-    last one be written. Never more than a quarter of the host's slots beyond the least.
+    The minimum holds one chunk's update; twice that lets the next one be read meanwhile, three times also lets the last
+    one be written. Beyond the minimum it takes at most a quarter of the host's slots.
     """
     largest = STAGED_ROLES * max(spans, default=1)
     return max(largest, min(3 * largest, host_slots // _HOST_PER_STAGING))
 
 
 def slots_for_staging(slots: int) -> int:
-    """How many slots of host memory there must be for a staging ring of so many `slots`."""
+    """Return how many slots of host memory a staging ring of `slots` needs in all."""
     return _HOST_PER_STAGING * slots
 
 
 def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize: int, itemsize: int, nvme: bool) -> int:
-    """An upper bound of the chunk size: a slot takes at most 1/64 of the device, so that smaller ones would leave
+    """Return an upper bound of the chunk size: a slot takes at most 1/64 of the device, as smaller ones would leave
     activations hardly more, and with NVMe a staging ring takes at most a quarter of host memory."""
     bound = device_bytes // (64 * compute_itemsize)
     if nvme:
@@ -248,14 +248,14 @@ def survey(
     lends: bool = False,
     third_state: bool = True,
 ) -> Ground:
-    """Chunks, slots and staging for `specs` (of which those numbered in `trainable` have states) within `capacities`.
+    """Choose chunks, slots and staging for `specs` (those numbered in `trainable` have states) within `capacities`.
 
-    `copies`: operators see copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
-    = searched. `beside_bytes`: what is known to be on the device beside chunks. `roles`: what the homes of a trained
-    chunk take elsewhere than on the device, as a multiple of its parameters. `lends`: beside them, a few gradients are
-    lent homes. `third_state`: the optimizer may keep one more state than AdamW, so NVMe is opened where only that one
-    exceeds host memory and staging still fits there. Raises `NoRoom`, which says the tier, the missing bytes and the
-    parameter that needs them.
+    `copies`: operators use copies in another dtype even of homes on the device. `chunk_bytes`: of a chunk at home, None
+    = searched. `beside_bytes`: known bytes on the device beside chunks. `roles`: what the homes of a trained chunk take
+    elsewhere than on the device, as a multiple of its parameters. `lends`: a few gradients are lent buffers in
+    addition. `third_state`: the optimizer may keep one more state than AdamW, so NVMe is opened where only that one
+    exceeds host memory and staging still fits there. Raises `NoRoom` with the tier, the missing bytes and the parameter
+    that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
@@ -292,7 +292,7 @@ def survey(
     unstaged = host_bytes - staging * elements * itemsize
     aside = sum(set_aside(gradients, unstaged // _ASIDE)) if uses_nvme else 0
     if unstaged - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
-        aside = 0  # weights need all the room that there is
+        aside = 0  # weights need all the room
     staying, missing = frozenset[int](), 0
     if not resident:
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
@@ -300,7 +300,7 @@ def survey(
         missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))
         if lends:
             missing += sum(set_aside(gradients, host_bytes))
-        if uses_nvme:  # what is too large for the rest of one tier lies on the other
+        if uses_nvme:  # a home too large for the rest of one tier goes to the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.usable_bytes - beside_bytes)
         device -= min(total, _LEAST_SLOTS + max(chunk.span for chunk in layout.chunks)) * slot_bytes
@@ -331,9 +331,9 @@ def survey(
 def _staying(
     layout: Layout, sizes: Mapping[int, int], elsewhere: Mapping[int, int], missing: int, room: int
 ) -> tuple[frozenset[int], int]:
-    """The chunks, whose parameters take `sizes`, that stay in `room` bytes of the device with all roles, so that
-    `missing` ones find a place elsewhere, where each that may stay takes `elsewhere`; and what is missing then. Large
-    ones come last: no more than is missing is to lie there."""
+    """Return the chunks that stay in `room` bytes of the device with all roles, so that `missing` bytes fit elsewhere,
+    and what is still missing then. Parameters of a chunk take `sizes`, and its homes would take `elsewhere` off the
+    device. Small chunks are chosen first, so that little more than `missing` stays."""
     chosen = set[int]()
     for index in sorted(elsewhere, key=lambda index: (layout.chunks[index].span, index)):
         size = STAGED_ROLES * sizes[index]
@@ -358,7 +358,7 @@ def _chunk_elements(specs: Sequence[ParameterSpec], chunk_bytes: int | None, ite
 
 
 def _largest(layout: Layout, specs: Sequence[ParameterSpec]) -> tuple[int, str]:
-    """The span of the largest chunk, and the name of the parameter that makes it so."""
+    """Return the span of the largest chunk, and the name of its largest parameter."""
     largest = max(layout.chunks, key=lambda chunk: chunk.span)
     return largest.span, specs[max(largest.parameters, key=lambda index: specs[index].numel)].name
 
@@ -377,7 +377,7 @@ def _check_device(layout: Layout, slot_bytes: int, cap: int, specs: Sequence[Par
 
 
 def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec]) -> int:
-    """The slots of the staging ring, which holds all roles of a chunk at least."""
+    """Return the slots of the staging ring, which holds at least all roles of a chunk."""
     host = round_down(host_bytes, PAGE_BYTES)
     slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes)
     needed = slots * slot_bytes
@@ -394,42 +394,42 @@ def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[P
     return slots
 
 
-# ---- homes on the device: idle memory is filled with them, in a run and in a plan alike ------------------------------
+# ---- homes in idle device memory, in a run and in a plan alike -------------------------------------------------------
 
 MARGIN_SHARE = 1 / 16
-"""Of the device: stays free beside the most that was ever needed for anything but chunks."""
+"""Share of the device that stays free beside the most that anything but chunks ever needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A chunk whose homes may move: what they take of the device, and how much of that lies on NVMe now, in bytes."""
+    """A chunk whose homes may move: the bytes they take of the device, and how many of these lie on NVMe now."""
 
     device_bytes: int
     nvme_bytes: int = 0
 
 
 def room_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, home_bytes: int) -> int:
-    """Return what is left for copies on a device of `usable_bytes`, beside `home_bytes` of homes and `non_model_bytes`
-    of everything else; below zero if these take more. Homes and copies take at most `chunk_cap_bytes`."""
+    """Return the bytes left for copies on a device of `usable_bytes`, beside `home_bytes` of homes and
+    `non_model_bytes` of everything else; below zero if none. Homes and copies take at most `chunk_cap_bytes`."""
     return min(chunk_cap_bytes, usable_bytes - non_model_bytes) - home_bytes
 
 
 def idle_bytes(usable_bytes: int, chunk_cap_bytes: int, non_model_bytes: int, chunk_bytes: int) -> int:
-    """The bytes that are never used of a device of `usable_bytes`; below zero if that is less than nothing.
+    """Return the bytes of a device of `usable_bytes` that are never used; below zero if memory is short.
 
     `chunk_cap_bytes`: the most that chunks may take; `non_model_bytes`: the most that everything else has taken at one
-    time; `chunk_bytes`: homes that are on the device, and a copy of each chunk: where not all copies fit, nothing is
-    idle, as a slot saves more bytes of the link in a step than a home of its size.
+    time; `chunk_bytes`: homes on the device, and a copy of each chunk: if not all copies fit, nothing is idle, as a
+    slot saves more bytes of the link in a step than a home of its size.
     """
     margin = int(MARGIN_SHARE * usable_bytes)
     return room_bytes(usable_bytes, chunk_cap_bytes, non_model_bytes + margin, chunk_bytes)
 
 
 def choose(candidates: Sequence[Candidate], idle: int) -> list[int]:
-    """The numbers of the candidates that move into `idle` bytes, in the order in which they do.
+    """Return the numbers of the candidates that move into `idle` bytes, in the order in which they move.
 
     First those with the greatest part on NVMe, the slowest tier; of equal ones the first given, which should be the
-    first used: its gradient arrives last, and a step waits for its update. Whatever does not fit is passed over.
+    first used: its gradient arrives last, and a step waits for its update. Candidates that do not fit are skipped.
     """
     order = sorted(range(len(candidates)), key=lambda at: -candidates[at].nvme_bytes / candidates[at].device_bytes)
     chosen = []

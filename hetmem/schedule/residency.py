@@ -1,17 +1,17 @@
-"""Where every block is: one pure state machine that turns events into commands.
+"""Where every copy of a block is: a state machine that turns events into commands.
 
-It decides on numbers, never on tensors: it does no I/O, takes no locks, and the same events give the same commands.
-Every public method is an event; what it returns must be carried out in order. A `Drop` is complete at once; every
+It decides on numbers, not on tensors: it does no I/O, takes no locks, and the same events give the same commands. Every
+public method is an event, and the commands it returns must be carried out in order. A `Drop` is complete at once; every
 `Fetch` and `Write` is answered by exactly one `done` or `failed`.
 
-Note "copies": a block has one home that always holds a place for it. A copy on a faster tier is a cache of it. A
-dirty copy (only in HOST staging) is newer than its home until its `Write` is done, and keeps its slot until then,
-so nothing is ever read from a home that a write is still on its way to.
+Note "copies": a block has one home, which holds its memory all the time. A copy on a faster tier is a cache of it. A
+dirty copy (only in HOST staging) is newer than its home until its `Write` is done, and keeps its slot until then, so
+nothing is read from a home to which a write is in flight.
 
     ABSENT -> WAITING (wanted, no slot or source yet) -> LOADING (in flight) -> VALID -> STALE (superseded, in use)
 
-Here is what a use, an answer or a change of a home means for copies. `Supply` decides what comes in next and what
-gives way, `Ledger` keeps the books and makes the commands, `Cache` knows one tier.
+This module handles uses, answers to commands, and changes of homes. `Supply` decides what to fetch next and what to
+evict, `Ledger` keeps the records and makes the commands, `Cache` is the state of one tier.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from hetmem.schedule.trace import DEVICE, HOST, NVME, Schedule, Tier
 
 
 class Residency:
-    """Owner of one fact: which tier holds which copy of which block, in which slot.
+    """Owns one fact: which tier holds a copy of which block, in which slot.
 
-    `slots` is the number of slots per cached tier; it is a hard capacity, loads in flight included. `lookahead` is
-    how many uses ahead of the schedule's position blocks are prefetched, at most `in_flight` at once (per tier).
+    `slots` is the number of slots by cached tier, a hard capacity that includes loads in flight. Blocks are prefetched
+    up to `lookahead` uses ahead of the schedule's position, at most `in_flight` of them at once (per tier).
     """
 
     def __init__(
@@ -59,97 +59,97 @@ class Residency:
         self._caches = self._ledger.caches
         self._device = self._caches[DEVICE]
         self.taken = tuple(cache.slots for cache in self._caches)
-        """Of each cached tier, whose `used` are the slots that are taken, loads in flight included."""
+        """The slots of each cached tier; `used` counts the taken ones, loads in flight included."""
         self.reach_on_device = self._device.reach
-        """`reach` on the device, where weights are used."""
+        """The method `reach` for the device."""
         self.blocks, self.counts, self.add = self._ledger.blocks, self._ledger.counts, self._ledger.add
         self.suspend = self._supply.suspend
-        """Events that give no commands: see `Supply`."""
+        """Event without commands: see `Supply.suspend`."""
 
     # ---- facts -------------------------------------------------------------------------------------------------
 
     def state(self, block: int, tier: Tier) -> CopyState | None:
-        """The state of the copy of `block` on `tier`; None if there is none."""
+        """Return the state of the copy of `block` on `tier`; None if there is no copy."""
         copies = self._caches[tier].copies
         return copies[block].state if block in copies else None
 
     def copied(self, block: int) -> bool:
-        """Whether there is a copy of `block`, of any state, on any tier."""
+        """Return whether `block` has a copy in any state on any tier."""
         device, host = self._caches
         return block in device.copies or block in host.copies
 
     def all_on_device(self, blocks: Iterable[int | None]) -> bool:
-        """Whether each of `blocks` has a VALID copy on the device."""
+        """Return whether each of `blocks` has a VALID copy on the device."""
         copies = self._caches[DEVICE].copies
         states = [copies[block].state if block in copies else None for block in blocks]
         return states.count(VALID) == len(states)
 
     def span_of(self, blocks: Iterable[int]) -> int:
-        """How many slots copies of `blocks` take."""
+        """Return how many slots copies of `blocks` take."""
         known = self.blocks
         return sum([known[block].span for block in blocks])
 
     def slot(self, block: int, tier: Tier) -> int:
-        """The first slot of the VALID copy of `block` on `tier`."""
+        """Return the first slot of the copy of `block` on `tier`, which must be VALID."""
         copy = self._caches[tier].copies.get(block)
         if copy is None or copy.state is not VALID:
             raise self._ledger.illegal(block, tier, "slot asked for")
         return copy.slot
 
     def place(self, block: int, tier: Tier) -> int:
-        """The first slot of the copy of `block` on `tier` that is VALID, or that something in flight makes so."""
+        """Return the first slot of the copy of `block` on `tier`, which must be VALID or LOADING."""
         copy = self._caches[tier].copies.get(block)
         if copy is None or copy.state not in (VALID, LOADING):
             raise self._ledger.illegal(block, tier, "place asked for")
         return copy.slot
 
     def slot_taken(self, block: int, tier: Tier) -> int:
-        """The first slot of the copy of `block` on `tier`, in whatever state; -1 if it has none."""
+        """Return the first slot of the copy of `block` on `tier` in any state; -1 if it has none."""
         copy = self._caches[tier].copies.get(block)
         return -1 if copy is None else copy.slot
 
     def dirty(self, block: int) -> bool:
-        """Whether the HOST copy of `block` is newer than its home."""
+        """Return whether the HOST copy of `block` is newer than its home."""
         copy = self._caches[HOST].copies.get(block)
         return copy is not None and copy.dirty
 
     def uses(self, block: int, tier: Tier) -> int:
-        """The use count of the copy of `block` on `tier`; 0 if there is none."""
+        """Return the use count of the copy of `block` on `tier`; 0 if there is no copy."""
         copy = self._caches[tier].copies.get(block)
         return copy.uses if copy else 0
 
     def resident(self, tier: Tier) -> list[int]:
-        """The blocks with a copy (of any state) on `tier`, oldest request first."""
+        """Return the blocks with a copy (in any state) on `tier`, the oldest request first."""
         return list(self._caches[tier].copies)
 
     def writing(self, block: int) -> bool:
-        """Whether the HOST copy of `block` is on its way home, so that it must not be changed."""
+        """Return whether the HOST copy of `block` is being written home, so that it must not be changed."""
         copy = self._caches[HOST].copies.get(block)
         return copy is not None and copy.writing
 
     def free_slots(self, tier: Tier) -> list[int]:
-        """The slots, or the first ones of places, of `tier` that are free."""
+        """Return the free slots of `tier`; of places with several slots, the number of the place."""
         return self._caches[tier].slots.free()
 
     def allowed_slots(self, tier: Tier) -> int:
-        """How many slots of `tier` may be taken now."""
+        """Return the present limit of slots on `tier`."""
         return self._caches[tier].limit
 
     def in_flight(self) -> int:
-        """Commands not yet answered."""
+        """Count the commands that were not answered yet."""
         return self._ledger.in_flight
 
     # ---- events ------------------------------------------------------------------------------------------------
 
     def reach(self, blocks: tuple[int, ...], tier: Tier) -> None:
-        """A use of `blocks` at once begins on `tier`: each is acquired next. Says where in the schedule that is."""
+        """Move the schedule of `tier` on to a use of `blocks`; each of them is acquired next."""
         self._caches[tier].reach(blocks)
 
     def acquire(self, block: int, tier: Tier, *, load: bool = True) -> list[Command]:
-        """Use `block` on `tier`: one more use, and commands that bring it there. It is there once its state is VALID.
+        """Count one use of `block` on `tier`, and fetch a missing copy; it may be used once its state is VALID.
 
-        `load=False` says that the whole copy will be overwritten, so nothing is fetched into an absent one. A copy
-        that is WAITING although nothing is in flight cannot be had: `withdraw` the use.
+        `load=False` says that the whole copy will be overwritten, so an absent one is not filled. If the copy is still
+        WAITING when nothing is in flight, there is no room for it: `withdraw` the use.
         """
         commands: list[Command] = []
         ledger, cache = self._ledger, self._caches[tier]
@@ -179,8 +179,8 @@ class Residency:
         return commands
 
     def use_all(self, blocks: Sequence[int], uses: Sequence[int]) -> list[int]:
-        """So many `uses` more of each of `blocks`, whose copies on the device are VALID, in a segment in which nothing
-        moves: their first slots."""
+        """Count `uses` of `blocks`, whose device copies are VALID, in a segment in which nothing moves; return their
+        first slots."""
         cache, ledger = self._device, self._ledger
         ledger.tick += 1
         found = [cache.copies[block] for block in blocks]
@@ -191,8 +191,8 @@ class Residency:
         return [copy.slot for copy in found]
 
     def use(self, uses: Mapping[int, int], tier: Tier, *, coming: bool = False) -> list[Command] | None:
-        """Do as so many times `acquire` of each block where the copies are VALID, or may be `coming`, as most are: what
-        is to be carried out. None, and no use counts, where one is not."""
+        """Acquire each block as often as `uses` says, if all its copies are VALID (or LOADING, if `coming`): the usual
+        case. Return the commands; None, with nothing changed, if any copy is not."""
         cache = self._caches[tier]
         copies, ledger = cache.copies, self._ledger
         for block in uses:
@@ -201,13 +201,13 @@ class Residency:
             state = copies[block].state
             if state is not VALID and not (coming and state is LOADING):
                 return None
-        schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # as `Cache.meet`, without its calls
-        for block in schedule.unmet:
+        schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # inlines `Cache.meet`
+        for block in schedule.absent:
             if block not in uses:
                 schedule.meet(uses)
                 break
         else:
-            schedule.unmet = ()
+            schedule.absent = ()
         for block in uses:
             if block in unused:
                 unused.remove(block)
@@ -221,15 +221,15 @@ class Residency:
         return commands
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
-        """Take one waiting use of `block` back and say why it cannot be had: for a request that is still WAITING
-        although nothing is in flight any more."""
+        """Take back one waiting use of `block`, which is still WAITING although nothing is in flight, and return the
+        error to raise."""
         copy = self._caches[tier].copies.get(block)
         if copy is None or copy.waiting <= 0:
             raise self._ledger.illegal(block, tier, "withdraw")
         return self._supply.withdraw(block, tier)
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False, uses: int = 1) -> list[Command]:
-        """So many `uses` of the copy less; `dirty` says that one changed it (HOST staging only)."""
+        """End `uses` of the copy of `block` on `tier`; `dirty` says that they changed it (HOST staging only)."""
         cache = self._caches[tier]
         if block not in cache.copies or (copy := cache.copies[block]).uses - uses < copy.waiting:
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
@@ -250,7 +250,7 @@ class Residency:
         return commands
 
     def release_all(self, uses: Mapping[int, int]) -> list[Command]:
-        """`release` of each block on the device; what follows is asked for once."""
+        """Release each block on the device as often as `uses` says; requests and evictions follow once, at the end."""
         cache, commands = self._device, list[Command]()
         for block in uses:
             if block not in cache.copies or (copy := cache.copies[block]).uses - uses[block] < copy.waiting:
@@ -266,7 +266,7 @@ class Residency:
         return commands
 
     def settle(self, block: int) -> list[Command]:
-        """Start to write the HOST copy home if it is dirty; it stays VALID meanwhile and is clean when that is done."""
+        """Begin to write a dirty HOST copy home; it stays VALID meanwhile, and is clean when the write is done."""
         commands: list[Command] = []
         copy = self._caches[HOST].copies.get(block)
         if copy is not None and copy.dirty and not copy.writing:
@@ -274,7 +274,7 @@ class Residency:
         return commands
 
     def invalidate(self, block: int, tier: Tier) -> list[Command]:
-        """The copy of `block` on `tier` is superseded: an idle one is dropped, one in use turns STALE."""
+        """Drop the copy of `block` on `tier` if it is idle, and make it STALE if it is in use: its home was written."""
         cache = self._caches[tier]
         copy = cache.copies.get(block)
         if copy is None:
@@ -291,8 +291,8 @@ class Residency:
         return commands
 
     def limit(self, tier: Tier, slots: int) -> list[Command]:
-        """From now on at most `slots` slots of `tier`. What is idle beyond it is given up at once; copies in use and
-        loads in flight stay, and are given up as soon as they may be."""
+        """Allow at most `slots` slots of `tier` from now on. Idle copies beyond that are evicted at once; copies in use
+        and loads in flight are, as soon as they are idle."""
         cache = self._caches[tier]
         cache.set_limit(slots)
         commands: list[Command] = []
@@ -301,8 +301,8 @@ class Residency:
         return commands
 
     def expect(self, schedules: Mapping[Tier, Schedule]) -> list[Command]:
-        """The schedule of each tier is what comes next there; prefetching starts. All are known before anything begins,
-        as what both use is compared by one clock."""
+        """Set the schedule of each tier and begin to prefetch. All schedules are set first, as uses on both tiers are
+        compared by one clock."""
         for tier, schedule in schedules.items():
             self._caches[tier].expect(schedule)
         commands: list[Command] = []
@@ -311,7 +311,7 @@ class Residency:
         return commands
 
     def resume(self, block: int) -> list[Command]:
-        """The home of `block` can be read again: what waited for it goes on."""
+        """Let `block` come to the device again, and serve the requests that waited for its home."""
         self._supply.resume(block)
         commands: list[Command] = []
         self._supply.serve(commands)
@@ -319,13 +319,13 @@ class Residency:
         return commands
 
     def prefetch(self, block: int, tier: Tier) -> list[Command]:
-        """Bring `block` to `tier` without using it, if that harms nothing more urgent."""
+        """Bring `block` to `tier` without a use, if no more urgent copy has to be evicted for it."""
         commands: list[Command] = []
         self._supply.prefetch_block(block, tier, commands)
         return commands
 
     def done(self, command: Fetch | Write) -> list[Command]:
-        """`command` was carried out."""
+        """Take note that `command` was carried out."""
         self._ledger.done(command)
         commands: list[Command] = []
         supply, (device, host) = self._supply, self._caches
@@ -335,13 +335,13 @@ class Residency:
             supply.trim(host, commands)
         if supply.waiting:
             supply.serve(commands)
-        if self.blocks[command.block].home is NVME:  # else what is fetched ahead follows from uses alone
+        if self.blocks[command.block].home is NVME:  # other prefetches must depend on uses alone, not on when loads end
             supply.prefetch(device, commands)
         return commands
 
     def failed(self, command: Fetch | Write) -> list[Command]:
-        """`command` failed: the source is as it was, and a failed write leaves its copy dirty. A failed fetch leaves
-        no copy, or a STALE one until its uses are released (the slot may still be read)."""
+        """Take note that `command` failed. Its source is unchanged, and the copy of a failed write stays dirty. A
+        failed fetch leaves no copy, or a STALE one until its uses are released (its slot may still be read)."""
         commands: list[Command] = []
         self._ledger.failed(command, commands)
         if isinstance(command, Fetch):

@@ -1,7 +1,7 @@
-"""What comes in next, and what gives way for it: requests that wait, prefetching, and the room that both need.
+"""Decides what to fetch next and what to evict for it: waiting requests, prefetching, and the room that both need.
 
-Requests go first, the oldest first; while one waits nothing is prefetched. What a use of a copy means, and what an
-answer to a command changes, is not its business.
+Requests are served first, the oldest first; while one waits nothing is prefetched. What uses and answers to commands
+mean for a copy is in `residency` and `ledger`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hetmem.schedule.ledger import Ledger
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
 _AHEAD_IN_A_SCAN = 2
-_FED_AHEAD = 4  # times the lookahead of the device: more of what is staged then is given up again before it is used
+_FED_AHEAD = 4  # times the lookahead of the device: beyond that, staged copies are evicted before they are used
 
 
 class Supply:
-    """Brings blocks in: what is asked for, and what the next `lookahead` uses miss, while fewer than `at_once` loads
-    of their tier are in flight.
+    """Fetches requested blocks, and those that the next `lookahead` uses lack, while fewer than `at_once` are loaded or
+    prefetched on their tier.
 
-    Prefetching follows Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies"
-    (SIGMETRICS 1995): fetch the next missing block, give up the one needed furthest, never do harm.
+    Prefetching follows Cao, Felten, Karlin, Li, "A study of integrated prefetching and caching strategies" (SIGMETRICS
+    1995): fetch the next missing block, evict the one needed furthest in the future, never do harm.
     """
 
     def __init__(self, ledger: Ledger, lookahead: int, at_once: Mapping[Tier, int]) -> None:
@@ -42,13 +42,13 @@ class Supply:
     # ---- requests ----------------------------------------------------------------------------------------------
 
     def request(self, block: int, tier: Tier) -> None:
-        """The WAITING copy of `block` on `tier` is wanted; `serve` sees to it."""
+        """Queue the WAITING copy of `block` on `tier` for `serve`."""
         if (tier, block) not in self.waiting:
             self.waiting.append((tier, block))
             self._ledger.note(block, "acquire on", tier)
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
-        """One use of a WAITING copy less, of a request that cannot be served; says why it cannot."""
+        """Take back one use of a WAITING copy that cannot be served, and return the error that says why."""
         error = CapacityError(self._no_room(block, tier))
         copy = self._caches[tier].copies[block]
         copy.uses -= 1
@@ -63,23 +63,23 @@ class Supply:
         return error
 
     def suspend(self, block: int) -> None:
-        """The home of `block` is being rewritten: until `resume` nothing brings it to the device."""
+        """Bring `block` to the device no more until `resume`: its home is being rewritten."""
         self._suspended.add(block)
 
     def resume(self, block: int) -> None:
-        """`block` may come to the device again."""
+        """Let `block` come to the device again."""
         self._suspended.discard(block)
         self._caches[DEVICE].ask_at = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
-        """Move requests on, the oldest first: find their source, then a slot, then fetch. Requests for staging are left
-        where only the device has `changed`."""
+        """Advance requests, the oldest first: find the source, then a slot, then fetch. If only the device has
+        `changed`, requests for staging are skipped."""
         if not self.waiting:
             return
         refused: dict[Tier, int] = {}
         for tier, block in list(self.waiting):
             if (tier, block) not in self.waiting:
-                continue  # feeding the device has started it meanwhile
+                continue  # `_stage` has served it for the device
             if tier > changed or (tier is DEVICE and block in self._suspended):
                 continue
             copy = self._caches[tier].copies[block]
@@ -97,7 +97,7 @@ class Supply:
                 self._ledger.let_overwrite(block, tier, copy)
 
     def _stage(self, block: int, refused: dict[Tier, int], commands: list[Command]) -> bool:
-        """Whether staging holds a VALID copy of `block` to feed the device from; asks for one if it has none."""
+        """Return whether staging has a VALID copy of `block` to feed the device from; request one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
         self._caches[DEVICE].fed_ahead = self._fed_ahead
@@ -117,8 +117,8 @@ class Supply:
         return staged.state is VALID
 
     def go_on(self, cache: Cache, commands: list[Command]) -> None:
-        """Evict what is too much, and serve requests: a copy of `cache` has one use less. Staging prefetches, too; the
-        device does at the next use, which begins as soon as this one is asked for."""
+        """Evict what exceeds the limit and serve requests after a use of a copy in `cache` ended. Staging also
+        prefetches; the device does so at its next use, which follows at once."""
         if cache.slots.used > cache.limit:
             self.trim(cache, commands)
         if self.waiting:
@@ -129,19 +129,19 @@ class Supply:
     # ---- prefetching -------------------------------------------------------------------------------------------
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
-        """Start what the schedule uses next and is missing, while that harms nothing."""
+        """Begin to fetch what the schedule uses next and is missing, as far as that evicts nothing of more use."""
         if self.waiting:
             return
         device, staging = self._caches
         if cache is device and device.schedule.position < device.ask_at:
             return
         self._begin(cache, commands)
-        if cache is device and staging.slots.count:  # what it has put off until the clock of the device came near
+        if cache is device and staging.slots.count:  # reads that `_comes_later` has postponed
             self._begin(staging, commands)
 
     def _has_enough(self, cache: Cache, at_once: int) -> bool:
-        """Return whether nothing more is fetched ahead than `at_once`: on the device by the copies whose uses have not
-        come, so that it does not depend on when transfers end; in staging by the loads in flight, which keep the drive
+        """Return whether `at_once` copies are ahead of their use. On the device prefetched copies count until used, so
+        that the answer does not depend on when transfers end; in staging loads in flight count, which keep the drive
         busy."""
         if cache.tier is HOST:
             return cache.loading >= at_once
@@ -149,7 +149,7 @@ class Supply:
 
     def _begin(self, cache: Cache, commands: list[Command]) -> None:
         device, staging = self._caches
-        if cache.kept:
+        if cache.retained:
             self._scan(cache, commands)
             return
         at_once = cache.most_ahead
@@ -157,7 +157,7 @@ class Supply:
             at_once = min(at_once, _AHEAD_IN_A_SCAN)
         if cache is device and device.fed_ahead:
             self._feed(commands)
-        cache.used_up = False
+        cache.exhausted = False
         for block in cache.missing(self.lookahead):
             if cache is staging and self._comes_later(block):
                 break
@@ -165,16 +165,16 @@ class Supply:
                 break
             if not self._prefetch(block, cache, commands):
                 break
-            if cache is device and device.used_up and device.slots.used >= device.limit:
-                break  # the next one has no room: it is asked for at the next use
+            if cache is device and device.exhausted and device.slots.used >= device.limit:
+                break  # no room for the next block: try at the next use
         else:
             cache.ask_at = cache.complete - self.lookahead + 1
-        cache.asked_at = self._ledger.tick + (not cache.is_known)  # the end of a use that is not known, too
-        if staging.slots.count:  # which goes by when reads end
+        cache.asked_at = self._ledger.tick + (not cache.is_known)  # so the end of an unknown use also resets `ask_at`
+        if staging.slots.count:  # reads that end make room at any time
             cache.ask_at = 0
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
-        """Fetch what is missing on the device as far ahead as a round reaches: see note "scans"."""
+        """Fetch what the device lacks as far ahead as the streaming slots allow: see note "scans" in `cache`."""
         if cache.fed_ahead:
             self._feed(commands)
         while len(cache.unused) < self._at_once[cache.tier]:
@@ -183,20 +183,20 @@ class Supply:
                 break
 
     def _comes_later(self, block: int) -> bool:
-        """Return whether staging is for the device now, and `block`, which is used in host memory, has time."""
+        """Return whether staging feeds the device at present and the use of `block` in host memory is far away."""
         device, staging = self._caches
         return device.fed_ahead > 0 and staging.needed(block) - 2 * self.lookahead > staging.clock()
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
-        """Start to bring `block` to `tier`, if it is not there and that harms nothing."""
+        """Begin to bring `block` to `tier` without a use, if it has no copy and nothing of more use is evicted."""
         cache = self._caches[tier]
         if not self.waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)
-            cache.unused.discard(block)  # it is renewed, for whenever it is used
-            cache.ask_at = 0  # what is missing next may be needed sooner
+            cache.unused.discard(block)  # renewed for any later use, so it may be evicted
+            cache.ask_at = 0  # the next missing block may be needed sooner
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
-        """Bring in `block`, which is missing in `cache`; False if that has to wait for room."""
+        """Fetch `block`, which `cache` lacks; False if there is no room for it now."""
         tier, home = cache.tier, self._blocks[block].home
         if home <= tier or (tier is DEVICE and block in self._suspended):
             return True
@@ -211,7 +211,7 @@ class Supply:
         return self._bring_in(block, HOST if tier is DEVICE else NVME, cache, commands)
 
     def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> bool:
-        """Fetch `block` from `source` into `cache`; False if that has no room."""
+        """Fetch `block` from `source` into `cache`; False if there is no room."""
         span, slots = self._blocks[block].span, cache.slots
         slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is None:
@@ -227,8 +227,8 @@ class Supply:
         return True
 
     def _feed(self, commands: list[Command]) -> None:
-        """Read from NVMe what the device uses next and has not, farther ahead than the device itself has room for: the
-        disk works while that computes on what it has."""
+        """Read from NVMe into staging what the device uses next, farther ahead than the device itself has room for, so
+        that the drive works while the device computes."""
         staging = self._caches[HOST]
         while not self._has_enough(staging, self._at_once[HOST]):
             block = self._unfed()
@@ -245,7 +245,7 @@ class Supply:
     # ---- room --------------------------------------------------------------------------------------------------
 
     def trim(self, cache: Cache, commands: list[Command]) -> None:
-        """Give up what is idle beyond the limit of `cache`."""
+        """Evict idle copies beyond the limit of `cache`; write dirty ones first."""
         for block in cache.excess():
             if cache.copies[block].dirty:
                 self._ledger.write(block, cache.copies[block], commands)
@@ -255,8 +255,8 @@ class Supply:
     def _find_place(
         self, block: int, tier: Tier, copy: Copy, refused: dict[Tier, int], commands: list[Command]
     ) -> bool:
-        """Give the WAITING `copy` a place if that can be done now; False if not. So many slots in a row as are
-        `refused` on its tier were not to be had just now, for another request."""
+        """Give the WAITING `copy` a slot if possible now; False if not. `refused` has by tier the span that another
+        request did not get just now: no larger one is tried."""
         if copy.slot < 0:
             span = self._blocks[block].span
             if span >= refused.get(tier, span + 1):
@@ -269,17 +269,17 @@ class Supply:
         return True
 
     def _make_room(self, cache: Cache, block: int, commands: list[Command]) -> int | None:
-        """Have `block` take the first place that is large enough, giving up idle copies for it; None if that must
+        """Return the first slot of a free place for `block`, after evicting idle copies if necessary; None if that must
         wait."""
         span, slots = self._blocks[block].span, cache.slots
         slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is not None:
             return slot
-        # What is staged for another request is spared: two could take it from each other for ever.
+        # Spare what is staged for another request: two requests could evict each other's copies for ever.
         spared = {other for tier, other in self.waiting if tier is not cache.tier}
         if not cache.writing or cache.writing_slots(span) < span:
             victims = cache.victims(span, spared)
-        else:  # a write on its way makes room, but what is clean and not needed for long gives way at once
+        else:  # a write in flight will make room, but a clean copy that is not needed for long can be evicted at once
             victims = cache.harmless_victims(span, cache.clock() + 2 * self.lookahead, spared)
         if not victims:
             return None

@@ -1,4 +1,4 @@
-"""Records what each segment of a step uses, and turns what is known into the schedule of what comes next.
+"""Records what each segment of a step uses, and turns it into the schedule of what comes next.
 
 It observes: moments come in, traces and schedules go out. It moves nothing and decides nothing.
 """
@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from hetmem.schedule.trace import Moment, SegmentTrace, TraceBook, segment_name
 
 _GROWS = 2
-"""Times as large as what was measured: up to there memory is taken to grow with the inputs."""
+"""Up to this many times the measured size of inputs, memory is taken to grow with them."""
 
 
 def _growth(size: int, known: int) -> float:
@@ -21,28 +21,28 @@ _BEGIN = Moment("begin", ())
 
 
 class StepTracer:
-    """The segment that runs now, beside what the book says of it.
+    """Traces the running segment and compares it with the book.
 
     A segment is *measured* (its non-model bytes are watched) when its key is new, when its inputs are more than twice
     as large as any that were measured, or when it left its trace; a segment that leaves its trace again and again is
-    measured again only at the 1st, 2nd, 4th, 8th … time. What is known of a key holds for inputs of every shape: of
-    smaller ones it is the most that they need, and for larger ones it grows with them.
+    measured only at the 1st, 2nd, 4th, 8th … time. The trace of a key holds for inputs of every shape: for smaller
+    inputs it is the most that they need, and for larger ones it grows with them.
     """
 
     def __init__(self) -> None:
         self.book = TraceBook()
         self.grows = _GROWS
-        """So many times as large as what was measured inputs may be, and are not measured."""
+        """Inputs of up to this many times the measured size are not measured again."""
         self._again: set[Hashable] = set()
-        """Keys of which the next segment is measured, whatever is known."""
+        """Keys whose next segment is measured in any case."""
         self.key: Hashable | None = None
         self._ended: Hashable | None = None
-        """The segment that is over, until the next one begins."""
+        """The segment that has ended, until the next one begins."""
         self.measured = False
         self.position = 0
         self.known: SegmentTrace | None = None
         self._moments: list[Moment] = []
-        """Those of the segment that runs, but none as long as it `_follows` what is known of it, `_count` moments."""
+        """Moments of the running segment; not filled while it `_follows` its known trace of `_count` moments."""
         self._follows, self._at_once, self._count = False, False, 0
         self._opening = self._expected = _BEGIN
         self.gradients_sent = 0
@@ -51,44 +51,44 @@ class StepTracer:
         self._departures: dict[Hashable, int] = {}
         self._size = 0
         self._measured_sizes: dict[Hashable, int] = {}
-        """By key, the bytes of the largest inputs that were measured."""
+        """By key, the bytes of the largest measured inputs."""
         self._sizes: dict[Hashable, int] = {}
-        """The same of all that have run."""
+        """By key, the bytes of the largest inputs of any segment so far."""
         self.growth = 1.0
-        """How much more than its trace says the segment may need."""
+        """Factor by which the segment may need more than its trace says."""
         self.unseen_growth = 1.0
-        """How much more than any with its key has needed."""
+        """Factor by which its inputs are larger than any seen with its key."""
         self.is_unseen = False
-        """Whether nothing is known of what it will need."""
+        """Whether nothing is known of the memory it will need."""
 
     def forget_traces(self) -> None:
-        """No trace holds any more, nor will that of the segment that runs, which goes by what was known of it."""
+        """Forget all traces, and do not record that of the running segment, which still follows its known trace."""
         self.book, self.key = TraceBook(), None
         self._sizes.clear()
         self._measured_sizes.clear()
 
     def must_measure(self, key: Hashable, size: int = 0) -> bool:
-        """Whether a segment with `key`, and inputs of `size` bytes, has to be watched."""
+        """Return whether a segment with `key`, and inputs of `size` bytes, must be measured."""
         departures = self._departures.get(key, 0)
         if self.book.get(key) is None or key in self._again or size > self.grows * self._measured_sizes.get(key, size):
             return True
         return departures > 0 and departures & (departures - 1) == 0
 
     def measure_again(self) -> None:
-        """Have every segment that is known measured once more, as memory is used otherwise from now on."""
+        """Measure every known segment once more, as memory is used otherwise from now on."""
         self._again.update(trace.key for trace in self.book.traces())
 
     def has_seen(self, key: Hashable, size: int) -> bool:
-        """Whether a segment like that of `key`, with inputs as large, has run before: also in another mode."""
+        """Return whether a segment of the same kind as `key`, in any mode, has run with inputs as large."""
         name = segment_name(key)
         return any(size <= seen for other, seen in self._sizes.items() if segment_name(other) == name)
 
     def knows_a_backward(self) -> bool:
-        """Whether a whole forward and backward was seen."""
+        """Return whether a whole forward and backward were traced."""
         return any(segment_name(trace.key) == "backward" for trace in self.book.traces())
 
     def begin(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
-        """End the segment that ran and begin one with `key`, and inputs of `size` bytes, which follows it."""
+        """End the running segment and begin one with `key`, and inputs of `size` bytes, that follows it."""
         self.end()
         if self._ended is not None:
             self.book.follows(self._ended, key)
@@ -138,7 +138,7 @@ class StepTracer:
         self.book.put(SegmentTrace(key, tuple(self._moments), *on_host, self._opening))
 
     def _keep_the_most(self, key: Hashable, known: SegmentTrace | None) -> None:
-        """What was measured just now counts; but what larger inputs have needed at the same moments still holds."""
+        """Merge the moments just measured with what larger inputs have needed at the same moments."""
         before, self._measured_sizes[key] = self._measured_sizes.get(key, 0), self._size
         if known is not None and before > self._size:
             self._measured_sizes[key] = before
@@ -146,8 +146,8 @@ class StepTracer:
             self._opening = self._opening.most(known.opening)
 
     def moment(self, operator: str, blocks: tuple[int, ...], live_bytes: int, leaving_bytes: int = 0) -> Moment:
-        """One operator boundary; returns what to expect until the next one. Of `live_bytes` gradients on their way home
-        are `leaving_bytes`."""
+        """Record one operator boundary, and return what to expect until the next one. `leaving_bytes` of the
+        `live_bytes` are gradients in flight to their homes."""
         if self._at_once:
             return self._expected
         at, known = self.position, self.known
@@ -168,33 +168,33 @@ class StepTracer:
         return expected
 
     def all_ahead(self, blocks: tuple[int, ...]) -> Moment | None:
-        """The segment that has just begun as one moment, which uses `blocks`; None if not all is known of it."""
+        """Return the segment that has just begun as one moment, which uses `blocks`; None if its trace is unknown."""
         if self.known is None or not self._follows or not self._count or (self.position and not self._at_once):
             return None
         return Moment("all at once", blocks, *self.known.worst).times(self.growth)
 
     def all_at_once(self, expected: Moment) -> None:
-        """`expected`, which `all_ahead` has made, is all that happens in the segment, which is no departure."""
+        """Take `expected`, which `all_ahead` made, for the whole segment; that is no departure from the trace."""
         self.position, self._expected, self._at_once = self._count, expected, True
 
     def _leave_trace(self) -> None:
-        """What comes next is another moment than is known: those so far are put down."""
+        """Record moments from here on, after those so far, as the next one may differ from the known trace."""
         if self._follows and self.known is not None:
             self._moments = list(self.known.moments[: self.position])
         self._follows = False
 
     def begins_with(self, live_bytes: int) -> None:
-        """Nothing has run in the last moment, and no more than `live_bytes` are left of what was there."""
+        """Record that nothing has run in the last moment yet, and that only `live_bytes` remain."""
         self._leave_trace()
         if self._moments:
             self._moments[-1] = Moment(self._moments[-1].operator, self.blocks(), live_bytes, (live_bytes,))
 
     def grew(self, live_bytes: int, leaving_bytes: int = 0) -> None:
-        """Non-model memory grew to `live_bytes` within the last moment, `leaving_bytes` of them as in `moment`."""
+        """Record that non-model memory grew to `live_bytes` within the last moment, `leaving_bytes` as in `moment`."""
         self._now = self._now.grown(live_bytes, leaving_bytes)
 
     def sent(self, own_bytes: int) -> None:
-        """A gradient was sent home within the last moment; beside those on their way `own_bytes` are no chunks."""
+        """Record that a gradient was sent home, which leaves `own_bytes` beside chunks and gradients in flight."""
         self.gradients_sent += 1
         if self.measured:
             now = self._now
@@ -202,7 +202,7 @@ class StepTracer:
 
     @property
     def own_bytes(self) -> int:
-        """The most to expect, up to the next moment or gradient, that is neither chunks nor gradients on their way."""
+        """The most bytes expected, up to the next moment or gradient, outside chunks and gradients in flight."""
         return self._expected.own_after(self.gradients_sent)
 
     @property
@@ -218,17 +218,17 @@ class StepTracer:
             self._opening = moment
 
     def host_use(self, block: int, *, reads: bool) -> None:
-        """`block` was used in host staging; unless it `reads`, that use overwrites all of it."""
+        """Record a use of `block` in host staging; unless it `reads`, it overwrites all of the block."""
         if not reads:
             self._overwritten.add(len(self._host))
         self._host.append(block)
 
     def known_moments(self) -> list[Moment]:
-        """All moments that are known: those of the running segment up to the last one, and those of every trace."""
+        """Return all known moments: those of the running segment except the last one, and those of every trace."""
         self._leave_trace()
         return self._moments[:-1] + [moment for trace in self.book.traces() for moment in trace.moments]
 
     def blocks(self) -> tuple[int, ...]:
-        """The blocks that the last moment uses."""
+        """Return the blocks that the last moment uses."""
         self._leave_trace()
         return self._moments[-1].blocks if self._moments else ()

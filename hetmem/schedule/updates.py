@@ -1,19 +1,18 @@
-"""Updates of chunks under way, for run and plan alike: whose turn it is. Pure.
+"""Orders the updates of chunks that are under way, in a run and a plan. Pure.
 
-What an update needs is brought to host memory, its tiles run on the workers, and all goes back. Reads for the next
-update and writes of the last one go on meanwhile, and so may a backward or a forward. `HostUpdates` decides which is
-next; how one is carried out, on threads and streams or on a clock, is in what is derived from it.
+The roles that an update needs are brought to host memory, its tiles run on the workers, and the results are written
+back. Reads for the next update and writes of the last one overlap with that, and so may a backward or a forward.
+`HostUpdates` decides which update is next; its subclasses carry updates out, on threads and streams or on a clock.
 
-    queued -> opening (its roles are on their way) -> running -> over
+    queued -> opening (its roles are in flight) -> running -> done
 
-Note "turns": updates of chunks that were queued go in the order in which the next forward wants their weights, and not
-in that of their gradients, which is the opposite. What a step leaves undone is wanted late then, and a forward does not
-wait for all of it at its first layer. The order changes no bits: each update is of its chunk alone.
+Note "turns": queued updates of chunks run in the order in which the next forward uses their weights, and not in that of
+their gradients, which is the opposite. So the updates that a step leaves pending are those needed last, and a forward
+does not wait for all of them at its first layer. The order changes no bits: each update is of its chunk alone.
 
 Note "openings": updates run in the order in which they open, and one opens only once all that opened before it have a
-place for each of their roles. So those need no more memory to be computed, and at most one, the last, holds places
-while it waits for others: for those that the updates before it will give back. Two that each held what the other needs
-would wait for ever.
+slot for each of their roles. So these need no more memory, and at most one, the last, holds slots while it waits for
+others: those that the updates before it will free. Two that each held what the other needs would deadlock.
 """
 
 from __future__ import annotations
@@ -28,66 +27,65 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 AT_ONCE = 3
-"""Updates opening or running together: while one is computed, the next ones are brought."""
-_GIVEN_UP = 8
-"""Times that updates give memory up for one wait: its copy crosses two tiers, and reads under way end first."""
+"""Updates opening or running together: while one is computed, the next ones are read."""
+_MOST_RELEASES = 8
+"""How often updates release memory for one wait: its copy crosses two tiers, and reads in flight must end first."""
 
 
 class HostUpdates(ABC, Generic[T]):
-    """Updates by the workers of the host."""
+    """Updates on the threads of the host."""
 
     def __init__(self, number: Callable[[T], int]) -> None:
         self._number = number
         self._queue: list[T] = []
-        """In the order of their numbers, and of equal ones as they came: see note "turns"."""
+        """In ascending order of their numbers, equal ones first in, first out: see note "turns"."""
         self._opening: deque[T] = deque()
         self._running: list[T] = []
         self._pumping = False
-        self._given_up = 0
-        """How often memory was given up in one wait since an update has run."""
+        self._releases = 0
+        """How often updates have released memory in one wait since one has run."""
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is queued or under way."""
+        """Whether no update is queued, opening or running."""
         return not (self._queue or self._opening or self._running)
 
     def _put(self, update: T) -> None:
-        """Queue `update`."""
         insort_right(self._queue, update, key=self._number)
 
     @abstractmethod
     def _is_free(self, update: T) -> bool:
-        """Whether the gradients of `update` have arrived, and nothing else is under way with its chunk."""
+        """Return whether the gradients of `update` have arrived, and no other transfer or update uses its chunk."""
 
     @abstractmethod
     def _has_places(self, update: T) -> bool:
-        """Whether each role of `update`, which is opening, has a place in staging."""
+        """Return whether each role of `update`, which is opening, has a slot in staging."""
 
     @abstractmethod
     def _is_open(self, update: T) -> bool:
-        """Whether all roles of `update`, which is opening, are there."""
+        """Return whether all roles of `update`, which is opening, have arrived."""
 
     @abstractmethod
-    def _ask(self, update: T) -> None:
-        """Command: bring the roles of `update` to host memory. Nothing is asked for if this raises."""
+    def _request(self, update: T) -> None:
+        """Carry out a command: bring the roles of `update` to host memory. If this raises, nothing was requested."""
 
     @abstractmethod
-    def _unask(self, update: T) -> None:
-        """Command: take `_ask` back."""
+    def _cancel(self, update: T) -> None:
+        """Carry out a command: release what `_request` asked for."""
 
     @abstractmethod
     def _run(self, update: T) -> None:
-        """Command: compute `update`, which is open."""
+        """Carry out a command: compute `update`, which is open."""
 
     def _carry_out(self, command: Callable[[], None]) -> None:
-        """Carry `command` out, and all that can be done then, in the middle of whatever the thread that trains does."""
+        """Carry `command` out, and every command that is possible after it."""
         following: Callable[[], None] | None = command
         while following is not None:
             following()
             following = self._next()
 
     def pump(self) -> None:
-        """Go on as far as that needs no waiting."""
+        """Advance updates as far as that takes no waiting."""
         if self._pumping or self.idle:
             return
         self._pumping = True
@@ -98,40 +96,40 @@ class HostUpdates(ABC, Generic[T]):
             self._pumping = False
 
     def _next(self) -> Callable[[], None] | None:
-        """What can be done now: an update can open, or run; None if there is nothing."""
+        """Return a command that is possible now: open an update, or run one; None if there is none."""
         update = next(filter(self._is_free, self._queue), None) if self._may_open() else None
         if update is not None:
             return partial(self._open, update)
         return self._run_first if self._opening and self._is_open(self._opening[0]) else None
 
     def _may_open(self) -> bool:
-        """Whether an update may open; see the note "openings"."""
+        """Return whether an update may open; see note "openings"."""
         if not self._queue or len((*self._opening, *self._running)) >= AT_ONCE:
             return False
-        return not self._opening or self._has_places(self._opening[-1])  # those before had places when it opened
+        return not self._opening or self._has_places(self._opening[-1])  # those before it had slots when it opened
 
     def _open(self, update: T) -> None:
         self._queue.remove(update)
         try:
-            self._ask(update)
+            self._request(update)
         except BaseException:
             self._put(update)
             raise
         self._opening.append(update)
 
     def _run_first(self) -> None:
-        self._given_up = 0
+        self._releases = 0
         self._run(self._opening.popleft())
 
     def give_way(self, *, again: bool) -> bool:
-        """Let go of what is open but not computed with yet, for what needs its memory; False if that is nothing, or
-        if it was let go of `again` and again in one wait though no update has run: it would be taken each time."""
-        self._given_up = self._given_up + 1 if again else 0
-        if self._given_up >= _GIVEN_UP:
+        """Release the roles of updates that are open and not running, for a transfer that needs their memory. Return
+        False if there are none, or if they released them `again` and again in one wait without any update running."""
+        self._releases = self._releases + 1 if again else 0
+        if self._releases >= _MOST_RELEASES:
             return False
         gives = bool(self._opening)
         while self._opening:
             update = self._opening.pop()
-            self._unask(update)
+            self._cancel(update)
             self._put(update)
         return gives

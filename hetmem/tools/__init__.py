@@ -1,1 +1,1 @@
-"""What measures and examines this machine for the command line: probe, doctor, what calls cost."""
+"""Tools of the command line that measure or examine this machine: probe, doctor, and the cost of calls."""

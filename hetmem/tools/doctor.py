@@ -1,4 +1,4 @@
-"""`hetmem doctor`: what of hetmem works on this machine, and how to mend the rest. Looks, and changes nothing."""
+"""`hetmem doctor`: reports which parts of hetmem work on this machine, and how to fix the others. Changes nothing."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from hetmem.memory.host_memory import free_host_bytes
 from hetmem.memory.nvme_store import NvmeStore
 
 _LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""GB/s of a PCIe lane each way, by generation (PCI-SIG's rates less the line code)."""
+"""GB/s of a PCIe lane each way, by generation (PCI-SIG's rates less the encoding overhead)."""
 
 _SIGNS = {True: "ok  ", False: "FAIL", None: "--  "}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at. `well` is False where something that was asked for does not work, and None for what the
-    machine lacks and hetmem can do without; `advice` mends it."""
+    """The result of one check. `well` is False if something that was asked for does not work, and None if the machine
+    lacks something optional; `advice` says how to fix it."""
 
     what: str
     found: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine(nvme_directory: str | None = None) -> list[Finding]:
-    """Everything that hetmem needs or can use, the drive of `nvme_directory` too if it is given."""
+    """Check everything that hetmem needs or can use, and the drive of `nvme_directory` if it is given."""
     directory = [] if nvme_directory is None else [_drive(nvme_directory)]
     return [_versions(), _gpu(), *_links(), _kernels(), _host_kernel(), _host_memory(), *_locked_memory(), *directory]
 
@@ -68,8 +68,8 @@ def _gpu() -> Finding:
 
 
 def _links() -> Iterator[Finding]:
-    """The PCIe link of each GPU, as NVML tells it. An idle GPU lowers its generation, so the highest one is shown that
-    GPU and slot share, beside the lanes in use."""
+    """Check the PCIe link of each GPU with NVML. An idle GPU lowers its generation, so this shows the highest one that
+    GPU and slot share, and the lanes in use."""
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         try:
             pynvml.nvmlInit()
@@ -109,7 +109,7 @@ def _host_memory() -> Finding:
 
 
 def _locked_memory() -> Iterator[Finding]:
-    """Page-locked memory is registered with the GPU's driver, which a low limit makes fail."""
+    """Check the limit of locked memory: a low one makes the GPU's driver refuse to page-lock host memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if torch.cuda.is_available() and limit != resource.RLIM_INFINITY:
         advice = "if copies are slow: ulimit -l unlimited, or in a container --ulimit memlock=-1"
@@ -117,10 +117,10 @@ def _locked_memory() -> Iterator[Finding]:
 
 
 def _drive(directory: str) -> Finding:
-    """A small file is made there, as a managed model would, and is gone again."""
+    """Check `directory` with a small file, made as for a managed model and removed again."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is said below
+            warnings.simplefilter("ignore")  # the finding below has their content
             store = NvmeStore([Path(directory)], 2 * MIB)
     except BudgetError as error:
         return Finding("drive", directory, False, str(error))
@@ -138,7 +138,7 @@ def _drive(directory: str) -> Finding:
 
 
 def _filesystem(directory: str) -> str:
-    """The kind of the filesystem that `directory` lies on."""
+    """Return the type of the filesystem of `directory`."""
     path = os.path.realpath(directory)
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
     return next((mounts[str(at)] for at in (Path(path), *Path(path).parents) if str(at) in mounts), "")

@@ -1,7 +1,6 @@
 """Measures this machine for the planner, in about a minute: memory, disk, links and, if there is one, the GPU.
 
-Everything measured goes through what training uses: the optimizer's kernel, the NVMe store, torch's copies. It decides
-nothing and leaves no file behind.
+It measures with the code that training uses: the optimizer's kernel, the NVMe store, torch's copies. It leaves no file.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
 from statistics import median
@@ -20,15 +21,15 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from hetmem.base.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate
+from hetmem.base.hardware import DeviceProfile, HardwareProfile, HostProfile, Rate, ThreadCosts
 from hetmem.base.units import MIB
 from hetmem.cpu import AdamWStep, adamw_tasks
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
 from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, REQUEST_BYTES, THREADS, Extent, NvmeStore
+from hetmem.planner import DEFAULT_HARDWARE, load_profile
 from hetmem.planner.step_program import UPDATE_BYTES
-from hetmem.tools.measuring import measure, ordinary_torch
 
 _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 16 << 20
@@ -36,30 +37,43 @@ _DISK_BYTES = 256 * MIB
 _LOOKED_SECONDS, _BUSY_SHARE = 0.3, 0.25
 
 
+@contextmanager
+def ordinary_torch() -> Iterator[None]:
+    """Make new tensors float32 in host memory and a backward possible. The default dtype changes for all threads."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"), torch.inference_mode(False):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @ordinary_torch()
 def probe(
     nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False, say: Callable[[str], object] = bool
 ) -> HardwareProfile:
-    """A profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
+    """Measure a profile of this machine; the disk is the one of `nvme_dir` (None: the temporary directory).
 
-    Without a GPU the device is the simulated one, and its rates are those of this machine's cores. `quick` measures on
-    a sixteenth of the bytes: for tests and demonstrations. `say` is told what is measured next, and whether the machine
-    is busy, which the profile tells too. Raises `BudgetError` if the directory cannot be written to.
+    Without a GPU the device is the simulated one, with the rates of this machine's cores. `quick` measures on a
+    sixteenth of the bytes: for tests and demonstrations. `say` is called with the name of each part before it is
+    measured, and with a warning if the machine is busy, which the profile records too. Raises `BudgetError` if the
+    directory cannot be written to.
     """
     scale = 16 if quick else 1
     busy = _busy()
     if busy:
         say(f"warning: {busy}: rates will be too low; measure again when it is idle")
-    say("1/4 memory and the host's update")
+    say("1/3 memory and the host's update")
     host = _host(scale)
     directory = Path(nvme_dir or tempfile.gettempdir())
-    say(f"2/4 the drive of {directory}")
+    say(f"2/3 the drive of {directory}")
     disk = _disk(directory, _DISK_BYTES // scale)
-    say("3/4 the device and its links")
+    say("3/3 the device and its links")
     device, to_device, to_host, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
     measured = f"measured by hetmem probe on {platform.node() or 'this machine'}, torch {torch.__version__}"
-    say("4/4 what a call costs the training thread")
-    costs = measure(3 if quick else 15, "cuda" if torch.cuda.is_available() else "sim")
+    measured = f"{measured}; {busy}" if busy else measured
+    costs, source = _thread_costs(device)
     return HardwareProfile(
         torch.cuda.get_device_name() if torch.cuda.is_available() else f"simulated on {host.cores} cores",
         device,
@@ -69,14 +83,23 @@ def probe(
         Rate(disk.read, disk.latency),
         Rate(disk.write, disk.latency),
         both,
-        {"all": f"{measured}; {busy}" if busy else measured},
+        {"all but thread": measured, "thread": source},
         costs,
         disk.both,
     )
 
 
+def _thread_costs(device: DeviceProfile) -> tuple[ThreadCosts, str]:
+    """Return hetmem's own costs on the training thread, from the default profile, and their source; on a GPU scaled by
+    this machine's time to launch an operator over the profile's."""
+    shipped = load_profile(DEFAULT_HARDWARE)
+    factor = device.operator_seconds / shipped.device.operator_seconds if torch.cuda.is_available() else 1.0
+    costs = ThreadCosts(**{name: factor * seconds for name, seconds in asdict(shipped.thread).items()})
+    return costs, f"{factor:.2f} times those of {shipped.name}, {shipped.sources['thread']}"
+
+
 def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = False) -> dict[str, float]:
-    """Bytes a second of each way in which training moves bytes, as `probe` measures them with the same arguments."""
+    """Measure the bytes a second of each kind of transfer in training, as `probe` does with the same arguments."""
     scale = 16 if quick else 1
     host, disk = _host(scale), _disk(Path(nvme_dir or tempfile.gettempdir()), _DISK_BYTES // scale)
     _, up, down, both = _gpu(scale) if torch.cuda.is_available() else _simulated(scale, host)
@@ -92,13 +115,13 @@ def transfers(nvme_dir: str | os.PathLike[str] | None = None, *, quick: bool = F
 
 
 def _busy() -> str:
-    """What other processes take of the cores, where that spoils measurements; else nothing."""
+    """Return a note on the load by other processes if it is high enough to spoil measurements, else ""."""
     share = psutil.cpu_percent(_LOOKED_SECONDS) / 100
     return f"the machine was busy, its cores to {share:.0%}" if share > _BUSY_SHARE else ""
 
 
 def seconds(work: Callable[[], object], rounds: int = 5) -> float:
-    """The median of `rounds` runs of `work`, after one that is not counted."""
+    """Return the median seconds of `rounds` runs of `work`, after one that is not counted."""
     work()
     times = []
     for _ in range(rounds):
@@ -124,7 +147,7 @@ def _copy_rate(scale: int) -> float:
 
 
 def _update_rate(elements: int) -> float:
-    """Bytes per second of the optimizer's own kernel, all traffic counted."""
+    """Measure the bytes per second of the optimizer's own kernel, all traffic counted."""
     pool = WorkerPool()
     param, gradient, first, second = (torch.full((elements,), 1e-3) for _ in range(4))
     hyper = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3, False)
@@ -138,7 +161,7 @@ def _update_rate(elements: int) -> float:
 
 
 class _Disk(NamedTuple):
-    """Bytes a second of reads, of writes, and of as many of both at once; and the seconds of a small read."""
+    """Bytes a second of reads, of writes, and of both at once in equal parts; and the seconds of a small read."""
 
     read: float
     write: float
@@ -147,7 +170,7 @@ class _Disk(NamedTuple):
 
 
 def _disk(directory: Path, nbytes: int) -> _Disk:
-    """The drive of `directory`, asked as a run does."""
+    """Measure the drive of `directory` with requests as in a run."""
     block = min(REQUEST_BYTES, nbytes // THREADS)
     store = NvmeStore([directory], nbytes + BLOCK_BYTES)
     try:
@@ -174,7 +197,7 @@ def _disk(directory: Path, nbytes: int) -> _Disk:
 
 
 def _simulated(scale: int, host: HostProfile) -> tuple[DeviceProfile, Rate, Rate, float]:
-    """The cores of this machine, as the device that operators run on."""
+    """Measure the cores of this machine as the simulated device."""
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
         side, taken = 64, 0.0
@@ -192,7 +215,7 @@ def _simulated(scale: int, host: HostProfile) -> tuple[DeviceProfile, Rate, Rate
 
 
 def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
-    """The first GPU: its links from pinned memory, its memory, its matrix rates."""
+    """Measure the first GPU: its links from pinned memory, its memory, its matrix rates."""
     nbytes = _COPY_BYTES // scale
     pinned = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]

@@ -31,6 +31,7 @@ from tests.engine.harness import (
     assert_same,
     assert_same_grads,
     assert_same_weights,
+    budget,
     everywhere,
     manage,
     mlp,
@@ -175,6 +176,31 @@ def test_weights_read_right_after_an_interrupt_are_those_at_home(
             assert (weight.dtype, weight.device) == (torch.float32, torch.device("cpu"))
             assert_same(plain.tower.norm.weight * 3, weight * 3, "used")
         assert_same_weights(plain, managed)
+
+
+@pytest.mark.each
+@pytest.mark.parametrize(("placement", "chunks"), [("resident", None), ("host", "16KiB"), ("host", "128KiB")])
+@pytest.mark.parametrize("where", FORWARD)
+def test_weights_are_at_home_as_soon_as_an_interrupt_is_raised(
+    where: str, placement: str, chunks: str | None, tmp_path: Path
+) -> None:
+    """Also for what asks nothing of a weight that is bound: by working weights, by module, or for a forward."""
+    limits = budget(placement, tmp_path, device_chunks=chunks)
+    model = manage(Drawn(), limits, tmp_path, mixed_precision=torch.bfloat16, sanitize=False)
+    for _ in range(3):
+        model(*BATCH).backward()
+        model.zero_grad()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    with PLACES[where](model, torch.optim.SGD(model.parameters(), lr=0.1)), pytest.raises(KeyboardInterrupt) as raised:
+        model(*BATCH)
+    up = model.tower.blocks[1].up
+    weight = next(up.parameters()) if "all" in where else up.weight  # a hook of the whole may leave another one there
+    assert weight.dtype is torch.float32, "whose module ran"
+    with torch.no_grad():
+        for weight, was in zip(model.parameters(), before, strict=True):
+            assert weight.dtype is torch.float32
+            assert_same(was * 0.7, weight.mul_(0.7), "written")
+    assert raised.tb is not None, "its frames are there"
 
 
 @everywhere

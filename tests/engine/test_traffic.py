@@ -125,7 +125,7 @@ def test_who_is_refused_takes_back_his_own_wait_and_nobody_else_s(tmp_path: Path
     for one in opened:
         traffic.close_role(*one, dirty=False)
     traffic.executor.drain()
-    assert traffic.role_is_there(chunk, role)
+    assert traffic.role_has_arrived(chunk, role)
     traffic.close_role(chunk, role, dirty=False)
     assert not in_use(managed)
 

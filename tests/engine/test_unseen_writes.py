@@ -247,7 +247,7 @@ def test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error(
         expected = backward(lambda module, batch=batch: loss_of(module, batch))
         got = loss_of(managed, batch)
         assert_same(expected, got, f"loss {step}")
-        consumed = type(managed[0].weight.grad).__name__ == "UsedUp"
+        consumed = type(managed[0].weight.grad).__name__ == "ConsumedGradient"
         assert consumed <= (step == 3)
         if consumed:
             with pytest.raises(RuntimeError, match=r"last step was not cleared: .* call zero_grad\(\)"):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem.intercept import registry
-from hetmem.memory.cuda_device import ComputeStreams, CudaDevice, CudaStreams
+from hetmem.memory.cuda_device import ComputeStream, CudaDevice, CudaStreams
 from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
 from hetmem.schedule.blocks import Link
@@ -285,7 +285,7 @@ class SleepyStreams(CudaStreams):
 
 class LateCopies(CudaDevice):
     def copier(self, seen: Seen, finished: Callable[[Finished], None]) -> Copier:
-        return StreamCopier(SleepyStreams(self.torch_device, ComputeStreams(self.torch_device)), seen, finished)
+        return StreamCopier(SleepyStreams(self.torch_device, ComputeStream(self.torch_device)), seen, finished)
 
 
 class SlowModel(Model):

@@ -253,7 +253,7 @@ def test_two_models_train_on_two_threads(placement: str, tmp_path: Path) -> None
 def test_threads_that_wait_for_each_other_get_an_error_that_names_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a join, which nobody sees, after a while; by their turns at once."""
+    """By a join, which nobody sees, or by their turns."""
     (_, one), (_, other) = pair(mlp, "host", tmp_path), pair(mlp, "host", tmp_path)
     expected, refusals = evaluated(one), list[Any]()
     handle = one[2].register_forward_pre_hook(lambda *_: refusals.append(on_a_thread(lambda: evaluated(other))))
@@ -262,10 +262,9 @@ def test_threads_that_wait_for_each_other_get_an_error_that_names_both(
     assert_same(expected, evaluated(one), "output")
     nested.remove()
     assert isinstance(refusals[0], ManageError)
-    assert "waits for a forward on thread 'MainThread', which has done nothing" in str(refusals[0])
+    assert "it waits for a forward on thread 'MainThread': does that wait for this thread" in str(refusals[0])
     handle.remove()
 
-    monkeypatch.setenv("HETMEM_TURN_TIMEOUT", "20")
     both_begun = threading.Barrier(2)
 
     def call_the_other(theirs: nn.Module) -> None:
@@ -275,8 +274,7 @@ def test_threads_that_wait_for_each_other_get_an_error_that_names_both(
     for mine, theirs in ((one, other), (other, one)):
         mine[2].register_forward_pre_hook(lambda *_, theirs=theirs: call_the_other(theirs[0]))
     found = [call() for call in [beside(lambda model=model: evaluated(model), waits=False) for model in (one, other)]]
-    assert sum(isinstance(each, ManageError) for each in found) == 1
-    assert "which waits for" in str(next(each for each in found if isinstance(each, ManageError)))
+    assert {type(each) for each in found} <= {ManageError, torch.Tensor} and ManageError in map(type, found)
 
 
 @everywhere

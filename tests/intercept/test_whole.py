@@ -26,11 +26,13 @@ from tests.engine.harness import (
     assert_same_grads,
     assert_same_weights,
     manage,
+    mlp,
     pair,
     token_batches,
     train_both,
     vector_batches,
 )
+from tests.engine.test_interrupts import ctrl_c
 from tests.intercept.test_pointers import Raw
 
 
@@ -333,17 +335,8 @@ def test_a_raw_pointer_of_a_weight_is_right_where_all_are_bound_at_once(tmp_path
 
 @pytest.mark.parametrize("own", [True, False], ids=["own optimizer", "torch's"])
 def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(own: bool, tmp_path: Path) -> None:
-    class Struck(Tower):
-        struck = False
-
-        def forward(self, *batch: torch.Tensor) -> torch.Tensor:
-            loss = super().forward(*batch)
-            if self.struck:
-                raise KeyboardInterrupt
-            return loss
-
     torch.manual_seed(0)
-    plain = Struck()
+    plain = Tower()
     managed = all_copies(copy.deepcopy(plain), tmp_path)
     torchs = partial(torch.optim.AdamW, lr=1e-2, fused=True)
     optimizers = torchs(plain.parameters()), (partial(hetmem.AdamW, lr=1e-2) if own else torchs)(managed.parameters())
@@ -354,10 +347,8 @@ def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(own
             if step % 2:
                 loss.backward()
             if step > 2:
-                model.struck = True
-                with pytest.raises(KeyboardInterrupt):
+                with model.get_submodule("head").register_forward_hook(ctrl_c), pytest.raises(KeyboardInterrupt):
                     model(*batch)
-                model.struck = False
             if not step % 2:
                 loss.backward()
             optimizer.step()
@@ -367,7 +358,7 @@ def test_training_goes_on_after_an_interrupt_of_a_forward_that_had_bound_all(own
         for one, other in zip(plain.parameters(), managed.parameters(), strict=True):
             assert_same(one, other, f"what is read right after step {step}")
         assert_same_weights(plain, managed, f"step {step}")
-    assert "Struck" in testing.of(managed).operators()
+    assert "Tower" in testing.of(managed).operators()
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -445,31 +436,14 @@ def test_hooks_that_a_forward_registers_and_removes_are_called_as_in_torch(mixed
     assert list(managed.second._forward_pre_hooks) == [handle.id for handle in managed.handles[:1]]
 
 
-class Ends(nn.Module):
-    """A forward that ends without a word to hooks where it is asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.ends = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers(x)
-        if self.ends:
-            raise KeyboardInterrupt
-        return x
-
-
 def test_a_forward_right_after_one_that_has_ended_without_a_word_has_what_was_written_between(tmp_path: Path) -> None:
     mixed = torch.bfloat16
-    plain, managed = pair(Ends, "resident", tmp_path, mixed_precision=mixed, sanitize=False)
+    plain, managed = pair(mlp, "resident", tmp_path, mixed_precision=mixed, sanitize=False)
     batches = vector_batches(2, 4, WIDTH, dtype=mixed)
     train_both(plain, managed, batches, Recipe(steps=2, mixed=mixed))
-    weights = [module.get_parameter("layers.0.weight").data for module in (plain, managed)]  # writes count no version
-    managed.ends = True
-    with pytest.raises(KeyboardInterrupt):
+    weights = [module.get_parameter("0.weight").data for module in (plain, managed)]  # writes count no version
+    with managed.register_forward_hook(ctrl_c, prepend=True), pytest.raises(KeyboardInterrupt):
         managed(*batches[0])
-    managed.ends = False
     for weight in weights:
         weight.mul_(2)
     assert_same(plain.to(mixed)(*batches[0]), managed(*batches[0]), "an output")

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from tests.cuda.shim import ShimBackend
 from tests.memory.tested import (
     Backend,
-    ComputeStreams,
+    ComputeStream,
     CudaDevice,
     CudaStreams,
     TorchBackend,
@@ -367,4 +367,4 @@ class CpuCuda(CudaDevice):
 
 
 def streams_of_cpu() -> CudaStreams:
-    return CudaStreams(torch.device("cpu"), ComputeStreams(torch.device("cpu")))
+    return CudaStreams(torch.device("cpu"), ComputeStream(torch.device("cpu")))

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.errors import ManageError
 from tests.engine.harness import manage, mlp
 from tests.memory.fake_cuda import CpuCuda, Event, FakeCuda, Stream, cuda, streams_of_cpu
 from tests.memory.tested import (
-    ComputeStreams,
+    ComputeStream,
     CudaStreams,
     Finished,
     Job,
@@ -28,40 +29,37 @@ SEGMENTS = 8
 """Events of a step: begin and end of forward, backward and step, and what is left over."""
 
 
-def test_a_mark_is_behind_every_stream_that_was_seen_to_compute(cuda: FakeCuda) -> None:
-    """Two streams read one weight; the copy that overwrites it comes after both, whoever let go last."""
-    streams, compute = streams_of_cpu(), [Stream(), Stream()]
-    weight, seen = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
-    for stream, read in zip(compute, seen, strict=True):
-        with torch.cuda.stream(stream):
-            read.copy_(weight)
-            mark = streams.mark()
-
-    def overwrite() -> None:
-        weight.fill_(7.0)
-
-    end = streams.enqueue(Link.HOST_TO_DEVICE, [mark], overwrite)
-    streams.wait(end)
-    assert torch.equal(seen[0], torch.ones(4)) and torch.equal(seen[1], torch.ones(4)) and weight[0] == 7
-
-
-def test_a_copy_comes_behind_a_use_on_a_stream_that_asked_for_no_event(cuda: FakeCuda) -> None:
-    """Uses record none: the copy into their memory does, on every stream on which there were any."""
-    copier = StreamCopier(streams_of_cpu(), lambda job, start, end: None, lambda finished: None)
-    weight, seen = torch.ones(4), torch.zeros(4)
-    with torch.cuda.stream(Stream()):
-        seen.copy_(weight)
-        mark = copier.mark()
-    copier.start(Job("chunk", Link.HOST_TO_DEVICE, lambda: weight.fill_(7.0) and None, 1), [mark])
-    copier.close()
-    assert torch.equal(seen, torch.ones(4)) and weight[0] == 7
+def test_a_model_is_refused_on_another_stream_than_the_default_one(cuda: FakeCuda, tmp_path: Path) -> None:
+    """Nothing has been computed or updated, and on the default stream it goes on."""
+    limits = hetmem.Budget(device="384KiB", device_chunks="96KiB", host="64MiB")
+    managed = manage(mlp(), limits, tmp_path, device=CpuCuda(), sanitize=False)
+    optimizer = hetmem.AdamW(managed.parameters())
+    side, before = Stream(), [parameter.clone() for parameter in managed.parameters()]
+    for _ in range(3):
+        with (
+            torch.cuda.stream(side),
+            pytest.raises(ManageError, match=r"another stream of .* leave out torch.cuda"),
+        ):
+            managed(torch.ones(2, 64))
+        loss = managed(torch.ones(2, 64)).sum()
+        with torch.cuda.stream(side), pytest.raises(ManageError, match="another stream"):
+            loss.backward()
+        managed.zero_grad()
+        assert all(map(torch.equal, before, managed.parameters()))
+    managed(torch.ones(2, 64)).sum().backward()
+    with torch.cuda.stream(side), pytest.raises(ManageError, match="another stream"):
+        optimizer.step()
+    assert all(map(torch.equal, before, managed.parameters()))
+    optimizer.step()
+    assert not any(map(torch.equal, before, managed.parameters()))
+    side.synchronize()  # what was asked for there holds a graph
 
 
 class CountedStreams(CudaStreams):
     """Counts events behind compute; notes how many there were before each copy, and which it comes behind."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), ComputeStreams(torch.device("cpu")))
+        super().__init__(torch.device("cpu"), ComputeStream(torch.device("cpu")))
         self.events: list[Any] = []
         self.behind: list[int] = []
 
@@ -132,30 +130,6 @@ def test_slots_are_of_the_default_stream_s_memory_whatever_stream_is_current(
     assert taken_on == [cuda.default] * 2
 
 
-def test_memory_of_a_slot_that_another_stream_used_is_handed_out_after_that_is_done(cuda: FakeCuda) -> None:
-    """The allocator knows of the default stream alone; the user computes on another one."""
-    device, side = CpuCuda(), Stream()
-    pool, streams = device.pool(64, 4), CudaStreams(device.torch_device, device._compute)
-    for slot in (0, 1):
-        pool.prepare(slot, 1)
-    first = pool.flat(0, torch.uint8, 64).data_ptr()
-    pool.give_back([1], keep=1)
-    assert cuda.kept == [], "nobody else was seen to compute"
-    with torch.cuda.stream(side):
-        streams.mark()
-    pool.prepare(4, 2)
-    large = pool.flat(4, torch.uint8, 128).data_ptr()
-    pool.give_back([0, 4], keep=0)
-    assert cuda.kept == [(large, side), (first, side)]
-
-
-def test_zeroed_memory_is_zeroed_for_the_stream_that_asked(cuda: FakeCuda) -> None:
-    side = Stream()
-    with torch.cuda.stream(side):
-        CpuCuda().allocate(64)
-        assert side.asked, "it waits for the stream that writes the zeros"
-
-
 def test_work_that_fails_leaves_nothing_under_way(cuda: FakeCuda) -> None:
     """Its owner lets go of the memory as soon as it is told."""
     streams, source, target = (
@@ -214,7 +188,7 @@ class FailedStreams(CudaStreams):
 
 
 def test_a_device_that_fails_ends_every_job_with_its_error(cuda: FakeCuda) -> None:
-    streams, finished = FailedStreams(torch.device("cpu"), ComputeStreams(torch.device("cpu"))), []
+    streams, finished = FailedStreams(torch.device("cpu"), ComputeStream(torch.device("cpu"))), []
     copier = StreamCopier(streams, lambda job, start, end: None, finished.append)
     for tag in range(3):
         link = Link.DEVICE_TO_HOST if tag else Link.HOST_TO_DEVICE

@@ -297,7 +297,7 @@ def test_a_model_that_is_gone_is_neither_told_nor_kept_and_others_are_told(cuda:
     with pytest.raises(torch.OutOfMemoryError):
         device.refuse(8 * KIB)
     gone, alive = (runtime() for runtime in runtimes)
-    assert gone is None and alive is not None and "an allocation of 8.00 KiB" in alive.room.shortage.said
+    assert gone is None and alive is not None and "an allocation of 8.00 KiB" in alive.room.shortage.last_message
     assert len(cuda.observers) == 1
 
 

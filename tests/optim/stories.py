@@ -81,4 +81,4 @@ def twins(modules: tuple[nn.Module, nn.Module], **options: Any) -> Twins:
 
 def with_gradients(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of `module` that have a gradient which is not used up."""
-    return [p for p in module.parameters() if p.grad is not None and not testing.is_used_up(p.grad)]
+    return [p for p in module.parameters() if p.grad is not None and not testing.is_consumed(p.grad)]

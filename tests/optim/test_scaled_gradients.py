@@ -206,7 +206,7 @@ def test_a_gradient_that_was_being_read_ahead_while_it_was_scaled_is_read_again(
                 parameter.grad.data.mul_(16.0)
             disk.waits = False
             disk.goes_on.set()
-        while not traffic.role_is_there(chunk, Role.GRAD):
+        while not traffic.role_has_arrived(chunk, Role.GRAD):
             traffic.wait_for_one()
         traffic.unask_role(chunk, Role.GRAD)
         norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))

@@ -86,7 +86,7 @@ def test_streamed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> N
     visible = 16 * 4096 * chunks / sum(p.numel() for p in plain.parameters())
     streamed = hetmem.report(managed).to_dict()["bytes_per_parameter"]
     assert streamed == pytest.approx(visible * (12 + 4 * 6 / chunks) / 16)
-    assert all((parameter.grad is None or testing.is_used_up(parameter.grad)) for parameter in managed.parameters())
+    assert all((parameter.grad is None or testing.is_consumed(parameter.grad)) for parameter in managed.parameters())
 
 
 def test_chunks_of_all_sizes_share_the_memory_for_streamed_gradients(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Mo
         train_apart(plain, managed, (left, right), before)
         for module in (plain, managed):
             loss_of(module, batch).backward()
-    assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
+    assert all(testing.is_consumed(parameter.grad) for parameter in managed.parameters())
     return plain, managed, left, right
 
 
@@ -181,7 +181,7 @@ def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(use: str
         USES[use](managed)
     for optimizer in (left, right):
         optimizer.step()
-    assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
+    assert all(testing.is_consumed(parameter.grad) for parameter in managed.parameters())
     right.synchronize()
     assert_same_weights(plain, managed)
 
@@ -234,10 +234,10 @@ def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
         right.synchronize()
         with testing.updates_held():
             loss_of(managed, batch).backward()
-            assert not any(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
+            assert not any(testing.is_consumed(parameter.grad) for parameter in managed.parameters())
     if consumed == "before what is dropped":
         right.synchronize()
-        assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
+        assert all(testing.is_consumed(parameter.grad) for parameter in managed.parameters())
     DROPS[way](managed, right)
     if consumed == "after it":
         right.synchronize()
@@ -247,7 +247,7 @@ def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
     right.zero_grad()
     loss_of(managed, vector_batches(1, 4, 64)[0]).backward()
     right.step()
-    assert all(testing.is_used_up(parameter.grad) for parameter in managed.parameters())
+    assert all(testing.is_consumed(parameter.grad) for parameter in managed.parameters())
 
 
 def norms_between() -> nn.Sequential:

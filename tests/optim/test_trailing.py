@@ -197,7 +197,7 @@ def test_a_step_waits_for_no_update_that_was_begun_in_the_backward(
             both.right.step()
         both.left.step()
         both.left.zero_grad()
-        assert all(testing.is_used_up(parameter.grad) for parameter in both.managed.parameters())
+        assert all(testing.is_consumed(parameter.grad) for parameter in both.managed.parameters())
         both.right.zero_grad()
     both.right.synchronize()
     both.assert_same()

@@ -34,9 +34,9 @@ def test_a_chunk_is_complete_with_the_last_of_what_was_awaited() -> None:
     complete = Complete[str]()
     complete.begin()
     assert "a" not in complete
-    complete.comes("a", 2, two)
+    complete.add("a", 2, two)
     assert "a" not in complete
-    complete.comes("a", 1, two)
+    complete.add("a", 1, two)
     assert "a" in complete
     assert "b" not in complete
 
@@ -46,9 +46,9 @@ def test_every_backward_begins_anew() -> None:
     for _ in range(2):
         complete.begin()
         assert "a" not in complete
-        complete.comes("a", 1, two)
+        complete.add("a", 1, two)
         assert "a" not in complete
-        complete.comes("a", 2, two)
+        complete.add("a", 2, two)
         assert "a" in complete
 
 
@@ -57,9 +57,9 @@ def test_where_a_backward_had_more_than_was_awaited_nobody_knows_the_last() -> N
     for backward in range(2):
         complete.begin()
         for parameter in (1, 2):
-            complete.comes("a", parameter, two)
+            complete.add("a", parameter, two)
         assert ("a" in complete) == (backward == 0)
-        complete.comes("a", 1, two)
+        complete.add("a", 1, two)
         assert "a" not in complete
 
 

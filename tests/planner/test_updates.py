@@ -30,9 +30,9 @@ from tests.planner.tested import (
     Update,
     Updating,
     arrange,
+    deciding,
     judge,
     rehearse,
-    search,
 )
 from tests.schedule.invariants import check_invariants
 
@@ -355,18 +355,18 @@ def test_steps_with_updates_that_trail_are_taken_in_the_mean(
 def test_two_budgets_differ_where_gradients_take_what_homes_leave_and_are_rehearsed_once_where_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, seen = search.rehearse, list[int]()
+    real, seen = rehearse, list[int]()
 
     def counted(*of: Any) -> StepResult:
         seen.append(1)
         return real(*of)
 
-    monkeypatch.setattr(search, "rehearse", counted)
+    monkeypatch.setattr(deciding, "rehearse", counted)
     how = Updating(overlapped=True, streamed_gradients=True)
 
     def with_room(host: int, nvme: int) -> Judged | NoRoom:
         room = Capacities(20 * MIB, host * MIB, nvme * MIB, 8 * MIB)
-        return search.judged(workload(8), Setting(room, MIB, hardware=SLOW, updating=how))
+        return deciding.judged(workload(8), Setting(room, MIB, hardware=SLOW, updating=how))
 
     found = [with_room(7, nvme) for nvme in (25, 29)]  # where none can be lent a home
     assert isinstance(found[0], NoRoom) and found[0].tier is Tier.NVME

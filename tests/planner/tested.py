@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from hetmem import planner
 from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError, search, step_program, workload
-from hetmem.planner.decide import Decision, Variant, combined
+from hetmem.planner import Plan, PlanError, step_program, workload
+from hetmem.planner.decide import Decision, Judged, Variant, arranged, combined
 from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace
 from hetmem.planner.plan import KEPT
 from hetmem.planner.reservation import ROLES, arrange, state_bytes
-from hetmem.planner.search import Judged, arranged
 from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
 from hetmem.planner.step_program import Rehearsal, rehearse
@@ -27,6 +27,9 @@ from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Schedule, Tier
 
+deciding = sys.modules[Judged.__module__]
+"""The module, whose name in the package is that of a function."""
+
 Setting = functools.partial(workload.Setting, hardware=planner.load_profile("h100"))
 """What is judged on the machine that `judge` is told."""
 
@@ -34,13 +37,13 @@ Setting = functools.partial(workload.Setting, hardware=planner.load_profile("h10
 def judge(
     of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int, *, steps: int = 4
 ) -> Judged:
-    found = search.judged(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
+    found = deciding.judged(of, replace(setting, hardware=on, micro_batches=micro_batches), steps=steps)
     assert isinstance(found, Judged), found
     return found
 
 
 def judged(of: Workload, setting: workload.Setting, on: HardwareProfile, micro_batches: int) -> Judged | NoRoom:
-    return search.judged(of, replace(setting, hardware=on, micro_batches=micro_batches))
+    return deciding.judged(of, replace(setting, hardware=on, micro_batches=micro_batches))
 
 
 def decide(
@@ -104,6 +107,7 @@ __all__ = [
     "checkpointed",
     "combined",
     "decide",
+    "deciding",
     "divided",
     "format_enough",
     "format_seconds",

@@ -244,7 +244,7 @@ def test_charts_say_in_words_what_they_show(browser: Any, long_page: Path) -> No
         assert "peak " in said["Device memory"]
         assert said["Device memory"].endswith(", budget 8.00 MiB")
         assert plot(page, "Chunks on the device").get_attribute("aria-description") == "200 rows, 1 stall"
-        lanes = plot(page, "Who was busy").get_attribute("aria-description")
+        lanes = plot(page, "Busy resources").get_attribute("aria-description")
         assert lanes.startswith("Forward and backward 87.5%, Host optimizer 12.5%")
 
 

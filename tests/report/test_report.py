@@ -281,7 +281,7 @@ def test_a_tier_that_is_not_there_has_no_rows(tmp_path: Path) -> None:
 
 def test_a_step_and_a_forward_are_not_compared() -> None:
     other = {**SAMPLE, "step": {**SAMPLE["step"], "of": "forward", "seconds": 1.0}}
-    assert "a tells of a step and b of a forward." in comparison("a", SAMPLE, "b", other).splitlines()
+    assert "a covers a step and b a forward." in comparison("a", SAMPLE, "b", other).splitlines()
 
 
 def test_one_step_is_not_yet_a_whole_one(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Broken:
 
 
 def test_a_device_that_has_failed_is_forgotten_and_nobody_hears_of_it_here() -> None:
-    events = EventLog(clock=Broken(), behind=True)
+    events = EventLog(clock=Broken(), asynchronous=True)
     for what in ("forward", "backward"):
         events.begin_segment(what)
         events.waited(events.here())

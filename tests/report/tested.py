@@ -9,10 +9,9 @@ from hetmem.intercept import registry
 from hetmem.report import files, live
 from hetmem.report.files import compare, page_text, render, show, trace_text
 from hetmem.report.report import MemoryReport
-from hetmem.report.step import format_seconds, step_section
+from hetmem.report.step import Window, clip, format_seconds, last_window, length, overlap, step_section, union, without
 from hetmem.report.text import comparison, table
 from hetmem.report.timeline import BlockFacts, timeline_section
-from hetmem.report.window import Window, clip, last_window, length, overlap, union, without
 from hetmem.schedule.blocks import Link
 
 __all__ = [

@@ -35,10 +35,10 @@ def test_of_the_places_that_may_become_free_the_last_used_goes_and_all_its_block
     slots = SlotMap(7)
     for slot, span, block in ((0, 1, 10), (1, 1, 11), (4, 2, 12), (2, 2, 13)):
         assert slots.take(span, block) == slot
-    assert slots.emptied_first({10: (3,), 11: (2,), 12: (1,)}, 2) == [10, 11]
-    assert slots.emptied_first({10: (3,), 11: (1,), 12: (1,), 13: (1,)}, 2) == [12]
-    assert slots.emptied_first({10: (3,), 12: (1,)}, 3) == []
-    assert slots.emptied_first({12: (1,), 13: (9,)}, 3) == [13, 12]
+    assert slots.cheapest_row({10: (3,), 11: (2,), 12: (1,)}, 2) == [10, 11]
+    assert slots.cheapest_row({10: (3,), 11: (1,), 12: (1,), 13: (1,)}, 2) == [12]
+    assert slots.cheapest_row({10: (3,), 12: (1,)}, 3) == []
+    assert slots.cheapest_row({12: (1,), 13: (9,)}, 3) == [13, 12]
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.lists(st.integers(0, 23), max_size=40))

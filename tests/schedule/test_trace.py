@@ -21,10 +21,10 @@ class NaiveSchedule:
         self.uses = uses * 40
         self.segment = segment
         self.position = 0
-        self.unmet: set[int] = set()
+        self.absent: set[int] = set()
 
     def next_use(self, block: int) -> int:
-        if block in self.unmet:
+        if block in self.absent:
             return self.position - 1
         return self.next_use_from(block, self.position)
 
@@ -38,7 +38,7 @@ class NaiveSchedule:
         if not known:
             return False
         self.position = 1 + min(known, key=lambda at: (abs(at - self.position), at < self.position))
-        self.unmet = set(blocks)
+        self.absent = set(blocks)
         return True
 
 
@@ -58,7 +58,7 @@ def test_reaching_uses_moves_on_as_if_every_use_was_looked_at(
         assert schedule.reach(blocks) == naive.reach(blocks, len(uses))
         for block in met:
             schedule.meet((block,))
-            naive.unmet.discard(block)
+            naive.absent.discard(block)
         assert schedule.position == naive.position
         assert [schedule.next_use(b) for b in range(6)] == [naive.next_use(b) for b in range(6)]
 
@@ -96,7 +96,7 @@ def test_a_block_of_the_present_use_is_used_now_until_it_was_met() -> None:
     schedule = Schedule([(0, 1), (2,), (0,)])
     assert schedule.reach((0, 1))
     schedule.meet((0,))
-    assert (schedule.unmet, schedule.next_use(1), schedule.next_use(0)) == ((1,), 0, 2)
+    assert (schedule.absent, schedule.next_use(1), schedule.next_use(0)) == ((1,), 0, 2)
     schedule.meet((1,))
     assert (schedule.position, schedule.next_use(1)) == (1, 3)
 
@@ -132,7 +132,7 @@ def test_no_use_of_a_later_segment_is_taken_for_one_of_this() -> None:
 
 def test_an_empty_schedule_expects_nothing() -> None:
     schedule = Schedule()
-    assert (schedule.next_use(0), schedule.unmet, schedule.horizon(8)) == (NEVER, (), 0)
+    assert (schedule.next_use(0), schedule.absent, schedule.horizon(8)) == (NEVER, (), 0)
     assert not schedule.reach((0,))
 
 
@@ -169,7 +169,7 @@ def test_what_segments_overwrite_lies_at_the_same_places_of_their_schedule() -> 
     assert [schedule.reads(at) for at in range(10)] == [False, True, True, False, True] * 2
 
 
-def test_what_is_passed_over_still_overwrites_its_block_and_until_then_nobody_reads_that_ahead() -> None:
+def test_what_is_skipped_still_overwrites_its_block_and_until_then_nobody_reads_that_ahead() -> None:
     """Block 1 is written, then read; the use of 2, which came between, is early this time."""
     schedule = Schedule(UseSequence([(0,), (1,), (2,), (1,), (3,)], overwritten=[1]))
     assert [schedule.reads(at) for at in range(5)] == [True, False, True, True, True]
@@ -180,7 +180,7 @@ def test_what_is_passed_over_still_overwrites_its_block_and_until_then_nobody_re
     assert [schedule.reads(at) for at in range(3, 10)] == [True, True, True, False, True, True, True]
 
 
-def test_what_is_passed_over_and_only_read_is_read_ahead_as_ever() -> None:
+def test_what_is_skipped_and_only_read_is_read_ahead_as_ever() -> None:
     schedule = Schedule(UseSequence([(0,), (1,), (2,), (3,), (1,)], overwritten=[2]))
     schedule.reach((0,))
     schedule.reach((2,))

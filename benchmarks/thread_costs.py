@@ -1,17 +1,18 @@
-"""Measures what hetmem itself costs the thread that trains: per call, use, gradient, transfer and update.
+"""Measures the cost of hetmem itself on the training thread: per call, use, gradient, transfer and update.
 
-Models of tiny layers are trained beside plain ones. On the simulated device operators and bytes take no time; on a GPU
-the thread launches them and goes on, and each phase begins when the GPU is idle. So what is left is hetmem's. They
-differ in the size of their chunks, and in what is called between the layers. Here is also the ordinary torch that
-measurements need around them.
+    python -m benchmarks.thread_costs    # as `thread` of a hardware profile has it
+
+Managed models of tiny layers are trained beside plain ones, and the difference of their times is hetmem's: on the
+simulated device operators and bytes take no time, and on a GPU each phase begins idle and is only launched. The models
+differ in the size of their chunks and in the functions between the layers.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -25,19 +26,7 @@ from hetmem.intercept import registry
 from hetmem.optim.adamw import AdamW
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.trace import Tier
-
-
-@contextmanager
-def ordinary_torch() -> Iterator[None]:
-    """New tensors are float32 in host memory, and a backward is possible. All threads have the dtype meanwhile."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"), torch.inference_mode(False):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
+from hetmem.tools.probe import ordinary_torch
 
 _LAYERS, _WIDTH, _ROWS = 64, 63, 4  # weight and bias of a layer just fit in a page of `schedule.layout`
 _PAGE_BYTES = 4 * PAGE_ELEMENTS
@@ -49,8 +38,8 @@ _BETWEEN = 6  # calls between two layers: a module and five functions
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Medians of one model, in seconds beyond those of plain torch and in fetches: of a forward, of a backward, and of
-    an update. `queued`: the part of an update until the first chunk is computed."""
+    """Medians of one model for a forward, a backward and an update: seconds beyond plain torch's, and fetches.
+    `queued`: seconds of an update until the first chunk is computed."""
 
     forward: float
     forward_fetches: float
@@ -62,34 +51,34 @@ class Seen:
 
 
 class Overheads:
-    """The models, which take turns, as the speed of a machine that is shared changes.
+    """Trains the models in turn, as the speed of a shared machine changes.
 
-    With `c` calls, `u` uses and `f` fetches a forward takes `c * call_seconds + u * use_seconds + f * transfer_seconds`
-    beside plain torch's time; a backward that asks for `w` weights and makes `g` gradients takes `(w + g) *
-    gradient_seconds + f * transfer_seconds`; and an update of `p` parameters in `n` chunks that renews `r` copies `p *
-    (queue_seconds + update_seconds) + n * chunk_seconds + r * transfer_seconds`, the first of these before it goes on
-    with any. What a call costs a backward, for what it has saved, counts as its forward's.
+    Beyond plain torch's time, a forward with `c` calls, `u` uses and `f` fetches takes `c * call_seconds + u *
+    use_seconds + f * transfer_seconds`; a backward that unpacks `w` weights and makes `g` gradients takes `(w + g) *
+    gradient_seconds + f * transfer_seconds`; and an update of `p` parameters in `n` chunks that renews `r` copies takes
+    `p * (queue_seconds + update_seconds) + n * chunk_seconds + r * transfer_seconds`, with all of the queueing first.
+    The cost of a call in backward, for the tensors it saved, counts as its forward's.
     """
 
     def __init__(self, device: str = "sim") -> None:
         self._models = [_Trained(layers, device, between=between) for layers, between in _KINDS]
 
     def step(self) -> None:
-        """One step of each. The first four are not counted, as they learn."""
+        """Run one step of each model. The first four are not counted: they record traces and warm up."""
         for model in self._models:
             model.step()
 
     def result(self) -> ThreadCosts:
-        """Seconds of the training thread, by the medians of all steps that count. Nothing is left behind."""
+        """Return the costs by the medians of all counted steps, and release the models."""
         return solved(*(model.result() for model in self._models))
 
 
 @ordinary_torch()
 def measure(rounds: int = 15, device: str = "sim") -> ThreadCosts:
-    """The costs on "sim" or "cuda", of `rounds` steps of each model.
+    """Measure the costs on "sim" or "cuda" in `rounds` steps of each model.
 
-    Operators of the CPU compute on one thread meanwhile: layers are tiny, and threads of a pool that wait for each
-    other would take most of the time.
+    Operators of the CPU use one thread meanwhile: with layers this tiny, synchronizing a pool would take most of the
+    time.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -103,7 +92,7 @@ def measure(rounds: int = 15, device: str = "sim") -> ThreadCosts:
 
 
 def solved(many: Seen, few: Seen, called: Seen) -> ThreadCosts:
-    """The costs that explain what was seen with many chunks, with few, and with more calls."""
+    """Solve for the costs, from the medians with many chunks, with few, and with more calls."""
     fetches = many.forward_fetches + many.backward_fetches - few.forward_fetches - few.backward_fetches
     transfer = max(0.0, (many.forward + many.backward - few.forward - few.backward) / max(1.0, fetches))
     call = max(0.0, (called.forward + called.backward - few.forward - few.backward) / (_BETWEEN * _LAYERS))
@@ -120,10 +109,10 @@ def solved(many: Seen, few: Seen, called: Seen) -> ThreadCosts:
 
 
 class _Between(nn.Module):
-    """Functions without weights, as a model has them between its layers: some keep what they get for the backward."""
+    """Functions without weights between layers, as models have them; some save their inputs for the backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [rows, width]."""
+        """Apply them to `x`: [rows, width]."""
         return torch.relu(x.unflatten(-1, (3, -1)).transpose(1, 2).flatten(1)).add(x)
 
 
@@ -150,7 +139,7 @@ class _Trained:
         self._seen: list[tuple[float, ...]] = []
 
     def step(self) -> None:
-        """One step of both."""
+        """Run and time one step of both models."""
         loss, alone, _ = self._timed(lambda: self._plain(self._batch).sum())
         _, behind, _ = self._timed(loss.backward)
         self._plain.zero_grad()
@@ -164,7 +153,7 @@ class _Trained:
         self._seen.append((forward - alone, fetches, backward - behind, fetches_back, update, renewals, queued))
 
     def _timed(self, phase: Callable[[], Any]) -> tuple[Any, float, int]:
-        """What `phase` returns on an idle device, the thread's seconds in it, and its fetches."""
+        """Run `phase` on an idle device; return its result, the thread's seconds in it, and its fetches."""
         if self._on_gpu:
             torch.cuda.synchronize()
         fetches, start = self._counts.fetches[Tier.DEVICE], time.perf_counter()
@@ -173,6 +162,10 @@ class _Trained:
         return result, seconds, self._counts.fetches[Tier.DEVICE] - fetches
 
     def result(self) -> Seen:
-        """Medians of all steps but the first four, which learn; nothing is left behind."""
+        """Return the medians of all steps but the first four, and release the model."""
         release(self._model)
         return Seen(*(float(median(values)) for values in zip(*self._seen[4:], strict=True)))
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(measure(device="cuda" if torch.cuda.is_available() else "sim")), indent=2))
