@@ -69,7 +69,8 @@ class GradientSink:
         self.lent: set[Chunk] = set()
         """Chunks whose gradients lie in lent memory."""
         self._handles: list[Any] = []
-        self._unhooked = runtime.parameters
+        self.unhooked = runtime.parameters
+        """Parameters that did not require a gradient when that was last asked."""
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
         """Parameters whose gradient is being accumulated, and their `p.grad` before."""
         self.is_simple = False
@@ -84,9 +85,9 @@ class GradientSink:
     def install_all(self) -> None:
         """Hook all that require a gradient by now."""
         with torch_private.NoFunctionsOfSubclasses():
-            for managed in self._unhooked:
+            for managed in self.unhooked:
                 self.install(managed)
-        self._unhooked = [managed for managed in self._unhooked if not managed.grad_hooked]
+        self.unhooked = [managed for managed in self.unhooked if not managed.grad_hooked]
 
     def install(self, managed: ManagedParameter) -> None:
         """Register the hooks of `managed`, once, if it requires a gradient."""

@@ -257,7 +257,7 @@ class Interception:
             if torch.is_grad_enabled():
                 runtime.turn.trainers.add(compute.thread)
             key, size = self.segments.look_at(module, leaves, names, transformed=transformed)
-            if runtime.memory.uses_copies:
+            if self.gradients.unhooked and runtime.memory.uses_copies:
                 self.gradients.install_all()
             if self.activations is not None and torch.is_grad_enabled():
                 self.activations.choice.forward_begins()
