@@ -18,7 +18,7 @@ class Mutation:
 
 UNSEEN = "tests/engine/test_unseen_writes.py::"
 WITHIN = "tests/engine/test_writes_within_steps.py::"
-OTHERS = "tests/intercept/test_strangers.py::"
+OTHERS = "tests/intercept/test_unmanaged.py::"
 THREADS = "tests/intercept/test_threads.py::"
 EDITS = "tests/optim/test_edits.py::"
 

@@ -49,7 +49,7 @@ MUTATIONS = {
     ),
     "miss the use count of a feed": Mutation(
         "schedule/ledger.py",
-        "staging.copies[block].uses += 1",
+        "self.caches[HOST].copies[block].uses += 1",
         "pass",
         STORIES + "test_staging_is_kept_while_it_feeds_the_device",
     ),
@@ -178,7 +178,7 @@ MUTATIONS = {
     ),
     "update a group that is whole on the device twice when that of another one failed": Mutation(
         "optim/optimizer.py",
-        "                stepper.ruin(update.members.managed)\n",
+        "                stepper.mark_corrupt(update.members.managed)\n",
         "                pass\n",
         "tests/optim/test_whole_step.py::"
         "test_a_step_that_fails_in_its_first_group_is_repeated_and_in_a_later_one_refused",

@@ -52,10 +52,10 @@ class LeavingChoice:
     def _choose(self) -> None:
         recorded, room = self._round, self._runtime.room
         leaving: set[tuple[Hashable, int]] = set()
-        is_new = self._chosen.keys().isdisjoint(key for key, _ in recorded.places.values())
+        is_new = self._chosen.keys().isdisjoint(key for key, _ in recorded.keys.values())
         if is_new:
             leaving = recorded.to_leave(room.saved_bytes(), self._lag)
-        leaving = leaving or recorded.places_of(self._forced)
+        leaving = leaving or recorded.keys_of(self._forced)
         for key, at in leaving:
             self._chosen.setdefault(key, set()).add(at)
         if leaving:
@@ -70,12 +70,12 @@ class LeavingChoice:
             self._key, self._count = tracer.key, 0
             self._measured = self._measured and tracer.measured
             self.looks_at_all = tracer.measured
-        place = (self._key, self._count)
+        key = (self._key, self._count)
         self._count += 1
         if self._measured:
-            self._round.save(number, place, nbytes, self._needed())
+            self._round.save(number, key, nbytes, self._needed())
         chosen = self._chosen.get(self._key)
-        return chosen is not None and place[1] in chosen
+        return chosen is not None and key[1] in chosen
 
     def freed(self, number: int) -> None:
         """Note that only graphs refer to a storage."""

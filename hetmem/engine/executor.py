@@ -177,7 +177,7 @@ class Executor:
 
     def poll(self) -> None:
         """Handle what has ended meanwhile, and pump workers if anything has."""
-        if not self._engine.nothing_over() and self._note_all():
+        if not self._engine.none_finished() and self._note_all():
             self.pump()
 
     @_CLEARS_FRAMES
@@ -301,21 +301,15 @@ class Executor:
         waiting += commands
         if self._executing or not waiting:
             return
-        first: BaseException | None = None
         self._executing, self._urgent = True, urgent
         try:
             if is_unseen():
-                first = self._carry_out_all()
+                self._carry_out_all()
             else:
                 with self.unwatched():
-                    first = self._carry_out_all()
+                    self._carry_out_all()
         finally:
             self._executing = False
-        try:
-            if first is not None:
-                raise first
-        finally:
-            del first  # the error would refer to itself, by this function's variables
 
     def _note(self, finished: Finished) -> None:
         command = finished.tag
@@ -338,7 +332,7 @@ class Executor:
         self._fetching.pop(block, None)
         self._ordered.discard(block)
 
-    def _carry_out_all(self) -> BaseException | None:
+    def _carry_out_all(self) -> None:
         first: BaseException | None = None
         waiting = self._commands
         while waiting:
@@ -347,13 +341,14 @@ class Executor:
             except Exception as error:  # noqa: PERF203 - each may fail
                 first = first or error
         try:
-            return first
+            if first is not None:
+                raise first
         finally:
             del first  # the error would refer to itself, by this function's variables
 
     def _carry_out(self, command: Command) -> None:
         events = self._events
-        if isinstance(command, Drop):
+        if type(command) is Drop:
             block, tier, slot = command
             events.copies.append((events.now(), block, int(tier), False))
             if tier is DEVICE:
@@ -363,7 +358,7 @@ class Executor:
                     pool.poison(slot)
                     self.mark_use(slot)
             return
-        if isinstance(command, Fetch):
+        if type(command) is Fetch:
             block, _, tier, slot = command
             events.copies.append((events.now(), block, int(tier), True))
             if tier is DEVICE:
@@ -380,7 +375,7 @@ class Executor:
         extent = chunk.homes[role].extent
         assert extent is not None, f"{chunk.label(role)} is not on NVMe"
         memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
-        if isinstance(command, Write):
+        if type(command) is Write:
             self._engine.write(command, extent, memory)
         else:
             self.torn_reads.begin_read(command.block, chunk, role)

@@ -13,8 +13,7 @@ import torch
 
 from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
-from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role, address_of
-from hetmem.memory.chunk import Memory as RawMemory
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, address_of
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_memory import HostPool
 from hetmem.memory.nvme_store import NvmeStore

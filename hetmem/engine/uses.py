@@ -89,7 +89,7 @@ class Uses:
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Begin a moment, fetch the copies of `used`, and bind these. Binds nothing if it raises."""
-        if self._held or not self._traffic.engine.nothing_over():
+        if self._held or not self._traffic.engine.none_finished():
             with self._unwatched():
                 self.release_unheld()
                 self._traffic.executor.poll()
@@ -302,7 +302,7 @@ class Uses:
             return managed.home
         if self._held:
             self.release_unheld()
-        if not self._traffic.engine.nothing_over():
+        if not self._traffic.engine.none_finished():
             self._traffic.executor.poll()
         if managed in self._for_backward:
             assert managed.device is not None

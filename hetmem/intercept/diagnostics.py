@@ -120,11 +120,17 @@ _BRANCHES = (
 _BUFFERS = "With mixed_precision buffers keep their dtype, and an operator may want that of its weights"
 
 
-def explain(error: RuntimeError, model: torch.nn.Module, managed: Mapping[int, ManagedParameter]) -> None:
-    """Add to `error`, which torch raised in a forward of `model`, which of its parameters are not `managed` (by `id`).
-
-    Does so once, though the hook of each enclosing module calls this.
+def explain(
+    error: BaseException | None,
+    module: torch.nn.Module,
+    model: torch.nn.Module,
+    managed: Mapping[int, ManagedParameter],
+) -> None:
+    """Add to `error`, if torch raised it in the call of `module` whose hook asks, which parameters of `model` are not
+    `managed` (by `id`). Does so once, though the hook of each enclosing module calls this.
     """
+    if not (isinstance(error, RuntimeError) and _is_of_torch(error) and _raised_in_call(error, module)):
+        return
     if type(error).__name__ == "UncapturedHigherOrderOpError" and _BRANCHES not in str(error):
         error.args = (f"{error}\n{_BRANCHES}",)
     _explain_buffers(error, model, managed)
@@ -161,12 +167,12 @@ def _explain_buffers(error: RuntimeError, model: torch.nn.Module, managed: Mappi
     )
 
 
-def is_of_torch(error: RuntimeError) -> bool:
+def _is_of_torch(error: RuntimeError) -> bool:
     """Return whether `error` may be of a dtype or a device: torch's own, or that of the simulated device."""
     return type(error) in (RuntimeError, DeviceAccessError) or type(error).__name__ == "UncapturedHigherOrderOpError"
 
 
-def raised_in_call(error: BaseException, module: torch.nn.Module) -> bool:
+def _raised_in_call(error: BaseException, module: torch.nn.Module) -> bool:
     """Return whether `error` was raised within the call of `module` whose hook asks, not around it."""
     frame, trace = calling_frame(module, sys._getframe()), error.__traceback__
     while trace is not None and trace.tb_frame is not frame:

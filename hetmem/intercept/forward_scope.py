@@ -1,8 +1,8 @@
 """A stretch of compute on a thread, and the modes and hooks on torch's stacks meanwhile. Knows no model.
 
-Note "interrupts": Ctrl-C ends a forward without running torch's hooks, so hetmem's modes stay on the stacks of a thread
-that may never call the model again. So a mode holds no strong reference, and first checks whether the calls it was
-entered for are still on the stack of their thread; if not, it does nothing.
+Note "interrupts": Ctrl-C ends a forward without torch's hooks, and not always within `forward_within`, so modes can
+stay on the stacks of a thread that never calls the model again. So a mode holds no strong reference, and first
+checks whether the calls it was entered for are still on the stack of their thread; if not, it does nothing.
 
 Note "compiled functions": a function compiled by `torch.compile` and called by a forward (attention with a user's
 score function, say) is traced through the function modes on the stack, as if they were a part of it. So the mode passes
@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import get_ident
+from threading import get_ident, local
 from types import FrameType
 from typing import Any
 
@@ -81,16 +81,6 @@ def calling_frame(module: object, hook: FrameType) -> FrameType | None:
     while frame is not None and frame.f_locals.get("self") is not module:
         frame = frame.f_back
     return frame
-
-
-def forward_within(frame: FrameType | None, around: Callable[..., Any]) -> bool:
-    """Have `frame`, of the code `CALLS`, call `around(forward, …)` instead of `forward(…)`, as torch calls no hooks
-    after a `KeyboardInterrupt` or the like. Returns False if `frame` is of other code."""
-    if frame is None or frame.f_back is None or frame.f_code is not CALLS:
-        return False
-    cell = frame.f_back.f_locals["inner"].__closure__[CALLS.co_freevars.index("forward_call")]
-    cell.cell_contents = partial(around, cell.cell_contents)
-    return True
 
 
 def outermost_of_modules(frame: FrameType) -> FrameType:
@@ -194,6 +184,16 @@ class Compute:
             return call
         return None
 
+    @staticmethod
+    def enter_forward(frame: FrameType | None, around: Callable[..., Any]) -> bool:
+        """Have `frame`, of the code `CALLS`, call `around(forward, …)` instead of `forward(…)`, as torch calls no hooks
+        after a `KeyboardInterrupt` or the like. Returns False if `frame` is of other code."""
+        if frame is None or frame.f_back is None or frame.f_code is not CALLS:
+            return False
+        cell = frame.f_back.f_locals["inner"].__closure__[CALLS.co_freevars.index("forward_call")]
+        cell.cell_contents = partial(around, cell.cell_contents)
+        return True
+
     def enter_functions(self, handler: Handler) -> None:
         """Call `handler` instead of torch's functions."""
         self.functions = handler
@@ -223,6 +223,14 @@ class Compute:
         self.functions = self.operators = None  # these may reference a checkpoint's hooks, and so its model
         self.calls.clear()
         drop_ended_modes()
+
+
+class Stretches(local):
+    """The stretches of compute of one model on this thread."""
+
+    def __init__(self) -> None:
+        self.here: list[Compute] = []
+        """Those that run, outermost first."""
 
 
 class _Functions(TorchFunctionMode):

@@ -21,17 +21,10 @@ from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime, in_backward
-from hetmem.intercept.diagnostics import (
-    explain,
-    is_of_torch,
-    raised_in_call,
-    refuse_a_capture,
-    refuse_a_fork,
-    refuse_a_surrounding,
-)
-from hetmem.intercept.dynamo import Tracing, compiles_itself, hook_forwards, opaque, set_compiler, skipped, uncompiled
+from hetmem.intercept.diagnostics import explain, refuse_a_capture, refuse_a_fork, refuse_a_surrounding
+from hetmem.intercept.dynamo import Tracing, hook_forwards, opaque, set_compiler, skipped, uncompiled
 from hetmem.intercept.faults import Faults
-from hetmem.intercept.forward_scope import CALLS, Call, Compute, calling_frame, drop_ended_modes, forward_within
+from hetmem.intercept.forward_scope import CALLS, Call, Compute, Stretches, calling_frame, drop_ended_modes
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
 from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
@@ -40,12 +33,6 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
-
-
-class _OfThread(threading.local):
-    def __init__(self) -> None:
-        self.here: list[Compute] = []
-        """The stretches of compute that run on this thread, outermost first."""
 
 
 class Interception:
@@ -66,7 +53,7 @@ class Interception:
         self.gradients = GradientSink(runtime, self.segments, HOOKS)
         self.working = WorkingWeights(module, runtime, self.gradients)
         self.share = ResidentShare(runtime, self.gradients, weakly(self._left_device))
-        self.stretches = _OfThread()
+        self.stretches = Stretches()
         self.process = os.getpid()
         self._outermost: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Modules that users have called: a checkpoint around one calls it again, and its inputs are cast again."""
@@ -80,7 +67,6 @@ class Interception:
         self._handles: list[Any] = []
         self.removed = False
         self._regions = Regions(runtime, self.leases, self._tracing)
-        self._buffers = weakref.WeakMethod(module.buffers)
         self._model = weakref.ref(module)
         try:
             self._install(module)
@@ -127,12 +113,10 @@ class Interception:
             if compiler is None and here and frame is not None and frame.f_code is CALLS:
                 plain = not (self._regions.may_begin or "forward" in module.__dict__)
                 if plain and here[-1].is_computing(frame.f_back):  # an ordinary nested call, as most are
-                    if self._tracing.where is not None:
-                        self.leases.begin(here[-1].calls[0], module, recomputed=False)
-                        return None
-                    calls, call = here[-1].calls, Call(module, frame)
-                    calls += (call,)
-                    self.leases.begin(call, module, recomputed=here[-1].task >= 0)
+                    calls = here[-1].calls
+                    if self._tracing.where is None:
+                        calls += (Call(module, frame),)
+                    self.leases.begin(calls[-1], module, recomputed=here[-1].task >= 0)
                     return None
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
@@ -148,8 +132,8 @@ class Interception:
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
                     copies, begins = self.runtime.memory.uses_copies, compiles is None and not compute.calls[1:]
-                    begins = begins and copies and forward_within(frame, partial(self._run, compute, call, module))
-                    if compute.working_weights or (not copies and self._is_alone(compute)):
+                    begins = begins and copies and compute.enter_forward(frame, partial(self._run, compute, module))
+                    if compute.working_weights or (not copies and self._regions.are_none_in(compute)):
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
                         asked = self._regions.any_asked or self.activations is not None
                         if module is self._model() and not asked:
@@ -167,11 +151,10 @@ class Interception:
                 set_compiler(compiles)
 
     @skipped
-    def _run(
-        self, compute: Compute, call: Call, module: torch.nn.Module, forward: Any, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Call `forward` of `module`, whose `call` began `compute`, with weights bound. The program's hooks of `module`
+    def _run(self, compute: Compute, module: torch.nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` of `module`, whose call began `compute`, with weights bound. The program's hooks of `module`
         run with weights unbound, as torch calls no further hook after a `KeyboardInterrupt` in one."""
+        call = compute.calls[0]
         try:
             with HELD_BACK:
                 if compute.may_lease_all:
@@ -182,10 +165,9 @@ class Interception:
             with HELD_BACK:
                 self.leases.end(call)
             return output
-        except Exception:
-            raise
-        except BaseException:
-            self._break_off(compute)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._break_off(compute)
             raise
 
     @uncompiled
@@ -195,19 +177,9 @@ class Interception:
         compute.has_ended(None)
         self._leave(compute, None)
 
-    def _is_alone(self, compute: Compute) -> bool:
-        """Return whether only autograd sees how `compute`, which has just begun, uses weights."""
-        modes = compute.operators or compute.functions or len(compute.calls) > 1
-        return not modes and compute.compiler is None and self._regions.compiler is None
-
-    def _is_interpreted(self, compute: Compute, module: torch.nn.Module) -> bool:
-        """Return whether no part of `compute`, begun with `module`, is compiled, which an operator mode prevents."""
-        asked = compute.compiler is not None or self._regions.compiler is not None or self._regions.any_asked
-        return not (asked or any(map(compiles_itself, module.modules())))
-
     def _begin_working_weights(self, compute: Compute, module: torch.nn.Module) -> bool:
         """Switch `compute`, just begun with `module`, to working weights, and return whether that is possible."""
-        alone = self._is_alone(compute) and not self._regions.any_asked and not self._saved.casts.are_made()
+        alone = self._regions.are_none_in(compute) and not self._regions.any_asked and not self._saved.casts.are_made()
         if compute.task >= 0:
             if alone and self.working.in_backward and not self.runtime.tracer.measured:
                 self.working.enter()
@@ -230,7 +202,7 @@ class Interception:
         memory = self.runtime.memory
         if memory.device.captures() and (memory.uses_copies or memory.may_leave_device or self.activations is not None):
             refuse_a_capture("a forward", memory.device)
-        refuse_a_surrounding(self._model() or module, streams=self.runtime.memory.uses_copies)
+        refuse_a_surrounding(self._model() or module, streams=memory.uses_copies)
         compute = self._begin(call)
         self.leases.end_all()  # within a recomputation: the enclosing forward's module hooks run again
         compute.compiler = compiler
@@ -238,7 +210,7 @@ class Interception:
             self.last_forward = compute
             self._regions.compile_for(compiler)
         try:
-            dtype, leaves = self.runtime.memory.mixed_precision, leaves_of(args, kwargs)
+            dtype, leaves = memory.mixed_precision, leaves_of(args, kwargs)
             if compute.task < 0:
                 self._outermost.add(module)
             if dtype is not None and module in self._outermost and has_float32(leaves):
@@ -262,11 +234,11 @@ class Interception:
             if self.activations is not None and torch.is_grad_enabled():
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)
-        if measured and (runtime.memory.device.watched or self._is_interpreted(compute, module)):
-            buffers = self._buffers()
+        if measured and (runtime.memory.device.watched or self._regions.will_be_none_in(compute, module)):
+            model = self._model() or module
             with runtime.unwatched():
                 runtime.monitor.count("inputs", chain.from_iterable(map(tensors_within, leaves)))
-                runtime.monitor.count("buffers", buffers() if buffers is not None else ())
+                runtime.monitor.count("buffers", model.buffers())
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
@@ -319,10 +291,8 @@ class Interception:
             elif here and not self._regions.may_end and (call := here[-1].pop(module, frame)) is not None:
                 self.leases.end(call)  # a nested call; the stretch goes on
                 return
-            error = sys.exc_info()[1]
             with HELD_BACK:
-                if isinstance(error, RuntimeError) and is_of_torch(error) and raised_in_call(error, module):
-                    explain(error, self._model() or module, self.runtime.bindings.by_id)
+                explain(sys.exc_info()[1], module, self._model() or module, self.runtime.bindings.by_id)
                 if self._regions.encloses(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
@@ -400,9 +370,7 @@ class Interception:
 
     def is_whole(self) -> bool:
         """Return (within the turn) whether no thread is between a backward that has begun to update and its step."""
-        if self.segments.backward_thread == threading.get_ident():
-            return True
-        return not self.gradients.half_stepped
+        return self.segments.backward_thread == threading.get_ident() or not self.gradients.half_stepped
 
     def _end(self, compute: Compute) -> None:
         """End `compute` and every stretch of compute entered within it."""
@@ -474,5 +442,5 @@ class Interception:
             self._end(here[0])
         if self.last_forward is not None:
             self._rest_of(self.last_forward)
-        self.stretches = _OfThread()
+        self.stretches = Stretches()
         drop_ended_modes()

@@ -33,7 +33,7 @@ from hetmem.engine.gradient_views import hide_gradients, show_gradient
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
-from hetmem.intercept.dynamo import Tracing, can_compile, has_compiled_forward
+from hetmem.intercept.dynamo import Tracing, can_compile, compiles_itself, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
@@ -228,6 +228,16 @@ class Regions:
         """Begin a forward that `compiler` compiles as a whole; None: nothing does."""
         self.compiler = compiler
         self.may_begin = self.runs or compiler is not None
+
+    def are_none_in(self, compute: Compute) -> bool:
+        """Return whether only autograd sees how `compute`, which has just begun, uses weights."""
+        modes = compute.operators or compute.functions or len(compute.calls) > 1
+        return not modes and compute.compiler is None and self.compiler is None
+
+    def will_be_none_in(self, compute: Compute, module: torch.nn.Module) -> bool:
+        """Return whether no part of `compute`, begun with `module`, is compiled, which an operator mode prevents."""
+        asked = compute.compiler is not None or self.compiler is not None or self.any_asked
+        return not (asked or any(map(compiles_itself, module.modules())))
 
     def encloses(self, frame: FrameType | None) -> bool:
         """Return whether `frame` makes a call within the region."""

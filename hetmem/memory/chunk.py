@@ -70,11 +70,11 @@ def stored(value: Any) -> Any:
     return value.gradient if type(value) is HiddenGradient else value
 
 
-Memory = memoryview | torch.Tensor
+RawMemory = memoryview | torch.Tensor
 """Host memory, or a 1-D uint8 tensor on a device."""
 
 
-def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
+def elements(memory: RawMemory, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
     """Return a 1-D tensor of `numel` elements of `dtype`, starting `offset_bytes` into `memory`."""
     if type(memory) is memoryview:
         if numel == 0:
@@ -89,7 +89,7 @@ def elements(memory: Memory, dtype: torch.dtype, numel: int, offset_bytes: int =
     return alone.view(dtype)
 
 
-def address_of(memory: Memory) -> int:
+def address_of(memory: RawMemory) -> int:
     """Return the address of the first byte of `memory`."""
     return host_memory.address_of(memory) if isinstance(memory, memoryview) else memory.data_ptr()
 
@@ -156,7 +156,7 @@ class Home:
     """
 
     tier: Tier
-    memory: Memory
+    memory: RawMemory
     block: int | None = None
     extent: Extent | None = None
     written: bool = False
@@ -238,7 +238,7 @@ class Chunk:
                 known = home.flat = self.gradient_dtype, self.numel, self.over(role, home.memory)
         return known[2]
 
-    def over(self, role: Role, memory: Memory) -> torch.Tensor:
+    def over(self, role: Role, memory: RawMemory) -> torch.Tensor:
         """Return `memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
         if role.scale_block:
             return elements(memory, torch.uint8, self._bytes(role, self.numel))

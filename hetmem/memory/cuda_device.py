@@ -22,7 +22,7 @@ from hetmem.base.threads import process_ends
 from hetmem.base.units import format_size, parse_size
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Memory, without_graph
+from hetmem.memory.chunk import RawMemory, without_graph
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_memory import Mapping, cores_near
 from hetmem.memory.stream_copies import Moves, StreamCopier
@@ -73,7 +73,7 @@ class CudaDevice(Device):
     def pool(self, slot_bytes: int, slots: int) -> DevicePool:
         return DevicePool(slot_bytes, slots, self.torch_device, self._compute.empty)
 
-    def allocate(self, nbytes: int) -> Memory:
+    def allocate(self, nbytes: int) -> RawMemory:
         return self._compute.zeros(nbytes)
 
     def available_bytes(self) -> int:
@@ -157,9 +157,9 @@ class CudaDevice(Device):
         """Tell models that the allocator has refused `asked_bytes`, on the allocating thread."""
         allocated = int(torch.cuda.memory_allocated(self.torch_device))
         for method in self._refusals:
-            told = method()
-            if told is not None:
-                told(asked_bytes, allocated)
+            callback = method()
+            if callback is not None:
+                callback(asked_bytes, allocated)
 
     def remarks(self) -> list[str]:
         found = [f"Host memory is not page-locked: {self._refused}."] if self._refused else []

@@ -14,7 +14,7 @@ import torch
 
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
-from hetmem.memory.chunk import Memory, address_of, elements
+from hetmem.memory.chunk import RawMemory, address_of, elements
 from hetmem.memory.host_memory import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
@@ -46,13 +46,13 @@ class DevicePool:
         slot_bytes: int,
         slots: int,
         device: torch.device,
-        empty: Callable[[int], Memory],
+        empty: Callable[[int], RawMemory],
     ) -> None:
         self.slot_bytes = slot_bytes
         self.slots = slots
         self._device = device
         self._empty = empty
-        self._memory: dict[int, Memory] = {}
+        self._memory: dict[int, RawMemory] = {}
         self._spans: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # addresses of that memory
         self.views: dict[int, dict[Any, Any]] = {}
@@ -137,7 +137,7 @@ class Device:
         """Return a pool of `slots` slots of `slot_bytes` each; its memory is taken only as slots are used."""
         return DevicePool(slot_bytes, slots, self.torch_device, self.allocate)
 
-    def allocate(self, nbytes: int) -> Memory:
+    def allocate(self, nbytes: int) -> RawMemory:
         """Return zeroed memory."""
         return Mapping(nbytes).buffer(0, nbytes)
 

@@ -43,7 +43,7 @@ class StoreFile:
     def __init__(self, directory: str, nbytes: int) -> None:
         self.directory = directory
         self.reserved_bytes = 0
-        self.kept_bytes = 0
+        self.allocated_bytes = 0
         """Allocated blocks at the start of the file, reserved or not."""
         self.loans = Spans(nbytes, nbytes + 1)
         """Lent spans, from the end of the file downward."""
@@ -102,7 +102,7 @@ class StoreFile:
 
     def _take_blocks(self, start: int, nbytes: int) -> None:
         disk = os.fstatvfs(self.buffered)
-        free = disk.f_bavail * disk.f_frsize + max(0, self.kept_bytes - start)
+        free = disk.f_bavail * disk.f_frsize + max(0, self.allocated_bytes - start)
         try:
             # Checked first because a failing fallocate fills the disk, for every process on it, before it fails.
             if nbytes > free:
@@ -120,7 +120,7 @@ class StoreFile:
         """Free blocks beyond the reserved ones, unless some are lent; no view of them exists, and `allocate` extends
         the file again."""
         if not self.loans.lent_bytes:
-            os.ftruncate(self.buffered, max(self.reserved_bytes, self.kept_bytes))
+            os.ftruncate(self.buffered, max(self.reserved_bytes, self.allocated_bytes))
             self._lent_from = self.loans.end
 
     def transfer(self, verb: str, move: Move, memory: memoryview, position: int) -> None:
@@ -290,8 +290,8 @@ class _Transfer:
             future.set_exception(error)
 
     def _whole_or_not(self, error: StoreError) -> StoreError:
-        kept = self._file.keep_in_cache(self._link.move, self._memory, self._position)
-        what = "Until it is written again " + ("only the page cache has all of it" if kept else "a part of it is old")
-        told = StoreError(error.errno, f"{error.strerror}. {what}")
-        told.__cause__ = error.__cause__
-        return told
+        cached = self._file.keep_in_cache(self._link.move, self._memory, self._position)
+        what = "Until it is written again " + ("only the page cache has all of it" if cached else "a part of it is old")
+        full = StoreError(error.errno, f"{error.strerror}. {what}")
+        full.__cause__ = error.__cause__
+        return full

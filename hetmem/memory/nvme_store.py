@@ -204,14 +204,14 @@ class NvmeStore:
         `trim`."""
         with self._lock:
             for file in self._files:
-                file.kept_bytes, file.reserved_bytes = file.reserved_bytes, 0
+                file.allocated_bytes, file.reserved_bytes = file.reserved_bytes, 0
             self._first = self.peak_bytes = 0
 
     def trim(self) -> None:
         """Free what `forget` has kept beyond the extents that are reserved now: later extents are zeroed."""
         with self._lock:
             for file in self._files:
-                file.kept_bytes = 0
+                file.allocated_bytes = 0
                 file.trim()
 
     def view(self, extent: Extent) -> memoryview:

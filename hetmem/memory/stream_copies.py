@@ -34,7 +34,7 @@ from hetmem.cuda.kernels import CASTS, cast
 from hetmem.memory.transfer import Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
 
-_KEPT = 64
+_RETAINED = 64
 """Number of events that are retained for marks; older marks use the oldest of them, which is only later."""
 _USES_AN_EVENT = 4
 """At most this many marks share an event."""
@@ -64,7 +64,7 @@ class StreamCopier(Copier):
         self._ends: dict[Any, Any] = {}
         self._not_asked: set[Any] = set()
         self._over_at = dict.fromkeys(self._queues, 0.0)
-        self._events: deque[Any] = deque(maxlen=_KEPT)
+        self._events: deque[Any] = deque(maxlen=_RETAINED)
         self._recorded = self._unmarked = 0
 
     def start(self, job: Job, after: Sequence[Any]) -> None:
@@ -293,7 +293,7 @@ class Moves:
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """Copy `arrived`, on the device, to host memory `target` (dense, of the same shape), or add it to that."""
-        if not _lie_alike(target, arrived):
+        if not _same_layout(target, arrived):
             self._in_another_order(target, arrived, add=add)
             return
         if not add and target.dtype is arrived.dtype:
@@ -332,7 +332,7 @@ def _pieces(numel: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + most, numel))
 
 
-def _lie_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether equal elements have equal offsets. `one`, a home, has no gaps."""
     alike = one.stride() == other.stride() or all(
         size == 1 or here == there for size, here, there in zip(one.shape, one.stride(), other.stride(), strict=True)

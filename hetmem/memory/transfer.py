@@ -21,18 +21,18 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import Extent, NvmeStore
 from hetmem.schedule.blocks import Link, LinkUse
 
-_LOOK_SECONDS = 0.0005
+_POLL_SECONDS = 0.0005
 """Interval at which copies are polled while other jobs may end before them."""
 
 
 @dataclass(slots=True)
 class Finished:
-    """The end of a job: `tag` is the one it was submitted with, `error` is None if it succeeded. `beside`: the copier
+    """The end of a job: `tag` is the one it was submitted with, `error` is None if it succeeded. `external`: the copier
     did not do it."""
 
     tag: Any
     error: BaseException | None = field(default=None)
-    beside: bool = False
+    external: bool = False
 
 
 _WOKEN = Finished(None)
@@ -185,18 +185,20 @@ class TransferEngine:
         self._by_caller: dict[Link, LinkUse] = {}
         """What the caller has copied itself, over links on which it is as fast as the copier; only it counts here."""
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-        self._beside = 0  # jobs under way that the copier does not do
+        self._external = 0  # jobs under way that the copier does not do
         self._counting = threading.Lock()
         self._copier = copier(weakly(self._copied_over), self._finished.put)
-        self.mark, self.end_of, self.unlimited = self._copier.mark, self._copier.end_of, self._copier.unlimited
+        self.mark, self.end_of = self._copier.mark, self._copier.end_of
         self.order_compute_after = self._copier.order_compute_after
         self.ordered = self._copier.ordered
         """Whether compute is ordered behind copies instead of waiting for them; see `Copier`."""
         for link in self._copied:
             if not self.ordered and self._copier.unlimited(link):
                 self._by_caller[link] = LinkUse()
+        self.unlimited = self._by_caller.__contains__
+        """Whether the caller can do a copy over a link as fast as the copier can."""
         self.clock = self._copier.clock
-        self.nothing_over: Callable[[], bool] = self._finished.empty if not self.ordered else self._nothing_over
+        self.none_finished: Callable[[], bool] = self._finished.empty if not self.ordered else self._none_finished
         """Whether `take` would return None. Called at each use of a weight: usually it would."""
         self.observe: Callable[[Link, Any, float, float, int], None] | None = None
 
@@ -225,13 +227,13 @@ class TransferEngine:
         """Write host memory to `extent` on NVMe."""
         self._submit(tag, partial(self._nvme().write, extent, source), Link.NVME_WRITE, len(source))
 
-    def _nothing_over(self) -> bool:
+    def _none_finished(self) -> bool:
         self._copier.poll()
         return self._finished.empty()
 
     def take(self, *, wait: bool) -> Finished | None:
-        """Return one finished job: None if no end was noticed yet (see `nothing_over`), or with `wait` as soon as there
-        is one.
+        """Return one finished job: None if no end was noticed yet (see `none_finished`), or with `wait` once there is
+        one.
 
         An interrupt that was held back is raised instead of waiting, and nothing is taken.
         """
@@ -239,7 +241,7 @@ class TransferEngine:
             return self._one()
         HELD_BACK.raise_here()
         while (finished := self._one()) is None:
-            if not self._beside and self._copier.wait():
+            if not self._external and self._copier.wait():
                 continue
             self._copier.poll()
             if self._finished.empty():
@@ -258,13 +260,13 @@ class TransferEngine:
         return self._taken(finished)
 
     def _next(self) -> Finished | None:
-        patience = _LOOK_SECONDS if self._copier.busy() else None  # a read's end must not wait for a copy's
+        patience = _POLL_SECONDS if self._copier.busy() else None  # a read's end must not wait for a copy's
         with contextlib.suppress(queue.Empty):
             return self._finished.get(timeout=patience)
         return None
 
     def _taken(self, finished: Finished) -> Finished:
-        self._beside -= finished.beside
+        self._external -= finished.external
         return finished
 
     def _wake(self) -> None:
@@ -273,8 +275,8 @@ class TransferEngine:
     def reporter(self, tag: Any) -> Callable[[], None]:
         """Count a job that is no transfer, and return a function to call once, on any thread, when it ends: `take`
         returns it like a transfer."""
-        self._beside += 1
-        return partial(self._finished.put, Finished(tag, beside=True))
+        self._external += 1
+        return partial(self._finished.put, Finished(tag, external=True))
 
     def links(self) -> dict[Link, LinkUse]:
         """Return what every link has carried so far."""
@@ -320,9 +322,9 @@ class TransferEngine:
                     self.observe(link, tag, start, time.perf_counter(), nbytes)
             except Exception as failure:  # no memory, say: a job must be reported, or it is waited for for ever
                 error = error or failure
-            finished.put(Finished(tag, error, beside=True))
+            finished.put(Finished(tag, error, external=True))
 
-        self._beside += 1
+        self._external += 1
         future.add_done_callback(done)
 
     def _nvme(self) -> NvmeStore:

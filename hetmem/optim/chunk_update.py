@@ -255,11 +255,11 @@ class ChunkUpdate:
     begun: bool = False
     """Whether the update was queued, with the factor `scale` for its gradients."""
     scale: float = 1.0
-    disturbed: bool = False
+    edited: bool = False
     """Whether the program wrote to streamed gradients before they were read."""
-    ruined: bool = False
+    corrupt: bool = False
     """Whether it failed with only some elements updated: training can only go on from a checkpoint."""
-    owed: bool = False
+    detached: bool = False
     """Whether its step has ended, so that no step will repeat it."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     numbers: list[tuple[torch.Tensor, Any]] = field(default_factory=list)

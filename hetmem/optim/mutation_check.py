@@ -96,7 +96,7 @@ class MutationCheck:
         for update in begun if self._shows else ():
             for part in update.parts:
                 if not is_as_it_was(part.managed.parameter.grad, part.gradient):  # dropped or zeroed by the program
-                    update.disturbed = True
+                    update.edited = True
         self._shows = False
         self._marks.drop()
 
@@ -118,7 +118,7 @@ class MutationCheck:
         streamed = optimizer.gradients is Gradients.STREAMED
         seen: list[tuple[ChunkUpdate, Part]] = []
         for update in begun:
-            as_used = not update.disturbed
+            as_used = not update.edited
             for part in update.parts:
                 if part.managed.parameter.grad is part.gradient:
                     seen.append((update, part))

@@ -39,7 +39,7 @@ from hetmem.optim.options import (
     loss_scale,
 )
 from hetmem.optim.states import Homes, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
-from hetmem.optim.step import Stepper, Work
+from hetmem.optim.step import ChunkWork, Stepper
 
 _PARAMETERS = itemgetter("params")
 _SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
@@ -147,7 +147,7 @@ class OffloadedOptimizer(Optimizer):
     def _step(self) -> None:
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
         for stepper in self._steppers.values():  # first, as the failed update may have used up gradients
-            stepper.refuse_ruined()
+            stepper.refuse_corrupt()
         with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
             refuse_consumed(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
             with self._turns("a step"):
@@ -198,7 +198,7 @@ class OffloadedOptimizer(Optimizer):
                 made.append((stepper, update))
         except BaseException:
             for stepper, update in made:
-                stepper.ruin(update.members.managed)
+                stepper.mark_corrupt(update.members.managed)
             raise
 
     @uncompiled
@@ -297,7 +297,7 @@ class OffloadedOptimizer(Optimizer):
             self.synchronize()
             try:
                 for stepper in self._steppers.values():
-                    stepper.refuse_ruined()
+                    stepper.refuse_corrupt()
             finally:
                 for stepper in self._steppers.values():
                     stepper.forget()
@@ -341,18 +341,18 @@ class OffloadedOptimizer(Optimizer):
     @HELD_BACK
     def _reserve(self, groups: Iterable[dict[str, Any]]) -> None:
         """Reserve homes for the states and gradients of `groups`."""
-        kept: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
+        roles_of: dict[Interception, dict[Chunk, tuple[Role, ...]]] = {}
         of: dict[Interception, list[ManagedParameter]] = {}
         found = [(group, *checked(parameter, self._name())) for group in groups for parameter in group["params"]]
         for group, interception, managed in found:
             of.setdefault(interception, []).append(managed)
             if managed.parameter.requires_grad:
-                chunks, chunk = kept.setdefault(interception, {}), managed.chunk
+                chunks, chunk = roles_of.setdefault(interception, {}), managed.chunk
                 roles = (*chunks.get(chunk, ()), *self.rule.roles(group, chunk.dtype))
                 chunks[chunk] = tuple(dict.fromkeys(roles))
         for interception, parameters in of.items():
             self._stepper(interception).refuse_begun(parameters)
-        for interception, chunks in kept.items():
+        for interception, chunks in roles_of.items():
             reserve_homes(self, interception, chunks, self._name())
         self.states.take(managed for _, _, managed in found)
 
@@ -367,9 +367,9 @@ class OffloadedOptimizer(Optimizer):
     def _all_members(self) -> dict[Stepper, dict[Chunk, Members]]:
         return self._members.of(self.param_groups, self._steppers, self._managed)
 
-    def _work(self) -> tuple[dict[Stepper, Work], list[tuple[Stepper, WholeUpdate]]]:
+    def _work(self) -> tuple[dict[Stepper, ChunkWork], list[tuple[Stepper, WholeUpdate]]]:
         """Return the work of a step, for all parameters with a gradient: that by chunk, and that of whole groups."""
-        work, name = dict[Stepper, Work](), type(self).__name__
+        work, name = dict[Stepper, ChunkWork](), type(self).__name__
         all_members, have = self._all_members(), self._members.with_gradients()
         if None in have:
             self._managed(have[None])  # raises
@@ -382,7 +382,7 @@ class OffloadedOptimizer(Optimizer):
             self.states.check(members.managed)
         return work, [(to, to.whole_update(group, members)) for to, group, members in whole if members is not None]
 
-    def _grad_scale(self, work: dict[Stepper, Work], whole: list[WholeUpdate]) -> float | None:
+    def _grad_scale(self, work: dict[Stepper, ChunkWork], whole: list[WholeUpdate]) -> float | None:
         """Return the factor of all gradients; None if they are not all finite and the step is to be skipped."""
         if not self.needs_all_gradients:
             return 1.0

@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hetmem.cpu.workers import Task
 from hetmem.memory.chunk import Role
-
-Task = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)

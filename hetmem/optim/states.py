@@ -297,9 +297,9 @@ def managed_again(managed: ManagedParameter, optimizer: str) -> ManageError:
 
 
 def reserve_homes(
-    optimizer: SteppingOptimizer, interception: Interception, kept: Mapping[Chunk, tuple[Role, ...]], name: str
+    optimizer: SteppingOptimizer, interception: Interception, roles_of: Mapping[Chunk, tuple[Role, ...]], name: str
 ) -> None:
-    """Reserve homes for gradients of the chunks in `kept`, and for the states there.
+    """Reserve homes for gradients of the chunks in `roles_of`, and for the states there.
 
     Raises `BudgetError` if they have no room.
     """
@@ -307,18 +307,18 @@ def reserve_homes(
     streamed = optimizer.gradients is Gradients.STREAMED
     lends = memory.uses_copies and streamed and not memory.resident
     if not memory.resident:
-        check_room(memory, kept, name, lends=lends)
+        check_room(memory, roles_of, name, lends=lends)
     if lends:
-        new = [chunk for chunk in kept if not (chunk.moved or memory.lends(chunk))]
+        new = [chunk for chunk in roles_of if not (chunk.moved or memory.lends(chunk))]
         if new and not memory.set_aside(new):
             saves_nothing(len(new))
         sink.lends = True
     elif memory.uses_copies:  # otherwise autograd keeps gradients, on the device
-        traffic.ensure_homes(kept, (Role.GRAD,))
+        traffic.ensure_homes(roles_of, (Role.GRAD,))
         if streamed:
             saves_nothing(0)
     alike: dict[tuple[Role, ...], list[Chunk]] = {}
-    for chunk, roles in kept.items():
+    for chunk, roles in roles_of.items():
         check_staging(memory, chunk, len(roles))
         alike.setdefault(roles, []).append(chunk)
     for roles, chunks in alike.items():
@@ -326,7 +326,7 @@ def reserve_homes(
             interception.share.before_reserving(chunk, set(roles))
         traffic.ensure_homes(chunks, roles)
     if memory.staying:
-        if all(chunk in kept for chunk in memory.chunks if any(m.parameter.requires_grad for m in chunk.parameters)):
+        if all(c in roles_of for c in memory.chunks if any(m.parameter.requires_grad for m in c.parameters)):
             interception.share.bring_home(lends=lends)
         if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
             raise stays_on_device(memory, name)
@@ -343,11 +343,11 @@ def saves_nothing(chunks: int) -> None:
     )
 
 
-def check_room(memory: Memory, kept: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool) -> None:
+def check_room(memory: Memory, roles_of: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool) -> None:
     """Raise `BudgetError` if host memory and NVMe lack room for what the optimizer called `name` keeps of chunks.
     `lends`: gradients use lent buffers."""
     wanted: Counter[str] = Counter()
-    for chunk, roles in kept.items():
+    for chunk, roles in roles_of.items():
         for role in (*roles, *(() if lends else (Role.GRAD,))):
             if role not in chunk.homes and not chunk.moved:
                 wanted["gradients" if role is Role.GRAD else "states"] += chunk.home_nbytes(role)

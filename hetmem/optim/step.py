@@ -38,7 +38,7 @@ from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
 from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
 
-Work = dict[Chunk, Members]
+ChunkWork = dict[Chunk, Members]
 """Parameters with gradients, by chunk."""
 _INDEX = attrgetter("spec.index")
 
@@ -101,7 +101,7 @@ class Stepper:
 
     def coming(self, managed: ManagedParameter) -> None:
         """Prepare for a gradient of `managed` that will be added to its home: nothing may read that meanwhile."""
-        self.refuse_ruined()
+        self.refuse_corrupt()
         update = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
         if update is not None and self.failed:
             self.forget()  # the failed step is not repeated
@@ -135,7 +135,7 @@ class Stepper:
         """End a backward. Used-up streamed gradients raise when they are read from here on."""
         begun = [update for update in self._progress.values() if update.begun]
         for update in begun:
-            self._passes.see_what_is_left(update)
+            self._passes.remember_unread(update)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.show(begun)
@@ -217,7 +217,7 @@ class Stepper:
 
     def begin(self) -> None:
         """Begin the step: finish the updates that were begun in the backward, unless they may go on behind the step."""
-        self.refuse_ruined()
+        self.refuse_corrupt()
         refuse_a_fork("a step", self._interception.process)
         refuse_a_capture("a step", self.runtime.memory.device)
         self._interception.reset()
@@ -279,9 +279,9 @@ class Stepper:
     def begun(self) -> Iterable[ManagedParameter]:
         """Return the parameters whose update has begun in the present step."""
         parts = (part.managed for update in self._progress.values() if update.begun for part in update.parts)
-        return dict.fromkeys((*parts, *self._passes.ruined))
+        return dict.fromkeys((*parts, *self._passes.corrupt))
 
-    def square_sums(self, chunks: Work) -> list[torch.Tensor]:
+    def square_sums(self, chunks: ChunkWork) -> list[torch.Tensor]:
         """Return the sums of squares of the gradients in `chunks`, tile by tile; see `hetmem.cpu.total`."""
         with self._remembering_a_failure():
             wanted = self._wanted(chunks)
@@ -291,7 +291,7 @@ class Stepper:
             self._carry_out()
         return [sums for update in wanted for sums in update.sums]
 
-    def update(self, chunks: Work, grad_scale: float) -> None:
+    def update(self, chunks: ChunkWork, grad_scale: float) -> None:
         """Update `chunks` with their gradients times `grad_scale`."""
         deferred = self._deferred
         with self._remembering_a_failure():
@@ -319,7 +319,7 @@ class Stepper:
 
     def end(self, *, updated: bool) -> None:
         """End the step for all models of the optimizer; it is not repeated."""
-        self._updates.owe()  # a later failure is not repeated by a step
+        self._updates.detach()  # a later failure is not repeated by a step
         if updated and (self._deferred or self._optimizer.gradients is Gradients.STREAMED):
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.leave(self._progress.values())
@@ -341,16 +341,16 @@ class Stepper:
     @property
     def half_stepped(self) -> bool:
         """Whether a step has begun to change weights and has not ended."""
-        return bool(self._passes.ruined) or any(update.begun for update in self._progress.values())
+        return bool(self._passes.corrupt) or any(update.begun for update in self._progress.values())
 
-    def refuse_ruined(self) -> None:
+    def refuse_corrupt(self) -> None:
         """Raise RuntimeError if an update has failed half-way."""
-        if self._passes.ruined:
-            raise half_updated(self._passes.ruined)
+        if self._passes.corrupt:
+            raise half_updated(self._passes.corrupt)
 
-    def ruin(self, parameters: Iterable[ManagedParameter]) -> None:
+    def mark_corrupt(self, parameters: Iterable[ManagedParameter]) -> None:
         """Record that `parameters` are updated in a step that has failed and cannot be repeated."""
-        self._passes.ruined += parameters
+        self._passes.corrupt += parameters
 
     @property
     def _deferred(self) -> bool:
@@ -374,12 +374,12 @@ class Stepper:
 
     def forget(self) -> None:
         """Discard the state of a step that has ended, or is not repeated."""
-        self.failed, self._passes.ruined = False, []
+        self.failed, self._passes.corrupt = False, []
         self._mutations.forget()
         self._progress.clear()
         self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there autograd keeps them
 
-    def _wanted(self, chunks: Work) -> list[ChunkUpdate]:
+    def _wanted(self, chunks: ChunkWork) -> list[ChunkUpdate]:
         """Return the updates of `chunks`, in order; raise if anything updated in the backward has changed since."""
         self._mutations.check([update for update in self._progress.values() if update.begun], self._optimizer)
         wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]

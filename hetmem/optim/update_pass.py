@@ -68,7 +68,7 @@ class Passes:
         self._made_by, self._interception = weakref.ref(optimizer), interception
         self._runtime = interception.runtime
         self._rule, self._states = optimizer.rule, optimizer.states
-        self.ruined: list[ManagedParameter] = []
+        self.corrupt: list[ManagedParameter] = []
         """Parameters whose update has failed half-way: no later step is possible."""
         self.prepared: dict[Chunk, Prepared] = {}
 
@@ -81,23 +81,23 @@ class Passes:
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
-    def _see_gradients(self, update: ChunkUpdate) -> None:
+    def _remember_gradients(self, update: ChunkUpdate) -> None:
         """Remember versions and samples of the gradients, to detect writes between now and `step`."""
         if self._optimizer.overlap is Overlap.OFF:
             return
-        self._notice_disturbance(update, update.opened)
+        self._detect_edits(update, update.opened)
         vanish = self._vanish(update)
         for part in update.parts:
             part.version = part.gradient._version
             part.sample = None if vanish else sample_of(part.flat_gradient(update.opened))
 
     def _vanish(self, update: ChunkUpdate) -> bool:
-        """Return whether the gradients of `update` are gone when it ends, or are first handled by `see_what_is_left`,
+        """Return whether the gradients of `update` are gone when it ends, or are first handled by `remember_unread`,
         so that the program cannot reach used ones."""
         in_backward = self._interception.segments.in_backward and not update.summing
         return in_backward and update.chunk in self._interception.gradients.lent
 
-    def see_what_is_left(self, update: ChunkUpdate) -> None:
+    def remember_unread(self, update: ChunkUpdate) -> None:
         """Remember, at the end of a backward, the gradients that the program can reach and that `update` has yet to
         read. All have arrived, which counts a version."""
         for part in update.parts:
@@ -106,7 +106,7 @@ class Passes:
                 if self._optimizer.gradients is Gradients.STREAMED:
                     part.sample = sample_of(part.flat_gradient({}))
 
-    def _notice_disturbance(self, update: ChunkUpdate, opened: Opened) -> None:
+    def _detect_edits(self, update: ChunkUpdate, opened: Opened) -> None:
         """Detect writes to streamed gradients of `update` since they were sampled."""
         if self._optimizer.gradients is not Gradients.STREAMED or self._interception.segments.in_backward:
             return
@@ -114,8 +114,8 @@ class Passes:
         for part in update.parts:
             if part.sample is not None and part.managed.parameter.grad is part.gradient:
                 seen.append((part.sample, part.flat_gradient(opened)))
-                update.disturbed |= part.version != part.gradient._version
-        update.disturbed |= not all(as_sampled(seen))
+                update.edited |= part.version != part.gradient._version
+        update.edited |= not all(as_sampled(seen))
 
     def as_sampled(self, parts: Iterable[Part]) -> list[bool]:
         """Return for each of `parts` whether its gradient still equals its sample. Waits once for all that are on the
@@ -167,7 +167,7 @@ class Passes:
         update.writes, update.summing = False, True
 
     def _sum_tasks(self, update: ChunkUpdate) -> list[Task]:
-        self._see_gradients(update)
+        self._remember_gradients(update)
         tasks: list[Task] = []
         update.sums = []
         for part in update.parts:
@@ -229,7 +229,7 @@ class Passes:
         return [slice(start, end) for start, end in pairwise(starts)]
 
     def _update_tasks(self, update: ChunkUpdate) -> list[Task]:
-        self._see_gradients(update)
+        self._remember_gradients(update)
         rule = self._rule
         if update.opened[Role.PARAM].device.type != "cpu":
             rule.on_device(self._begin(update))
@@ -278,8 +278,8 @@ class Passes:
 
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
         chunk = update.chunk
-        if update.ruined:
-            self.ruined += (part.managed for part in update.parts)
+        if update.corrupt:
+            self.corrupt += (part.managed for part in update.parts)
         elif not done:
             update.begun = False
             update.restore_numbers()
@@ -297,5 +297,5 @@ class Passes:
             managed.version += 1
         gradients = chunk.homes.get(Role.GRAD)
         if gradients is not None and gradients.extent is None:  # on NVMe that would take a read for each parameter
-            self._notice_disturbance(update, {})
+            self._detect_edits(update, {})
         self._interception.gradients.retire(chunk, update.members.managed)

@@ -25,7 +25,7 @@ _CHUNK = attrgetter("chunk")
 
 
 class Updates(HostUpdates[ChunkUpdate]):
-    """The updates of one optimizer on one runtime. After an error a chunk is unchanged, updated, or `ruined`."""
+    """The updates of one optimizer on one runtime. After an error a chunk is unchanged, updated, or `corrupt`."""
 
     def __init__(self, runtime: Runtime, workers: WorkerPool, owner: Callable[[], object]) -> None:
         super().__init__(lambda update: update.chunk.spec.index)
@@ -76,20 +76,20 @@ class Updates(HostUpdates[ChunkUpdate]):
         try:
             self.finish()
         except BaseException:
-            self.cancel(owed=True)
+            self.cancel(detached=True)
             raise
         self._workers.close()
 
-    def owe(self) -> None:
+    def detach(self) -> None:
         """Note that the step of all updates queued or under way has ended."""
         for update in (*self._queue, *self._opening, *self._running):
-            update.owed = True
+            update.detached = True
 
-    def cancel(self, *, owed: bool = False) -> None:
-        """Dismiss what has not begun (updates of steps that have ended only if `owed`) and wait for the rest. Its
+    def cancel(self, *, detached: bool = False) -> None:
+        """Dismiss what has not begun (updates of steps that have ended only if `detached`) and wait for the rest. Its
         errors are dropped, as the caller raises one already."""
         self.give_way(again=False)
-        self._dismiss(lambda update: owed or not update.owed)
+        self._dismiss(lambda update: detached or not update.detached)
         while self._running:
             with contextlib.suppress(Exception):
                 self._traffic.wait_for_one()
@@ -109,7 +109,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         under_way = update.chunk in map(_CHUNK, (*self._opening, *self._running))
         return not under_way and not self._traffic.gradients.arriving(update.chunk)
 
-    def _has_places(self, update: ChunkUpdate) -> bool:
+    def _has_slots(self, update: ChunkUpdate) -> bool:
         return not update.staged or all(self._traffic.role_has_slot(update.chunk, role) for role in update.staged)
 
     def _request(self, update: ChunkUpdate) -> None:
@@ -155,7 +155,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
             if batch.error is not None:
                 homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
-                update.ruined = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: staging
+                update.corrupt = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: staging
                 try:
                     raise batch.error
                 finally:
@@ -173,7 +173,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         back: list[Callable[[], object]] = [partial(self._close_role, update, role, failed=failed) for role in roles]
         if failed and Role.COMPUTE in update.needs:
             back.append(chunk.recast)  # parameters may be unchanged and their copies not
-        if failed and update.owed and not update.ruined:
+        if failed and update.detached and not update.corrupt:
             back.append(partial(self._put, update))  # no step would repeat it
         elif update.writes:
             renew = update.had_copy and not self._runtime.writes.handed_out

@@ -18,7 +18,7 @@ from hetmem.engine.gradient_views import ConsumedGradient, is_home_gradient, mov
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Memory, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, RawMemory, Role
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import Candidate, choose
 from hetmem.schedule.trace import Tier
@@ -74,7 +74,7 @@ class ResidentShare:
                 if memory.device_home_bytes <= enough:
                     break
                 traffic.wait_for_update(chunk)
-                if self._free_to_move(chunk) and self._has_a_way_back(chunk):
+                if self._free_to_move(chunk) and self._can_move_back(chunk):
                     self._move_back(chunk)
 
     def _leave_device(self) -> None:
@@ -96,7 +96,7 @@ class ResidentShare:
         """Move `chunk` back before homes of `roles` are reserved, so that all its homes are together."""
         if chunk.moved and not roles <= chunk.homes.keys() and self._free_to_move(chunk):
             with self._runtime.room.moving_homes():
-                if self._has_a_way_back(chunk):
+                if self._can_move_back(chunk):
                     self._move_back(chunk)
 
     def bring_home(self, *, lends: bool) -> None:
@@ -131,7 +131,7 @@ class ResidentShare:
         """Return whether the program holds a view of a home, or has put another tensor into `p.grad`."""
         gradient, home = managed.parameter.grad, managed.grad_home
         gradient = None if isinstance(gradient, ConsumedGradient) else gradient
-        if gradient is not None and not is_home_gradient(managed) and not self._comes_along(gradient, managed.chunk):
+        if gradient is not None and not is_home_gradient(managed) and not self._can_get_home(gradient, managed.chunk):
             return True
         if not managed.numel:
             return False
@@ -139,14 +139,14 @@ class ResidentShare:
             return True
         return storage_references(managed.home) > managed.home_references
 
-    def _comes_along(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
+    def _can_get_home(self, gradient: torch.Tensor, chunk: Chunk) -> bool:
         """Return whether `gradient`, which autograd allocated, can get a home when `chunk` leaves the device; not if it
         is a part of a larger buffer."""
         if Role.GRAD in chunk.homes or self._runtime.memory.gradient_place(chunk) is None or is_shared(gradient):
             return False
         return gradient.layout is torch.strided and gradient.dtype is chunk.dtype and not gradient.requires_grad
 
-    def _has_a_way_back(self, chunk: Chunk) -> bool:
+    def _can_move_back(self, chunk: Chunk) -> bool:
         if Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].away is None:
             self._runtime.memory.use_gradient_place(chunk)
         lost = {role for role, home in chunk.homes.items() if home.away is None}
@@ -204,7 +204,7 @@ class ResidentShare:
             for managed, gradient in sent:
                 move_gradient(managed, gradient)
 
-    def _copy(self, link: Link, chunk: Chunk, role: Role, target: Memory, source: Memory) -> None:
+    def _copy(self, link: Link, chunk: Chunk, role: Role, target: RawMemory, source: RawMemory) -> None:
         """Copy the content of a home, if it has any."""
         if role is Role.GRAD and all(managed.grad_home is None for managed in chunk.parameters):
             return

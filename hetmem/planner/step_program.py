@@ -51,10 +51,10 @@ class Rehearsal:
         )
         self._blocks: dict[tuple[str, int], int] = {}
         self._register(arrangement)
-        there = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
+        home_bytes = sum(arrangement.bytes_by_role(Tier.DEVICE).values())
         window = in_flight_bytes(capacities.device_bytes)
         ahead = window if workload.moves and not hardware.host_to_device.by_the_caller else 0
-        self._notes = Notes(self._traffic, capacities, ground, there, ahead)
+        self._notes = Notes(self._traffic, capacities, ground, home_bytes, ahead)
         self._activations: SimulatedActivations | None = None
         if workload.moves:
             self._activations = SimulatedActivations(
@@ -207,7 +207,7 @@ class Rehearsal:
         if not self.arrangement.ground.resident:
             self._sink.send(parameter, device_bytes)
         elif not self._blocks and parameter not in self._sink.arrivals:
-            self._notes.kept_bytes += device_bytes * (self._steps == 0)
+            self._notes.gradient_bytes += device_bytes * (self._steps == 0)
 
     def _arrived(self, parameter: int) -> None:
         """Count a gradient of `parameter`; with overlap begin the chunk's update if it was the last one missing."""

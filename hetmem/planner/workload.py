@@ -155,7 +155,7 @@ class Workload:
         return max((event.peak_bytes for event in self.events), default=0)
 
     @property
-    def kept_bytes(self) -> int:
+    def saved_bytes(self) -> int:
         """Bytes that a forward saves for the backward."""
         live = [event.live_bytes for event in takewhile(lambda e: e.kind is not Kind.BACKWARD, self.events)]
         return max(0, live[-1] - live[0]) if live else 0

@@ -194,10 +194,8 @@ class Cache:
     def meet(self, blocks: Collection[int]) -> None:
         """Count `blocks` of the use just reached as present and used."""
         self.schedule.meet(blocks)
-        for block in blocks:
-            if block in self.unused:
-                self.unused.remove(block)
-            self.touch(block)
+        self.unused.difference_update(blocks)
+        self._order.touch_all(blocks)
 
     def needed(self, block: int) -> int:
         """Return when a copy of `block` on this tier is used next; NEVER if unknown. The device counts uses of the
@@ -321,7 +319,8 @@ class Cache:
 
     def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
         """Return what has to be evicted for `span` slots; empty if that cannot free enough. See `_first`."""
-        missing, victims = self.slots.used + span - self.limit, list[int]()
+        missing = self.slots.used + span - self.limit
+        victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
             may_go = {*self._first(self._row.count, spared, least, arrived=arrived)}
             victims = self._row.cheapest_row({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
@@ -334,14 +333,15 @@ class Cache:
         more = self._first(missing, spared, least, arrived=arrived)
         if missing > 1 and sum(map(self._span, more)) < missing:
             return []
-        return victims + more if victims else more
+        return victims + more
 
     def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
         """Return idle copies in the order of eviction, until they take `slots` slots together, or all if that is not
         enough. Copies in flight are among them unless they must have `arrived`; `spared` ones are not. Smaller copies
         that the last, larger one makes unnecessary are left out. With `least`, only clean copies that were used since
         they were fetched and are not used before `least`."""
-        copies, by_next_use, chosen = self.copies, self._by_next_use, list[int]()
+        copies, by_next_use = self.copies, self._by_next_use
+        chosen: list[int] = []
         ranks = reversed(self._order.ranks())
         for rank in ranks:
             if least is not None and by_next_use and rank[0] < least:

@@ -139,7 +139,7 @@ class GradientSends(Generic[ChunkT]):
 
     # ---- places ------------------------------------------------------------------------------------------------
 
-    def find_place(self, chunk: ChunkT, places: GradientMemory[ChunkT]) -> None:
+    def find_place(self, chunk: ChunkT, memory: GradientMemory[ChunkT]) -> None:
         """Provide memory for gradients of `chunk`, which has no permanent home for them: a lent buffer, waiting as long
         as anything in flight may free one, else a permanent home, as when the gradients of many chunks wait for their
         last one."""
@@ -147,13 +147,13 @@ class GradientSends(Generic[ChunkT]):
 
         def settled() -> bool:
             nonlocal lent
-            lent = places.lend(chunk)
-            return lent or not places.may_lend(chunk)
+            lent = memory.lend(chunk)
+            return lent or not memory.may_lend(chunk)
 
         self._waiting.poll()
         wait_until(self._waiting, settled)
         if not lent:
-            places.give_own(chunk)
+            memory.give_own(chunk)
 
 
 def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 from hetmem.errors import StateError
 from hetmem.schedule.blocks import (
     LOADING,
-    STALE,
     VALID,
     Block,
     Command,
@@ -90,8 +89,7 @@ class Ledger:
         cache.touch(block)
         self.counts.fetches[tier] += 1
         if source is HOST and self.blocks[block].home is NVME:  # in use while the device is fed from it
-            staging = self.caches[HOST]
-            staging.copies[block].uses += 1
+            self.caches[HOST].copies[block].uses += 1
         self._history[block].append((self.tick, "fetch to", tier))
         commands += (_tuple(Fetch, (block, source, tier, copy.slot)),)
 
@@ -99,8 +97,7 @@ class Ledger:
         """Begin to write home `copy`, the dirty one of `block` in HOST staging."""
         copy.writing = True
         self.in_flight += 1
-        staging = self.caches[HOST]
-        staging.writing[block] = copy
+        self.caches[HOST].writing[block] = copy
         self.note(block, "write")
         commands.append(Write(block, copy.slot))
 
@@ -117,37 +114,9 @@ class Ledger:
             commands += (_tuple(Drop, (block, tier, copy.slot)),)
         self._history[block].append((self.tick, "dropped on", tier))
 
-    # ---- answers -----------------------------------------------------------------------------------------------
-
-    def done(self, command: Fetch | Write) -> None:
-        """Note that `command` was carried out: a written copy is clean, a fetched one VALID."""
-        copy = self._answered(command, "done")
-        if type(command) is Fetch:
-            copy.state = VALID
-            if not copy.uses and command.block not in self.caches[command.target].unused:
-                self.caches[command.target].ask_at = 0
-            self._history[command.block].append((self.tick, "valid on", command.target))
-        else:
-            copy.dirty = False
-            self.caches[HOST].touch(command.block)
-            self.note(command.block, "written")
-
-    def failed(self, command: Fetch | Write, commands: list[Command]) -> None:
-        """Note that `command` failed: a copy that was not written stays dirty; one that was not fetched is dropped, or
-        STALE while in use."""
-        copy = self._answered(command, "failed")
-        if isinstance(command, Write):
-            self.note(command.block, "write failed")
-            return
-        self.note(command.block, "fetch failed")
-        copy.state = STALE
-        if copy.uses == 0:
-            self.drop(command.block, command.target, commands)
-
-    def _answered(self, command: Fetch | Write, event: str) -> Copy:
-        """Return the copy that `command` moved, and count it as no longer in flight."""
-        block = command.block
-        fetched = command if isinstance(command, Fetch) else None
+    def answered(self, command: Fetch | Write, event: str) -> Copy:
+        """Return the copy that `command` moved, which is no longer in flight: `event` is "done" or "failed"."""
+        block, fetched = command.block, command if type(command) is Fetch else None
         tier = HOST if fetched is None else fetched.target
         cache = self.caches[tier]
         copy = cache.copies.get(block)
@@ -161,6 +130,6 @@ class Ledger:
         else:
             cache.loading -= 1
             if fetched.source is HOST and self.blocks[block].home is NVME:
-                staging = self.caches[HOST]
-                staging.copies[block].uses -= 1
+                self.caches[HOST].copies[block].uses -= 1
+        self._history[block].append((self.tick, event, tier))
         return copy

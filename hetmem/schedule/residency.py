@@ -202,12 +202,10 @@ class Residency:
             if state is not VALID and not (coming and state is LOADING):
                 return None
         schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # inlines `Cache.meet`
-        for block in schedule.absent:
-            if block not in uses:
-                schedule.meet(uses)
-                break
-        else:
+        if schedule.absent == (*uses,):
             schedule.absent = ()
+        else:
+            schedule.meet(uses)
         for block in uses:
             if block in unused:
                 unused.remove(block)
@@ -251,7 +249,8 @@ class Residency:
 
     def release_all(self, uses: Mapping[int, int]) -> list[Command]:
         """Release each block on the device as often as `uses` says; requests and evictions follow once, at the end."""
-        cache, commands = self._device, list[Command]()
+        cache = self._device
+        commands: list[Command] = []
         for block in uses:
             if block not in cache.copies or (copy := cache.copies[block]).uses - uses[block] < copy.waiting:
                 raise self._ledger.illegal(block, DEVICE, "release")
@@ -325,26 +324,36 @@ class Residency:
         return commands
 
     def done(self, command: Fetch | Write) -> list[Command]:
-        """Take note that `command` was carried out."""
-        self._ledger.done(command)
+        """Take note that `command` was carried out: a written copy is clean, a fetched one VALID."""
+        copy, block = self._ledger.answered(command, "done"), command.block
         commands: list[Command] = []
         supply, (device, host) = self._supply, self._caches
+        if type(command) is Fetch:
+            copy.state, cache = VALID, self._caches[command.target]
+            if not copy.uses and block not in cache.unused:
+                cache.ask_at = 0
+        else:
+            copy.dirty = False
+            host.touch(block)
         if device.slots.used > device.limit:
             supply.trim(device, commands)
         if host.slots.used > host.limit:
             supply.trim(host, commands)
         if supply.waiting:
             supply.serve(commands)
-        if self.blocks[command.block].home is NVME:  # other prefetches must depend on uses alone, not on when loads end
+        if self.blocks[block].home is NVME:  # other prefetches must depend on uses alone, not on when loads end
             supply.prefetch(device, commands)
         return commands
 
     def failed(self, command: Fetch | Write) -> list[Command]:
         """Take note that `command` failed. Its source is unchanged, and the copy of a failed write stays dirty. A
         failed fetch leaves no copy, or a STALE one until its uses are released (its slot may still be read)."""
+        copy = self._ledger.answered(command, "failed")
         commands: list[Command] = []
-        self._ledger.failed(command, commands)
-        if isinstance(command, Fetch):
+        if type(command) is Fetch:
+            copy.state = STALE
+            if not copy.uses:
+                self._ledger.drop(command.block, command.target, commands)
             for cache in self._caches:
                 self._supply.trim(cache, commands)
         self._supply.serve(commands)

@@ -87,19 +87,19 @@ def _spread(saved: Sequence[SavedInterval], missing: Mapping[int, int], lag: int
 @dataclass(slots=True)
 class SavedRound:
     """What was saved between the first forward and the last backward of graphs that are alive together, as input of
-    `to_leave`. A storage has a number, and across rounds a place: the forward that saved it, and its index among the
+    `to_leave`. A storage has a number, and across rounds a key: the forward that saved it, and its index among the
     storages that this forward saved."""
 
     intervals: dict[int, SavedInterval] = field(default_factory=dict)
-    places: dict[int, tuple[Hashable, int]] = field(default_factory=dict)
+    keys: dict[int, tuple[Hashable, int]] = field(default_factory=dict)
     needed_bytes: list[int] = field(default_factory=lambda: [0])
     used: bool = False
     """Whether a backward has begun."""
 
-    def save(self, number: int, place: tuple[Hashable, int], nbytes: int, needed_bytes: int) -> None:
+    def save(self, number: int, key: tuple[Hashable, int], nbytes: int, needed_bytes: int) -> None:
         """Record that a storage is saved while the device needs `needed_bytes`."""
         self.needed_bytes.append(needed_bytes)
-        self.places[number] = place
+        self.keys[number] = key
         self.intervals[number] = SavedInterval(nbytes, len(self.needed_bytes) - 1)
 
     def free(self, number: int) -> None:
@@ -121,11 +121,11 @@ class SavedRound:
         self.needed_bytes[-1] = max(self.needed_bytes[-1], needed_bytes)
 
     def to_leave(self, room_bytes: int, lag: int = 0) -> set[tuple[Hashable, int]]:
-        """Return the places of the storages that must leave; see `to_leave`."""
+        """Return the keys of the storages that must leave; see `to_leave`."""
         numbers = [number for number, each in self.intervals.items() if each.free_at < NEVER]
         saved = [self.intervals[number] for number in numbers]
-        return self.places_of(numbers[index] for index in to_leave(saved, self.needed_bytes, room_bytes, lag))
+        return self.keys_of(numbers[index] for index in to_leave(saved, self.needed_bytes, room_bytes, lag))
 
-    def places_of(self, numbers: Iterable[int]) -> set[tuple[Hashable, int]]:
-        """Return the places of the storages with `numbers`."""
-        return {self.places[number] for number in numbers if number in self.places}
+    def keys_of(self, numbers: Iterable[int]) -> set[tuple[Hashable, int]]:
+        """Return the keys of the storages with `numbers`."""
+        return {self.keys[number] for number in numbers if number in self.keys}

@@ -156,10 +156,11 @@ class StepTracer:
             expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
             self._moments.append(expected)
         else:
-            now = known.moments[at] if at < self._count else Moment(operator, blocks, *known.worst)
-            expected = now if self.growth == 1.0 else now.times(self.growth)
+            expected = known.moments[at] if at < self._count else Moment(operator, blocks, *known.worst)
+            if self.growth != 1.0:
+                expected = expected.times(self.growth)
             as_expected = expected.blocks == blocks and expected.operator == operator
-            if self._follows and not (as_expected and at < self._count):
+            if not as_expected or at >= self._count:
                 self._leave_trace()
             if not self._follows:
                 self._moments.append(expected if as_expected else Moment(operator, blocks, live_bytes))

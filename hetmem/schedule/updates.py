@@ -58,7 +58,7 @@ class HostUpdates(ABC, Generic[T]):
         """Return whether the gradients of `update` have arrived, and no other transfer or update uses its chunk."""
 
     @abstractmethod
-    def _has_places(self, update: T) -> bool:
+    def _has_slots(self, update: T) -> bool:
         """Return whether each role of `update`, which is opening, has a slot in staging."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class HostUpdates(ABC, Generic[T]):
         """Return whether an update may open; see note "openings"."""
         if not self._queue or len((*self._opening, *self._running)) >= AT_ONCE:
             return False
-        return not self._opening or self._has_places(self._opening[-1])  # those before it had slots when it opened
+        return not self._opening or self._has_slots(self._opening[-1])  # those before it had slots when it opened
 
     def _open(self, update: T) -> None:
         self._queue.remove(update)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hetmem.memory.chunk import Memory
+from hetmem.memory.chunk import RawMemory
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Copier, Finished, Seen
@@ -154,7 +154,7 @@ class AllocatingDevice(UnwatchedDevice):
         assert told is not None
         told(asked_bytes, allocated_bytes)
 
-    def allocate(self, nbytes: int) -> Memory:
+    def allocate(self, nbytes: int) -> RawMemory:
         memory = super().allocate(nbytes)
         self.homes.append(weakref.ref(memory))
         return memory

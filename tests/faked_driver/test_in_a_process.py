@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(GPP is None, reason="g++ is not installed"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own"),
 ]
+ITS_OWN = ("tests/faked_driver/test_training.py", "tests/faked_driver/test_report.py")
 MANAGED = "tests/gpu/test_managed.py::"
 ALSO = (
     "tests/gpu/test_moves.py::test_memory_refused_in_a_backward_is_explained_and_training_goes_on",
@@ -30,7 +31,7 @@ def test_all_that_a_gpu_runs_is_right_on_a_device_with_a_thread_of_its_own(all_c
     options += ["--all-cases"] * all_cases
     also = sorted({name.partition("[")[0] for name in ALSO}) if all_cases else ALSO
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "tests/faked_driver/test_training.py", *also],
+        [sys.executable, "-m", "pytest", *options, *ITS_OWN, *also],
         env={**environment(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,6 +57,11 @@ def train(expected: Sequence[Step], placement: str, directory: Path, build: Any 
     managed: Any = assert_trains_alike(build, expected, budget(placement, directory), chunk_bytes="64KiB", **options)
     assert managed.threads == {threading.get_ident()}, "the graph of a managed model runs on the thread that calls"
     return managed
+
+
+def small(limits: hetmem.Budget, build: Any = Small, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return hetmem.manage(build(), limits, device="cuda", chunk_bytes="64KiB", **options)
 
 
 def go_on(managed: nn.Module, optimizer: torch.optim.Optimizer, expected: Step, *, clip: bool = True) -> None:
@@ -151,52 +155,6 @@ class Interfaced(Small):
                 block(torch.zeros(1, 64, device="cuda", dtype=block.up.bias.dtype))
 
 
-class Wide(nn.Module):
-    """Two equal blocks and a loss: 512 rows of 64 float32 are 128 KiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.of_host = torch.ones(1 << 16)
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
-
-
-@pytest.mark.in_turn
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_was_beside_chunks_at_the_peak_is_told_by_operator_and_module(
-    placement: str, mixed: torch.dtype | None, tmp_path: Path
-) -> None:
-    """Operators of steps that are measured are seen, for the report alone: the allocator counts more."""
-    managed = hetmem.manage(Wide(), budget(placement, tmp_path), chunk_bytes="64KiB", mixed_precision=mixed)
-    optimizer, x = hetmem.AdamW(managed.parameters()), torch.ones(512, 64, device="cuda")
-    for _ in range(3):
-        managed(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    section, kib = hetmem.report(managed).to_dict()["beside_chunks"], 1 << 10
-    found = {(row["operator"], row["module"], row["held"]): row["bytes"] for row in section["tensors"]}
-    assert (section["segment"], section["step"]) == ("backward", 1)
-    assert found["relu", "blocks.*.1", "saved"] == 512 * kib // (1 if mixed is None else 2)
-    assert {module for _, module, held in found if held == "temporary"} == {""}
-    assert "ones" not in {operator for operator, _, _ in found}, "it is not on the device"
-    hetmem.release(managed)
-
-
-def test_operators_are_not_seen_where_transformers_compiles_flex_attention(tmp_path: Path) -> None:
-    """A mode of operators would have it run uncompiled, which takes memory for all pairs of tokens."""
-    model = Wide()
-    model.config = SimpleNamespace(_attn_implementation="flex_attention")
-    managed = hetmem.manage(model, budget(next(iter(PLACEMENTS)), tmp_path), chunk_bytes="64KiB")
-    managed(torch.ones(512, 64, device="cuda")).backward()
-    assert hetmem.report(managed).to_dict()["beside_chunks"] is None
-    hetmem.release(managed)
-
-
 @pytest.mark.in_turn
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_array_interface_of_a_weight_is_right_for_the_call_of_its_module(placement: str, tmp_path: Path) -> None:
@@ -221,8 +179,7 @@ def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: 
             raise ValueError("a hook of the user's")
 
     expected = steps_of(Small, mixed=None, where="cpu")
-    torch.manual_seed(0)
-    managed: Any = hetmem.manage(Failing(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    managed = small(budget(placement, tmp_path), Failing)
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
     with pytest.raises(ValueError, match="a hook of the user's"):
         managed(batches(1)[0]).backward()
@@ -236,8 +193,7 @@ def test_after_a_backward_that_raised_on_its_thread_training_goes_on(placement: 
 def test_a_backward_after_one_that_raised_gives_its_gradients(placement: str, another: bool, tmp_path: Path) -> None:
     """Autograd may let go of the one that raised when the next has begun. `another`: one of another thread's runs when
     it raises, and on the device's thread nobody can say whose a node is."""
-    torch.manual_seed(0)
-    managed = hetmem.manage(Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    managed = small(budget(placement, tmp_path))
     batch, other = batches(2)
     managed(other).backward()
     managed.zero_grad()
@@ -280,8 +236,7 @@ def _raise(*_: object) -> None:
 def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tmp_path: Path) -> None:
     """As scripts do it, and trainers: its parameters stay where the budget has them."""
     expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu")
-    torch.manual_seed(0)
-    managed: Any = hetmem.manage(Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    managed = small(budget(placement, tmp_path))
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
     for step in expected:
         before = torch.cuda.memory_allocated(), [parameter.device for parameter in managed.parameters()]
@@ -297,8 +252,7 @@ def test_a_model_that_is_moved_to_the_gpu_takes_no_more_of_it(placement: str, tm
 def test_step_counts_that_were_sent_to_the_gpu_come_back_to_the_host(placement: str, by: str, tmp_path: Path) -> None:
     """Else each parameter's would be waited for in each step."""
     expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu")
-    torch.manual_seed(0)
-    managed: Any = hetmem.manage(Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+    managed = small(budget(placement, tmp_path))
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
     for step in expected:
         go_on(managed, optimizer, step)
@@ -319,9 +273,7 @@ def test_gradients_that_are_asked_for_are_those_that_arrive(
     placement: str, mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
     """After a forward weights are on another device than their gradients are made on; `backward` is compared above."""
-    managed: Any = hetmem.manage(
-        Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB", mixed_precision=mixed
-    )
+    managed = small(budget(placement, tmp_path), mixed_precision=mixed)
     parameters = list(managed.parameters())
     for batch in batches(2):
         loss = managed(batch)
@@ -337,9 +289,7 @@ def test_gradients_that_are_asked_for_are_those_that_arrive(
 def test_gradients_that_are_kept_and_tensors_that_are_put_there_are_the_user_s(
     mixed: torch.dtype | None, tmp_path: Path
 ) -> None:
-    managed: Any = hetmem.manage(
-        Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB", mixed_precision=mixed
-    )
+    managed = small(budget("host", tmp_path), mixed_precision=mixed)
     first, second = batches(2)
     managed(first).backward()
     kept = [parameter.grad for parameter in managed.parameters()]
@@ -362,10 +312,9 @@ def test_homes_leave_a_device_that_has_not_a_byte_left(whole: bool, tmp_path: Pa
     operators and optimizers went on with homes that were nobody's. Updates have the bits of the host, but those of a
     model that is whole on the device. torch's clipping adds norms device by device: another order, other bits."""
     expected = steps_of(Small, mixed=None, where="cuda" if whole else "cpu", then="cpu", clip=None)
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"device": torch.cuda.memory_allocated() + (16 << 20), "host": "64MiB"}
     sizes |= {} if whole else {"device_chunks": "1400KiB"}
-    managed: Any = hetmem.manage(Small(), hetmem.Budget(**sizes), device="cuda", chunk_bytes="64KiB")
+    managed = small(hetmem.Budget(**sizes))
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
     library, batch = ctypes.CDLL(None), batches(1)[0]
     go_on(managed, optimizer, expected[0], clip=False)
@@ -386,8 +335,7 @@ def test_one_backward_through_several_forwards_sums_as_torch_does(tmp_path: Path
     """Each has accumulators of its own where weights compute elsewhere than at home."""
     gradients = []
     for placement in ("resident", "host"):
-        torch.manual_seed(0)
-        managed: Any = hetmem.manage(Small(), budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
+        managed = small(budget(placement, tmp_path))
         torch.stack([managed(batch) for batch in batches(3)]).sum().backward()
         gradients.append([parameter.grad.cpu() for parameter in managed.parameters()])
     assert all(map(torch.equal, *gradients))
@@ -395,7 +343,7 @@ def test_one_backward_through_several_forwards_sums_as_torch_does(tmp_path: Path
 
 def test_weights_at_home_do_not_mix_with_what_is_on_the_device(tmp_path: Path) -> None:
     """So whatever above did not go through hetmem would have raised."""
-    managed = hetmem.manage(Small(), budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
+    managed = small(budget("host", tmp_path))
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         managed.last.weight + torch.ones(64, device="cuda")
 
@@ -407,9 +355,8 @@ def test_gradients_that_are_scaled_without_a_version_are_seen_wherever_they_lie(
     options: dict[str, Any], limits: dict[str, Any], tmp_path: Path
 ) -> None:
     """`GradScaler.unscale_` counts none: an update that has begun is refused, a norm is of what is there."""
-    torch.manual_seed(0)
     sizes: dict[str, Any] = {"device": torch.cuda.memory_allocated() + (4 << 20), "host": "64MiB", **limits}
-    managed: Any = hetmem.manage(Small(), hetmem.Budget(**sizes), device="cuda", chunk_bytes="64KiB")
+    managed = small(hetmem.Budget(**sizes))
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, **options)
     for batch in batches(3):
         managed(batch).backward()
@@ -435,15 +382,18 @@ def test_graphs_of_gradients_find_weights_on_the_device(tmp_path: Path) -> None:
     plain = copy.deepcopy(managed).to("cuda")
     hetmem.manage(managed, budget("host", tmp_path), device="cuda", chunk_bytes="64KiB")
     for batch in batches(3):
-        found = []
         for module in (plain, managed):
             x = batch.clone().requires_grad_()
             (slope,) = torch.autograd.grad(module(x), x, create_graph=True)
             (slope.norm(dim=-1) - 1).square().mean().backward()
-            found.append([None if p.grad is None else p.grad.cpu() for p in module.parameters()])
-            module.zero_grad()
-        for expected, got in zip(*found, strict=True):
-            assert (expected is None and got is None) or torch.equal(expected, got), (expected - got).abs().max()
+        assert_same_gradients(plain, managed)
+
+
+def assert_same_gradients(plain: nn.Module, managed: nn.Module) -> None:
+    found = [[None if p.grad is None else p.grad.cpu().clone() for p in each.parameters()] for each in (plain, managed)]
+    for expected, got in zip(*found, strict=True):
+        assert (expected is None and got is None) or torch.equal(expected, got), (expected - got).abs().max()
+    plain.zero_grad(), managed.zero_grad()
 
 
 def weight_decay(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -469,10 +419,6 @@ def test_a_graph_on_the_host_and_on_the_device_has_one_order(loss_of: Any, place
     plain = copy.deepcopy(managed).to("cuda")
     hetmem.manage(managed, budget(placement, tmp_path), device="cuda", chunk_bytes="64KiB")
     for batch in batches(6):
-        found = []
         for module in (plain, managed):
             loss_of(module, batch).backward()
-            found.append([None if p.grad is None else p.grad.cpu().clone() for p in module.parameters()])
-            module.zero_grad()
-        for expected, got in zip(*found, strict=True):
-            assert (expected is None and got is None) or torch.equal(expected, got), (expected - got).abs().max()
+        assert_same_gradients(plain, managed)

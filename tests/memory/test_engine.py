@@ -130,7 +130,7 @@ def test_a_transfer_of_the_disk_is_told_of_although_nobody_could_note_it(tmp_pat
     extent, memory = store.reserve(BLOCK), Mapping(BLOCK).buffer(0, BLOCK)
     for begin in (engine.read, engine.write):
         begin("job", extent, memory)
-        assert comes_to_be(lambda: not engine.nothing_over())
+        assert comes_to_be(lambda: not engine.none_finished())
         taken = engine.take(wait=False)
         assert taken is not None and taken.tag == "job"
         assert isinstance(taken.error, MemoryError)

@@ -75,7 +75,7 @@ def test_answers_nobody_waits_for_are_refused_with_the_blocks_history() -> None:
         lambda: r.withdraw(0, DEVICE),
     ]
     for call in calls:
-        with pytest.raises(StateError, match=r"history: .*valid on"):
+        with pytest.raises(StateError, match=r"history: .*done"):
             call()
         assert (r.in_flight(), r.uses(0, DEVICE), r.dirty(1)) == (0, 1, True)
         check_invariants(r)
