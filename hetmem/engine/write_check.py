@@ -52,7 +52,7 @@ class WriteCheck:
         self._bindings, self._traffic = bindings, traffic
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
-        self._cast_at_home = [chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes]
+        self._cast_at_home = {chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes}
         self.uncounted: set[int] = set()
         """`id`s of parameters whose copies were ever written without a version."""
         self.touched: set[ManagedParameter] = {*parameters}
@@ -147,9 +147,8 @@ class WriteCheck:
     def copied(self) -> list[ManagedParameter]:
         """Return the parameters of chunks that have copies, in flight or cast at home too; looks at no others."""
         chunk_of_block, resident = self._traffic.executor.chunk_of_block, self._traffic.residency.resident
-        blocks = (*resident(Tier.DEVICE), *resident(Tier.HOST))
-        chunks = dict.fromkeys([*self._cast_at_home, *[chunk_of_block[block][0] for block in blocks]])
-        return [*chain.from_iterable(map(_PARAMETERS, chunks))]
+        chunks = {chunk_of_block[block][0] for block in (*resident(Tier.DEVICE), *resident(Tier.HOST))}
+        return [*chain.from_iterable(map(_PARAMETERS, self._cast_at_home | chunks))]
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as a backward ends, for `edited_gradients`."""
