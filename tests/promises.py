@@ -162,6 +162,13 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     # ---- Gradients
     "`p.grad` after `backward()` is the true gradient": "read gradients before they have arrived",
+    "What the program writes to `p.grad` between": Mutation(
+        "engine/gradient_views.py",
+        " and references(storage_address(home)) <= 1:\n",
+        ":\n",
+        "tests/engine/test_gradients.py::"
+        "test_edits_that_count_no_version_reach_gradients_of_which_a_copy_is_staged[by_a_kept_view]",
+    ),
     "Without `zero_grad()`": "add to no gradient that a step has used up, and say nothing",
     "A program that overlap cannot serve": Mutation(
         "optim/step.py",
