@@ -169,7 +169,7 @@ class Supply:
                 break  # no room for the next block: try at the next use
         else:
             cache.prefetch_at = cache.complete - self.lookahead + 1
-        cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # the end of an unknown use resets `prefetch_at`
+        cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # see `Cache.prefetch_at`
         if staging.slots.count:  # reads that end make room at any time
             cache.prefetch_at = 0
 
