@@ -85,7 +85,7 @@ def elements(memory: RawMemory, dtype: torch.dtype, numel: int, offset_bytes: in
     part = memory[offset_bytes : offset_bytes + numel * dtype.itemsize]
     alone: torch.Tensor = torch_private.from_dlpack(
         torch_private.to_dlpack(part)
-    )  # the public way may wait for a stream
+    )  # the public function may wait for a stream
     return alone.view(dtype)
 
 
