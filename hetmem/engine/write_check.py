@@ -11,25 +11,22 @@ operators, NumPy) count no version:
   seen.
 - A model that is whole on the device is not watched from a step to the next forward, which remakes the copies of all
   trained weights: that crosses no link, and each access to a watched parameter takes some Python calls.
-- Gradients staged from NVMe are compared with their home by one element of each parameter.
+- Gradients on NVMe are watched too while the program has them (`gradient_views.HandedOutGradient`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import compress
 from operator import attrgetter, gt, ne, not_
 
 import torch
 
-from hetmem.engine.gradient_views import is_home_gradient
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references, storage_references
-from hetmem.engine.sampling import as_integers, as_sampled, sample_of
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
-from hetmem.schedule.blocks import CopyState
 from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
@@ -256,49 +253,6 @@ class WriteCheck:
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
 
-    # ---- gradients in staging ------------------------------------------------------------------------------------
-
-    def wait_for_staged_gradients(self, chunks: Iterable[Chunk]) -> None:
-        """Wait until no gradients of `chunks` are being read from NVMe: only then `honour_written_gradients` can
-        compare them with their home."""
-        residency = self._traffic.residency
-        for chunk in chunks:
-            home = chunk.homes.get(Role.GRAD)
-            if home is not None and home.tier is Tier.NVME and home.block is not None:
-                while residency.state(home.block, Tier.HOST) is CopyState.LOADING:
-                    self._traffic.wait_for_one()
-
-    def honour_written_gradients(self, chunk: Chunk, taken: Container[ManagedParameter] = ()) -> None:
-        """Drop the staged gradients of `chunk` if the program has changed them at home (clipping, `zero_grad`).
-        `taken`: parameters whose `p.grad` is taken away while a gradient is added."""
-        written = False
-        for managed in chunk.parameters:
-            if managed.grad_home is not None and managed.grad_home._version != managed.grad_version:
-                managed.grad_version = managed.grad_home._version
-                written = True
-        home = chunk.homes.get(Role.GRAD)
-        if home is None or home.tier is not Tier.NVME:
-            return  # nothing is staged
-        torn = home.block in self._traffic.executor.torn_reads.torn
-        if written or torn or self._staged_differs(chunk, taken):
-            self._traffic.superseded(chunk, Role.GRAD)
-
-    def _staged_differs(self, chunk: Chunk, taken: Container[ManagedParameter]) -> bool:
-        """Return whether gradients on NVMe were written to without a version, as by `GradScaler.unscale_`. Reads one
-        element of each parameter, as each may cost an access of the drive."""
-        home, residency = chunk.homes.get(Role.GRAD), self._traffic.residency
-        if home is None or home.tier is not Tier.NVME or home.block is None or residency.dirty(home.block):
-            return False
-        if residency.state(home.block, Tier.HOST) is not CopyState.VALID:
-            return False
-        staged, at_home = self._traffic.newest(chunk, Role.GRAD), chunk.flat(Role.GRAD)
-        for managed in chunk.parameters:
-            if is_home_gradient(managed) or managed in taken:
-                sample = sample_of(managed.part(staged))
-                if sample is not None and not all(as_sampled([(sample, managed.part(at_home))])):
-                    return True
-        return False
-
 
 class ParameterMarks:
     """Watches the parameters of one model between its calls. Within a forward or a backward `Bindings` watches those
@@ -423,9 +377,13 @@ def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Return whether two tensors of one dtype are equal, where all NaN are equal, and 0 is not -0."""
     if left.is_complex():
         left, right = torch.view_as_real(left), torch.view_as_real(right)
-    one, other = as_integers(left), as_integers(right)
+    integers = INTEGERS.get(left.itemsize, left.dtype)  # there a NaN equals itself, and 0 is not -0
+    one, other = left.view(integers), right.view(integers)
     return bool(torch.equal(one, other) or ((one == other) | (left.isnan() & right.isnan())).all())

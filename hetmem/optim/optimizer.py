@@ -6,7 +6,7 @@ A `Rule` does the arithmetic, a `Stepper` orders the work, and the runtime owns 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -207,7 +207,7 @@ class OffloadedOptimizer(Optimizer):
         with self._turns("zero_grad()"):
             if not set_to_none:
                 self.synchronize()  # an update under way reads them
-            with torch_private.NoFunctionsOfSubclasses():
+            with torch_private.NoFunctionsOfSubclasses() if set_to_none else nullcontext():  # else it writes to them
                 super().zero_grad(set_to_none)
 
     @HELD_BACK
