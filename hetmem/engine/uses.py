@@ -139,10 +139,8 @@ class Uses:
         if traffic.use(uses):
             for managed in used:
                 if managed.device is None:
+                    self._open(used)
                     break
-            else:
-                return True
-            self._open(used)
         else:
             self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
         return True
