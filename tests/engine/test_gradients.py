@@ -187,7 +187,8 @@ def test_a_gradient_scaled_without_a_version_is_added_to_as_it_is(placement: str
 
 @offloaded
 def test_hooks_and_gradients_of_others_that_come_between_backwards(placement: str, tmp_path: Path) -> None:
-    """A hook finds the sum so far; two weights exchange their gradients, and add to those from then on."""
+    """A hook finds the sum so far; two weights exchange their gradients, and add to those from then on. The backward
+    before is of neither."""
     modules, seen = pair(mlp, placement, tmp_path), (list[torch.Tensor](), list[torch.Tensor]())
     batches = vector_batches(5, 4, WIDTH)
     for step, batch in enumerate(batches):
@@ -198,6 +199,7 @@ def test_hooks_and_gradients_of_others_that_come_between_backwards(placement: st
             if step == 3:
                 first.grad, second.grad = second.grad, first.grad
             loss_of(module, batch).backward()
+            module[4](*batch).sum().backward()
         assert_same_grads(*modules)
     assert len(seen[0]) == len(seen[1]) == len(batches) - 2
     for expected, got in zip(*seen, strict=True):

@@ -343,8 +343,11 @@ def test_a_tensor_that_shares_memory_for_long_is_written_to_once_and_dropped(
     overlap: str,
     tmp_path: Path,
 ) -> None:
-    """Of some weights between forward and backward, of others before and behind the step, of the fourth step."""
+    """Of some weights before the step, of others behind it, trained and frozen ones."""
     plain, managed = placed(place, tmp_path, mixed)
+    for module in (plain, managed) if keep is not in_a_hook else ():
+        for layer in (2, 3):
+            module[layer].weight.requires_grad_(False)
     optimizers, backward = adamws(plain, managed, overlap=overlap), reference(plain, mixed)
     kept: list[dict[int, torch.Tensor]] = []
 
