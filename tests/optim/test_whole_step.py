@@ -249,11 +249,10 @@ def test_a_state_that_was_put_in_the_place_of_one_is_at_home_after_the_step(tmp_
     optimizer = hetmem.AdamW(managed.parameters())
     for step in range(4):
         managed(torch.ones(3, 64)).square().mean().backward()
-        if step == 3:
-            states = [optimizer.state[weight] for weight in managed.parameters()]
-            for state in states:
-                state["exp_avg"] = torch.ones_like(state["exp_avg"])
-            put = [weakref.ref(state["exp_avg"]) for state in states]
+        put = []
+        for weight in managed.parameters() if step == 3 else ():
+            optimizer.state[weight]["exp_avg"] = torch.ones_like(weight)
+            put.append(weakref.ref(optimizer.state[weight]["exp_avg"]))
         optimizer.step()
     gc.collect()
-    assert not any(tensor() for tensor in put)
+    assert [tensor() for tensor in put] == [None] * 6
