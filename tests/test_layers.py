@@ -67,6 +67,7 @@ WRITES_TOO = {
         "hetmem.planner.meta_trace",
     },
     "__class__": {
+        "hetmem.engine.gradient_views",  # gradients that the program may write to
         "hetmem.intercept.hooks",  # a parameter whose gradient arrives, as `Bindings.send_home` does, without its calls
     },
 }

@@ -144,9 +144,9 @@ MUTATIONS = {
         "tests/engine/test_traffic.py::test_what_the_device_is_fed_while_an_old_copy_is_waited_for_is_old_too",
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
-        "engine/write_check.py",
-        "if written or torn or self._staged_differs(chunk, taken):",
-        "if written or torn:",
+        "engine/gradients.py",
+        "            if unwatch_gradients(chunk):\n",
+        "            if unwatch_gradients(chunk) and False:\n",
         "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works[nvme]",
     ),
     "undo a step of torch by a copy that a view holds": Mutation(

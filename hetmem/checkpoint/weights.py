@@ -93,9 +93,9 @@ def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
     for conversion in conversions:
         for name, tensor in conversion.planned().items():
             if name in made:
-                there = made[name].sources[0].stored.name
+                other = made[name].sources[0].stored.name
                 raise CheckpointError(
-                    f"{there} and {shown(conversion.names)} in the files are both {name} of the model"
+                    f"{other} and {shown(conversion.names)} in the files are both {name} of the model"
                 )
             made[name] = _Made(name, tuple(tensor.shape), conversion.sources, conversion)
     return made
@@ -128,19 +128,19 @@ def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[
     targets: list[tuple[_Made, torch.Tensor]] = []
     several: list[list[str]] = []
     for name, aliases in state.aliases.items():
-        there = [alias for alias in aliases if alias in made]
-        if len(there) > 1:
-            several.append(there)
-        for alias in there:
+        present = [alias for alias in aliases if alias in made]
+        if len(present) > 1:
+            several.append(present)
+        for alias in present:
             problems += _differences(made[alias], state.tensors[name], rounding)
-        targets += [(made[alias], state.tensors[name]) for alias in there[:1]]
+        targets += [(made[alias], state.tensors[name]) for alias in present[:1]]
     problems += [f"{name} is not a tensor in the model" for name in state.made if name in made]
     if problems:
         raise other_model("the weights are", problems)
-    for there in several:
-        if len({_values(made[alias]) for alias in there}) > 1:
+    for tied in several:
+        if len({_values(made[alias]) for alias in tied}) > 1:
             raise other_model(
-                "the weights are", [f"{' and '.join(there)} are one tensor in the model, and differ in the files"]
+                "the weights are", [f"{' and '.join(tied)} are one tensor in the model, and differ in the files"]
             )
     return targets
 

@@ -116,7 +116,7 @@ def prepare_adamw(
     finite decodes to NaN from then on. Raises `ManageError` if Numba cannot compile the loop.
     """
     flats, numel = (param, grad, *moments, compute_copy), param.numel()
-    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # per number
+    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # per item
     check_flat(param, *(flat for flat, per in zip(flats, pers, strict=True) if per == 1))
     dtypes = tuple([None if flat is None else flat.dtype for flat in flats])
     loop: Any = _kernel(dtypes) if key is not None else _verified_loop(param.dtype, grad.dtype, dtypes[-1])

@@ -334,8 +334,8 @@ def _need_float16() -> None:
     from llvmlite.binding import get_host_cpu_features
     from numba import config
 
-    by_hand = config.CPU_NAME is not None or config.CPU_FEATURES is not None  # then it is unknown
-    if by_hand or not (platform.machine() == "aarch64" or get_host_cpu_features().get("f16c")):
+    configured = config.CPU_NAME is not None or config.CPU_FEATURES is not None  # for unknown features
+    if configured or not (platform.machine() == "aarch64" or get_host_cpu_features().get("f16c")):
         raise NotImplementedError("this CPU has no casts of float16")
 
 

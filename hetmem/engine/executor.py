@@ -22,7 +22,6 @@ from hetmem.base.weak import WeakList
 from hetmem.engine.events import EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
-from hetmem.engine.sampling import TornReads
 from hetmem.memory.chunk import Chunk, Role, without_graph
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import is_unseen
@@ -74,7 +73,6 @@ class Executor:
         sanitize: bool,
     ) -> None:
         self.chunk_of_block: dict[int, tuple[Chunk, Role]] = {}
-        self.torn_reads = TornReads(residency, self.chunk_of_block)
         self.updating: set[Chunk] = set()
         """Chunks whose parameters are being written at home by other threads."""
         self._working_copies: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
@@ -378,7 +376,6 @@ class Executor:
         if type(command) is Write:
             self._engine.write(command, extent, memory)
         else:
-            self.torn_reads.begin_read(command.block, chunk, role)
             self._engine.read(command, extent, memory)
 
     def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> bool:

@@ -28,6 +28,7 @@ from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
+_GRADIENT = attrgetter("grad")
 _GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")
 
 
@@ -105,9 +106,44 @@ def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> N
     if gradient is not None:
         gradient.data = managed.view(Role.GRAD)
         managed.grad_address = gradient.data_ptr()
-        if gradient is not managed.grad_home:
-            managed.grad_version = gradient._version
     managed.grad_home = gradient
+
+
+_ORDINARY: Any = torch.Tensor
+
+
+class HandedOutGradient(torch.Tensor):
+    """The class of a gradient whose home is on NVMe while the program may write to it. The first function of torch that
+    meets it makes it an ordinary tensor, which says that a staged copy may be stale."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in torch_private.tree_leaves((args, kwargs)):
+            if type(leaf) is cls:
+                leaf.__class__ = _ORDINARY
+        return func(*args, **(kwargs or {}))
+
+
+def watch_gradients(chunk: Chunk) -> None:
+    """Watch the homes of gradients of `chunk`, but those whose memory another tensor of the program shows."""
+    for managed in chunk.parameters:
+        home: Any = managed.grad_home
+        if home is not None and references(storage_address(home)) <= 1:
+            managed.grad_version = home._version
+            home.__class__ = HandedOutGradient
+
+
+def unwatch_gradients(chunk: Chunk) -> bool:
+    """End `watch_gradients`; return whether the program may have written to any of them."""
+    used = False
+    for managed in chunk.parameters:
+        home: Any = managed.grad_home
+        if type(home) is HandedOutGradient:
+            home.__class__ = _ORDINARY
+            used |= home._version != managed.grad_version
+        else:
+            used |= home is not None
+    return used
 
 
 def show_widened(managed: ManagedParameter) -> None:
@@ -220,6 +256,8 @@ class ConsumedGradient(torch.Tensor):
     anything but `zero_grad` (`hetmem_zeroed`) computes with it. With None a clip before `step()` would use a norm of 0,
     and after it (`hetmem_stepped`) the next backward would not add to the gradient."""
 
+    exist = False
+    """Whether one was ever made."""
     hetmem_name: str
     hetmem_zeroed: bool
     hetmem_stepped: bool
@@ -228,6 +266,7 @@ class ConsumedGradient(torch.Tensor):
     def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> ConsumedGradient:
         """Make one in the shape of `like`, expanded from `element`, for the parameter called `name`."""
         made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
+        ConsumedGradient.exist = True
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
         return made
 
@@ -277,8 +316,7 @@ def clear_zeroed(parameter: torch.Tensor) -> None:
 
 def refuse_consumed(parameters: Iterable[torch.Tensor]) -> None:
     """Raise RuntimeError if a step would begin with gradients of `parameters` that the step before has consumed."""
-    gradients = [parameter.grad for parameter in parameters]
-    for gradient in gradients if ConsumedGradient in set(map(type, gradients)) else ():
+    for gradient in map(_GRADIENT, parameters) if ConsumedGradient.exist else ():
         if isinstance(gradient, ConsumedGradient) and gradient.hetmem_stepped:
             raise RuntimeError(
                 f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "

@@ -27,6 +27,8 @@ from hetmem.engine.gradient_views import (
     show_gradient,
     show_widened,
     take_gradient,
+    unwatch_gradients,
+    watch_gradients,
 )
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
@@ -57,6 +59,7 @@ class GradientSink:
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)
+        segments.program_continues, segments.program_waits = weakly(self.hand_over), weakly(self.take_back)
         self.listeners: WeakList[GradientListener] = WeakList()
         self.within_step = False
         """Whether the forward that runs began between a backward that has updated weights and its step."""
@@ -69,16 +72,27 @@ class GradientSink:
         self.lent: set[Chunk] = set()
         """Chunks whose gradients lie in lent memory."""
         self._handles: list[Any] = []
+        self.unhooked = runtime.parameters
+        """Parameters that did not require a gradient when that was last asked."""
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
         """Parameters whose gradient is being accumulated, and their `p.grad` before."""
         self.is_simple = False
         """Whether the hook before an accumulation only has to take `p.grad` away."""
         self._arrived: list[ManagedParameter] = []
+        self._handed_out: list[Chunk] = []
+        """Chunks whose gradients, on NVMe, the program may read and write now."""
         self._warned: list[str] = []
         self.are_dense = True
         """Whether every gradient so far was dense, and could be added to its home."""
         self._sends = runtime.traffic.gradients.sends
         runtime.traffic.gradients.loss_listeners = self.listeners
+
+    def install_all(self) -> None:
+        """Hook all that require a gradient by now."""
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed in self.unhooked:
+                self.install(managed)
+        self.unhooked = [managed for managed in self.unhooked if not managed.grad_hooked]
 
     def install(self, managed: ManagedParameter) -> None:
         """Register the hooks of `managed`, once, if it requires a gradient."""
@@ -198,15 +212,20 @@ class GradientSink:
             runtime.uses.begin_backward()
 
     def _look_at_parameters(self) -> None:
-        """Order hooks, and give each `p.grad` that shows the memory of another one memory of its own."""
-        hooks = map(_HOOKS, [managed.parameter for managed in self.runtime.parameters])
+        """Order hooks, and give each `p.grad` that shows the memory of another one memory of its own, of parameters
+        whose hooks or `grad` the program may have changed."""
+        bindings = self.runtime.bindings
+        met, bindings.met = bindings.met | bindings.exposed, set()
+        hooks = map(_HOOKS, [managed.parameter for managed in met])
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
-        for managed in self.runtime.parameters:
+        for managed in met:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += self._hooks.order(self, managed.parameter)
             gradient = managed.parameter.grad
-            known = gradient is managed.grad_home or gradient is managed.grad_view
-            if gradient is None or known or gradient.layout is not torch.strided:
+            if gradient is None or gradient is managed.grad_home or gradient is managed.grad_view:
+                continue
+            bindings.met.add(managed)  # of a tensor of the program's: that may get other memory
+            if gradient.layout is not torch.strided:
                 continue
             memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
@@ -231,6 +250,7 @@ class GradientSink:
 
     def wait_until_home(self) -> None:
         """Wait until all gradients are at home, also on NVMe; then raise the first error, if there was one."""
+        self.hand_over()  # also where this raises
         traffic = self.runtime.traffic
         homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
         try:
@@ -239,6 +259,19 @@ class GradientSink:
             traffic.wait_until_written(homes)
             raise
         traffic.wait_until_written(homes)
+
+    def hand_over(self) -> None:
+        """Let the program read and write gradients until `take_back`."""
+        self._handed_out = [chunk for chunk in self.runtime.chunks if _is_on_nvme(chunk)]
+        for chunk in self._handed_out:
+            watch_gradients(chunk)
+
+    def take_back(self) -> None:
+        """End `hand_over`: drop the staged copies of gradients that the program may have written to at home."""
+        chunks, self._handed_out = self._handed_out, []
+        for chunk in chunks:
+            if unwatch_gradients(chunk):
+                self.runtime.traffic.superseded(chunk, Role.GRAD)
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
         """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite."""
@@ -256,11 +289,11 @@ class GradientSink:
         if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
             managed.open_grad_home()
         assert managed.grad_home is not None
-        home, traffic = chunk.homes[Role.GRAD], self.runtime.traffic
+        traffic = self.runtime.traffic
         if traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
             # Autograd copied the gradient to the host, not ordered behind an earlier one that may be in flight.
             traffic.gradients.wait()
-        on_nvme = home.tier is Tier.NVME
+        on_nvme = _is_on_nvme(chunk)
         if on_nvme and not any(listener.begins_early for listener in self.listeners):
             self._sends.complete.add(chunk, id(managed), _awaited)
         target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
@@ -342,13 +375,17 @@ class GradientSink:
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """Return the part of `managed` in its chunk's staged gradients, which are read from NVMe only if needed."""
         chunk = managed.chunk
-        if not self.runtime.traffic.gradients.arriving(chunk):  # else staging is in use, and newer than the home
-            self.runtime.writes.wait_for_staged_gradients((chunk,))
-            self.runtime.writes.honour_written_gradients(chunk, taken=(managed,) if adds else ())
+        if self._handed_out:  # to a hook of this backward
+            self.take_back()
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
+
+
+def _is_on_nvme(chunk: Chunk) -> bool:
+    """Return whether gradients of `chunk` have their home on NVMe."""
+    return Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].tier is Tier.NVME
 
 
 def _awaited(chunk: Chunk) -> set[int]:

@@ -80,12 +80,6 @@ class Runtime:
 
     # ---- segments and moments ----------------------------------------------------------------------------------
 
-    def enter(self, *, backward: bool = False, step: bool = False) -> None:
-        """Note that a `backward` or a `step` runs from here on; neither: the program may write to weights and
-        gradients, also within a forward, and a read of gradients in flight may be torn."""
-        self.in_backward = backward
-        self.traffic.executor.torn_reads.allow_writes(allowed=not (backward or step))
-
     def begin_segment(self, key: Hashable, *, measured: bool, size: int = 0) -> None:
         """Begin a forward, a backward or a step. `key` identifies its trace; `size`: the bytes of its inputs."""
         self.room.look_at_allocator()
@@ -117,7 +111,7 @@ class Runtime:
         """Remake copies of weights that the program may have written to since the forward, as a backward begins."""
         if not self.memory.uses_copies:
             return
-        with self.unwatched():
+        with self.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if self.writes.renew_touched():
                 self.uses.renew_held_copies()
 

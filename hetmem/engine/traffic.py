@@ -269,11 +269,7 @@ class Traffic:
         if block is None:
             return chunk.flat(role)
         self._log_unfetched(block, Tier.HOST)
-        staged = self.executor.staged(chunk, role, self.residency.slot(block, Tier.HOST))
-        if block in self.executor.torn_reads.torn:
-            staged.copy_(chunk.flat(role))  # not torn: the program does not write while hetmem runs
-            self.executor.torn_reads.torn.discard(block)
-        return staged
+        return self.executor.staged(chunk, role, self.residency.slot(block, Tier.HOST))
 
     def unask_role(self, chunk: Chunk, role: Role) -> None:
         """End `ask_role` before the role was used."""
@@ -312,10 +308,7 @@ class Traffic:
     def superseded(self, chunk: Chunk, role: Role, *, but_device: bool = False) -> None:
         """Drop every copy of `role` as stale, as its home was written to; `but_device`: all but the device's."""
         block = chunk.homes[role].block
-        if block is None:
-            return
-        if not self.residency.copied(block):
-            self.executor.torn_reads.torn.discard(block)
+        if block is None or not self.residency.copied(block):
             return
         self.wait_until_written([chunk.homes[role]])
         for tier in (Tier.HOST, Tier.DEVICE):  # in this order: staging may be copied to the device meanwhile
@@ -325,7 +318,6 @@ class Traffic:
                 self.wait_for_one()
             if self.residency.state(block, tier) is not CopyState.WAITING:  # its fetch has not begun: not stale
                 self.execute(self.residency.invalidate(block, tier))
-            self.executor.torn_reads.torn.discard(block)
 
     def forget_copies(self) -> None:
         """Drop every copy on every tier; none may be in use."""

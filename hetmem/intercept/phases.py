@@ -124,7 +124,8 @@ its end, also if it raises (`intercept.backward`)."""
 
 
 class StepSegments:
-    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward."""
+    """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward,
+    `program_waits` as a backward or a step begins, and `program_continues` as a step ends."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -140,6 +141,8 @@ class StepSegments:
         """Bytes of the largest inputs among the forwards that the next backward may be of."""
         self.backward_began: Callable[[], None] = lambda: None
         self.backward_ended: Callable[[], None] = lambda: None
+        self.program_waits: Callable[[], None] = lambda: None
+        self.program_continues: Callable[[], None] = lambda: None
 
     @property
     def in_backward(self) -> bool:
@@ -158,7 +161,7 @@ class StepSegments:
         `signature`). `transformed`: within a transform of torch.func, whose tensors wrap homes."""
         runtime = self._runtime
         seen = runtime.marks.pause()
-        with runtime.unwatched():
+        with runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if transformed:
                 runtime.traffic.wait_for_updates()
             runtime.writes.notice_all(seen=seen)
@@ -196,7 +199,9 @@ class StepSegments:
         section = self._runtime.turn.take("a backward")
         self._section, self.backward_thread = section, section.thread
         BACKWARDS.began[-1].append(self)
-        self._runtime.enter(backward=True)
+        self._runtime.in_backward = True
+        with self._runtime.unwatched():
+            self.program_waits()
         key = self.backward_key()
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
@@ -221,7 +226,6 @@ class StepSegments:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
-                self._runtime.enter()
                 self._runtime.events.end_segment()  # the program's own work before the step is no compute
                 if self._section is not None:
                     self._runtime.turn.give(self._section)
@@ -230,19 +234,20 @@ class StepSegments:
         """Watch parameters again, which the user may read until the next segment."""
         if not self._runtime.bindings.away:
             self._runtime.marks.resume()
-        self._runtime.enter()
 
     def begin_step(self) -> None:
         """Begin the optimizer's step."""
         self.settle()
         self._runtime.marks.begin_step()
-        self._runtime.enter(step=True)
+        with self._runtime.unwatched():
+            self.program_waits()
         self._pending = ()
         self._runtime.begin_segment(STEP, measured=False)
 
     def end_step(self) -> None:
         """End a step, also one that has raised."""
         self._runtime.marks.end_step()
+        self.program_continues()
         self.rest()
 
     def forget_forwards(self) -> None:

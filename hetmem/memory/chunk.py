@@ -85,7 +85,7 @@ def elements(memory: RawMemory, dtype: torch.dtype, numel: int, offset_bytes: in
     part = memory[offset_bytes : offset_bytes + numel * dtype.itemsize]
     alone: torch.Tensor = torch_private.from_dlpack(
         torch_private.to_dlpack(part)
-    )  # the public way may wait for a stream
+    )  # the public function may wait for a stream
     return alone.view(dtype)
 
 
@@ -316,10 +316,10 @@ class ManagedParameter:
         if spare is not None and type(memory) is memoryview and spare[0].dtype is dtype:
             self.grad_home, self.grad_view = spare
             self.grad_home.data = self.shaped(elements(memory, dtype, self.numel, self.offset * dtype.itemsize))
-            self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+            self.grad_address = self.grad_home.data_ptr()
             return
         self.grad_home = self.view(Role.GRAD)
-        self.grad_version, self.grad_address = self.grad_home._version, self.grad_home.data_ptr()
+        self.grad_address = self.grad_home.data_ptr()
         self.grad_view = None
         if dtype is not self.chunk.dtype:
             self.grad_view = HiddenGradient(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 _INTERRUPT = int(signal.SIGINT)
 _SIGNALS: Any = importlib.import_module("_signal")
-"""The module under `signal`: that one makes enums, in twenty times as long, and is called around every operator."""
+"""The C module that `signal` wraps, twenty times slower, to make enums; called around every operator."""
 
 
 _main = threading.main_thread().ident

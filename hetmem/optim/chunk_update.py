@@ -6,17 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import attrgetter
+from functools import cached_property
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from hetmem.cpu import square_sum_tasks
-from hetmem.cpu.workers import Batch, Task, WorkerPool
+from hetmem.cpu.workers import Array, Batch, Task, WorkerPool
 from hetmem.engine.gradient_views import are_home, take_gradient
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.sampling import Sample
+from hetmem.engine.write_check import INTEGERS
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
 from hetmem.optim.options import Rule
@@ -70,13 +71,17 @@ class Members:
         self.nbytes = sum(managed.numel * managed.chunk.dtype.itemsize for managed in self.managed)
         self.largest_bytes = max(map(_NBYTES, self.parameters), default=0)
         self._distinct = list(dict.fromkeys(self._groups))
-        self.strides = [managed.stride for managed in self.managed]
         self.chunks = (*dict.fromkeys(managed.chunk for managed in self.managed),)
         self.dtypes = {chunk.dtype for chunk in self.chunks}
         self._some: tuple[list[bool], Members] | None = None
         self.roles: tuple[Role, ...] = ()
         """The states of all parameters, once read."""
         self._addresses: list[list[int]] = []
+
+    @cached_property
+    def strides(self) -> list[tuple[int, ...]]:
+        """Those of the parameters."""
+        return [managed.stride for managed in self.managed]
 
     def addresses(self, *, anew: bool = False) -> list[list[int]]:
         """Return the addresses of the homes of the parameters, and of each of `roles`; cached unless `anew`."""
@@ -140,8 +145,9 @@ class AllMembers(Generic[_StepperT]):
         self.whole: list[tuple[_StepperT, dict[str, Any], Members]] = []
         """The `Members` by group."""
         self._made_of: list[object] = []
-        self.not_managed: list[torch.Tensor] = []
-        """Parameters that no managed model has any more."""
+        self._parameters: list[torch.Tensor] = []
+        self._of: list[Members | None] = []
+        """Of each of these, those that it is of; None: no managed model has it any more."""
 
     def of(
         self,
@@ -151,18 +157,18 @@ class AllMembers(Generic[_StepperT]):
     ) -> dict[_StepperT, dict[Chunk, Members]]:
         """Return the `Members` by stepper and chunk. `find` adds to `steppers`, and raises `ManageError` for a
         parameter that is not managed."""
-        made_of = [each for group in groups for each in (group, *group["params"])]
-        if are_same([*made_of, *_ways(steppers)], self._made_of):
+        made_of = [*chain.from_iterable((group, *group["params"]) for group in groups)]
+        now, before = [*made_of, *_ways(steppers)], self._made_of
+        if len(now) == len(before) and False not in map(is_, now, before):
             return self._members
         found: dict[_StepperT, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
-        self.not_managed, self.whole = [], []
+        self.whole, self._parameters = [], [*chain.from_iterable(group["params"] for group in groups)]
         for group in groups:
             options, whole = GroupOptions(group, self._rule), dict[_StepperT, list[ManagedParameter]]()
             for parameter in group["params"]:
                 try:
                     stepper, managed = find(parameter)
                 except ManageError:
-                    self.not_managed.append(parameter)
                     continue
                 if stepper.updates_whole:
                     whole.setdefault(stepper, []).append(managed)
@@ -173,8 +179,17 @@ class AllMembers(Generic[_StepperT]):
             stepper: {chunk: Members(members) for chunk, members in found.get(stepper, {}).items()}
             for stepper in steppers.values()
         }
+        made = chain((each for _, _, each in self.whole), *map(dict.values, self._members.values()))
+        of = {id(parameter): members for members in made for parameter in members.parameters}
+        self._of = [*map(of.get, map(id, self._parameters))]
         self._made_of = [*made_of, *_ways(steppers)]
         return self._members
+
+    def with_gradients(self) -> dict[Members | None, torch.Tensor]:
+        """Return those that have parameters with a gradient, each with one, of what `of` returned last; None stands for
+        parameters that no managed model has."""
+        has = [*map(is_not, map(_GRADIENT, self._parameters), repeat(None))]
+        return dict(zip(compress(self._of, has), compress(self._parameters, has), strict=True))
 
 
 def _ways(steppers: Mapping[Any, Steps]) -> list[object]:
@@ -353,3 +368,61 @@ class WholeUpdate:
                 managed.version = managed.counter._version
         runtime.statistics.updated_bytes[Tier.DEVICE] += members.nbytes
         runtime.events.updated("all chunks", began)
+
+
+# ---- samples of gradients: an element of each, which changes if the program scales them without a version ------------
+
+_TAKEN = 1024  # elements, of which the greatest is the sample
+Sample = tuple[int, bytes] | tuple[torch.Tensor, torch.Tensor]
+"""The index of an element and its bits; of a tensor on the device, tensors there of one element each."""
+
+
+def sample_of(flat: torch.Tensor) -> Sample | None:
+    """Return an element of a gradient that changes if the gradient is scaled: the greatest of a thousand, of all where
+    those are zero. Of a tensor on the device nothing is waited for. None if `flat` is empty."""
+    if not flat.numel():
+        return None
+    step = max(1, flat.numel() // _TAKEN)
+    if flat.is_cpu:
+        bits, magnitude = _on_host(flat)
+        at = int((bits[::step] & magnitude).argmax()) * step
+        if step > 1 and not bits[at] & magnitude:
+            at = int((bits & magnitude).argmax())
+        return at, bits[at].tobytes()
+    flat = flat.detach()
+    there = flat[::step].abs().argmax().mul(step).view(1)
+    return there, flat.index_select(0, there)
+
+
+def _on_host(flat: torch.Tensor) -> tuple[Array, Any]:
+    """View `flat` as integers of numpy's, whose calls take less than torch's, and return what masks the sign: what is
+    left has the order of magnitudes, with NaN above all."""
+    bits = flat.detach().view(INTEGERS[min(flat.itemsize, 8)]).numpy()
+    return bits, bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
+
+
+def as_sampled(samples: Sequence[tuple[Sample, torch.Tensor]]) -> list[bool]:
+    """Return for each sample whether the tensor beside it still has those bits. All that are on the device are waited
+    for at once."""
+    same = [_is_same(*one) for one in samples]
+    there = [one for one in same if isinstance(one, torch.Tensor)]
+    found = iter(torch.stack(there).tolist() if there else ())
+    return [next(found) if isinstance(one, torch.Tensor) else one for one in same]
+
+
+def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
+    """Compare on the device where the sample is there, whether or not the gradient has moved since."""
+    at, bits = sample
+    if isinstance(at, int):
+        return bits == bits_at(flat, at)
+    assert isinstance(bits, torch.Tensor)
+    now = flat.detach().index_select(0, at.to(flat.device)).to(bits.device)
+    return (now.view(torch.uint8) == bits.view(torch.uint8)).all()
+
+
+def bits_at(flat: torch.Tensor, at: int) -> bytes:
+    """Return the bits of one element, also where its home has moved to the device."""
+    if flat.is_cpu:
+        found: bytes = _on_host(flat)[0][at].tobytes()
+        return found
+    return flat.detach()[at : at + 1].view(torch.uint8).cpu().numpy().tobytes()

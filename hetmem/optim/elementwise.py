@@ -167,7 +167,7 @@ class TorchRule(Rule):
         try:
             for grad in grads:
                 state = self._step(options, parameter, grad.clone(), state)
-        except (TypeError, RuntimeError) as error:  # it wants a closure, sparse gradients, …
+        except (TypeError, RuntimeError) as error:  # it needs a closure, sparse gradients, …
             raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
         names = []
         for name, value in state.items():

@@ -128,7 +128,7 @@ class States:
             return
         entries = [*self.shown.values()]
         values = [*chain.from_iterable(map(dict.values, entries))]
-        tensors = [*compress(values, map(getattr, values, repeat("shape"), repeat(())))]  # without numbers
+        tensors = [*compress(values, map(getattr, values, repeat("shape"), repeat(())))]  # no plain numbers
         facts = [*self.shown, *entries, *tensors], [*map(VERSION, tensors)], [*map(ADDRESS, tensors)]
         if not self._seen or facts[1:] != self._seen[1:] or not are_same(facts[0], self._seen[0]):
             self._seen = facts

@@ -228,9 +228,8 @@ class Stepper:
             self.runtime.writes.renew_touched()
         self._optimizer.states.look()
         with self._remembering_a_failure():
-            self.runtime.writes.wait_for_staged_gradients(self.runtime.chunks)
-            for update in self._progress.values():
-                self._passes.notice_before(update)
+            unbegun = [update.chunk for update in self._progress.values() if not update.begun]
+            self._passes.notice(unbegun)  # in others `MutationCheck` detects writes
             if not self._deferred:
                 self._carry_out()
 

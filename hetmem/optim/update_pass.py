@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks
-from hetmem.engine.sampling import Sample, as_sampled, sample_of
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
+from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, Sample, are_same, as_sampled, sample_of
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.trace import Tier
@@ -128,26 +127,12 @@ class Passes:
     # ---- writes of the program ---------------------------------------------------------------------------------
 
     def notice(self, chunks: Sequence[Chunk]) -> None:
-        """Take over all writes of the program to parameters, gradients or states of `chunks` at home."""
-        self.notice_written(chunks)
-        for chunk in chunks:
-            self._runtime.writes.honour_written_gradients(chunk)
-
-    def notice_written(self, chunks: Sequence[Chunk]) -> None:
         """Take over writes of the program to parameters and states of `chunks` at home."""
         writes = self._runtime.writes
         for managed in writes.all_counted([managed for chunk in chunks for managed in chunk.parameters]):
             writes.by_user(managed)
         for chunk in chunks:
             self.notice_states(chunk)
-
-    def notice_before(self, update: ChunkUpdate) -> None:
-        """Take over writes of the program before a step, for a pass of `update` that may read staged gradients without
-        a sample to compare with their homes."""
-        if not update.begun:  # else `MutationCheck` detects writes
-            self.notice_written([update.chunk])
-        if any(part.sample is None for part in update.parts):
-            self._runtime.writes.honour_written_gradients(update.chunk)
 
     def notice_states(self, chunk: Chunk) -> None:
         """Take over writes of the program to states of `chunk` at home."""

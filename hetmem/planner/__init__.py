@@ -160,11 +160,11 @@ class _Request:
     def updating(self) -> Updating:
         """Return how `hetmem.AdamW` updates with these options. Raises `PlanError` for ones that it would refuse."""
         try:
-            when, kept = choice(Overlap, self.overlap, "overlap"), choice(Gradients, self.gradients, "gradients")
-            check_gradients(kept, when, needs_all=False)
+            when, visibility = choice(Overlap, self.overlap, "overlap"), choice(Gradients, self.gradients, "gradients")
+            check_gradients(visibility, when, needs_all=False)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        streamed = kept is Gradients.STREAMED
+        streamed = visibility is Gradients.STREAMED
         if streamed and self.micro_batches > 1:
             raise PlanError(
                 f"streamed gradients are used up within their backward, of which a step has one: expected "
@@ -172,8 +172,8 @@ class _Request:
             )
         if self.moments not in ("float32", "bfloat16", "8bit"):
             raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {self.moments!r}")
-        overlapped, trails = when is not Overlap.OFF, when is Overlap.FORWARD
-        return Updating(overlapped, trails, streamed, self.moments, self.stochastic_rounding)
+        overlapped, into_forward = when is not Overlap.OFF, when is Overlap.FORWARD
+        return Updating(overlapped, into_forward, streamed, self.moments, self.stochastic_rounding)
 
 
 @torch.inference_mode(False)  # this leaves no_grad, too: a plan covers the backward
@@ -196,41 +196,41 @@ def plan_within(
     on_stage("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
     call = checkpointed(call) if checkpointing else call
-    kept = trace(call, results, inference=inference, real=how.real)
-    peaks = {"with checkpointing" if checkpointing else "as written": kept.peak_live_bytes}
-    kept_light = kept if checkpointing else None
+    base = trace(call, results, inference=inference, real=how.real)
+    peaks = {"with checkpointing" if checkpointing else "as written": base.peak_live_bytes}
+    base_light = base if checkpointing else None
     if compares and not (checkpointing or how.real or inference):
         on_stage("tracing it with checkpointed layers")
-        kept_light = traced(checkpointed(call), results)
-        if kept_light is not None and kept_light.peak_live_bytes < kept.peak_live_bytes:
-            peaks["with checkpointing"] = kept_light.peak_live_bytes
+        base_light = traced(checkpointed(call), results)
+        if base_light is not None and base_light.peak_live_bytes < base.peak_live_bytes:
+            peaks["with checkpointing"] = base_light.peak_live_bytes
 
     alone = hardware.host_to_device.by_the_caller
 
-    def moved(kept: Workload, how: str = activations) -> Workload:
-        """Return `kept`, a workload whose activations stay on the device, as `manage(activations=how)` runs it."""
+    def moved(base: Workload, how: str = activations) -> Workload:
+        """Return `base`, a workload whose activations stay on the device, as `manage(activations=how)` runs it."""
         if how == "keep" or inference:
-            return kept
-        return moving(kept, capacities, all_leave=how == "offload", by_the_caller=alone)
+            return base
+        return moving(base, capacities, all_leave=how == "offload", by_the_caller=alone)
 
-    workload, light = moved(kept), kept_light and moved(kept_light)
+    workload, light = moved(base), base_light and moved(base_light)
     mix = None
-    if activations == "auto" and kept.saved and compares and not (inference or alone):
+    if activations == "auto" and base.saved and compares and not (inference or alone):
         on_stage("comparing what may become of each layer's activations")
         of, count = ("", 0) if checkpointing or how.real else repeated_layers(call)
-        mix = cheapest_mix(lambda n: traced(checkpointed(call, n), results) if n else kept, count, asked)
+        mix = cheapest_mix(lambda n: traced(checkpointed(call, n), results) if n else base, count, asked)
     on_stage("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
-        found = tuple(_variants(call, None if checkpointing else kept_light, kept, results, asked, moved))
+        found = tuple(_variants(call, None if checkpointing else base_light, base, results, asked, moved))
     if mix is not None:
         recomputed, mixed = mix
         mixes = {"of": of, "count": count, "recomputed": recomputed, **moved_and_kept(mixed.workload)}
         text = f"checkpoint the first {recomputed} of the {count} layers"
         found = (Variant("mix", text, lambda: mixed.workload, how.micro_batches), *found)
-    if activations == "keep" and not inference and kept.saved and compares:
+    if activations == "keep" and not inference and base.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
-        found = (*found, Variant("move", text, lambda: moved(kept, "auto"), how.micro_batches))
+        found = (*found, Variant("move", text, lambda: moved(base, "auto"), how.micro_batches))
     decision = decide(workload, asked, found)
     as_plan = functools.partial(
         plan_of,
@@ -254,9 +254,9 @@ def plan_within(
         made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=layers).to_dict())
     if activations != "keep" and not inference:
         on_stage("comparing what may become of activations")
-        ways = {"keep": (kept, "keep"), "auto": (kept, "auto"), "offload": (kept, "offload")}
-        if kept_light is not None and not checkpointing:
-            ways |= {"checkpointed": (kept_light, "keep"), "checkpointed, auto": (kept_light, "auto")}
+        ways = {"keep": (base, "keep"), "auto": (base, "auto"), "offload": (base, "offload")}
+        if base_light is not None and not checkpointing:
+            ways |= {"checkpointed": (base_light, "keep"), "checkpointed, auto": (base_light, "auto")}
         made = replace(made, activation_choices=activation_choices(ways, moved, asked))
     on_stage("judging what changes the mathematics")
 
@@ -288,7 +288,7 @@ _PARTS = (2, 4, 8, 16)
 def _variants(
     call: TracedCall,
     light: Workload | None,
-    kept: Workload,
+    base: Workload,
     results: Results,
     asked: Setting,
     moved: Callable[[Workload], Workload],
@@ -302,14 +302,14 @@ def _variants(
     streamed, micro_batches = asked.updating.streamed_gradients, asked.micro_batches
     visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
     again = "checkpoint the activations of every layer (a third more compute)"
-    ways = [("", "divide", call, kept)]
+    ways = [("", "divide", call, base)]
     if light is not None:
         yield Variant("checkpoint", again, functools.partial(moved, light), micro_batches)
         ways.append((f"{again}, and ", "divide and checkpoint", checkpointed(call), light))
     for how, kind, of, whole in ways:
         for parts in _PARTS:
-            if kept.rows % parts == 0:
-                size = f"{parts} micro-batches of {kept.rows // parts}"
+            if base.rows % parts == 0:
+                size = f"{parts} micro-batches of {base.rows // parts}"
                 text = f"{how}split the batch into {size} and accumulate gradients{visible}"
                 workload = functools.cache(functools.partial(cut, of, parts))
                 about = functools.partial(lambda whole, parts: moved(smaller(whole, parts)), whole, parts)

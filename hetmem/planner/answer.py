@@ -35,13 +35,13 @@ def activation_choices(
     """Return for each of `ways` (a workload, and the value of `manage(activations=…)`) its `choice`, the seconds of a
     step (None if it does not fit), the bytes that move, and how many `times` as large a batch or sequence fits."""
     found = []
-    for choice, (kept, how) in ways.items():
-        workload = moved(kept, how)
+    for choice, (base, how) in ways.items():
+        workload = moved(base, how)
         best = first_that_fits(workload, asked, steps=2)
         lower, upper = 1 / _TIMES, _TIMES
 
-        def fits(factor: float, kept: Workload = kept, how: str = how) -> bool:
-            larger = resized(kept, lambda nbytes: int(factor * nbytes))
+        def fits(factor: float, base: Workload = base, how: str = how) -> bool:
+            larger = resized(base, lambda nbytes: int(factor * nbytes))
             made = moved(larger, how)
             return any(has_room(made, setting) for setting in dict.fromkeys((asked, not_whole(made, asked))))
 
@@ -55,8 +55,8 @@ def activation_choices(
                 **moved_and_kept(workload),
                 "nvme_bytes": best.arrangement.spilled_bytes if isinstance(best, Judged) else 0,
                 "times": lower,
-                "rows": int(kept.rows * lower),
-                "sequence": int(kept.tokens / kept.rows * lower),
+                "rows": int(base.rows * lower),
+                "sequence": int(base.tokens / base.rows * lower),
             }
         )
     return tuple(found)
@@ -140,7 +140,7 @@ def plan_of(
 
 def _optimizer(how: Updating) -> dict[str, Any]:
     """Return the options of `hetmem.AdamW` that are not the default ones."""
-    options: dict[str, Any] = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
+    options: dict[str, Any] = {"overlap": "forward" if how.into_forward else "backward"} if how.overlapped else {}
     options |= {"gradients": "streamed"} if how.streamed_gradients else {}
     options |= {"moments": how.moments} if how.moments != "float32" else {}
     return options | ({"stochastic_rounding": True} if how.stochastic_rounding else {})
@@ -227,10 +227,10 @@ def _does_as(setting: Setting, best: Judged) -> bool:
     workload, ground = best.workload, best.arrangement.ground
     try:
         made = arranged(workload, setting)
-        told = arrange(workload, setting.capacities, setting.chunk_bytes).ground  # as a run that knows no optimizer yet
+        usual = arrange(workload, setting.capacities, setting.chunk_bytes).ground  # before the optimizer is known
     except NoRoom:
         return False
-    if made.homes != best.arrangement.homes or made.ground.layout != ground.layout or told.staying != ground.staying:
+    if made.homes != best.arrangement.homes or made.ground.layout != ground.layout or usual.staying != ground.staying:
         return False
     if ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes

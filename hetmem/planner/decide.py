@@ -142,8 +142,8 @@ def _copies(best: Judged, asked: Setting) -> Setting | None:
     """Return `best` with 16-bit copies at home instead of without, or the reverse. None where that is fixed, and with
     homes on NVMe, as copies would push more states there."""
     ground = best.arrangement.ground
-    said = ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None
-    if said or not best.workload.mixed_precision:
+    fixed = ground.resident or ground.uses_nvme or asked.capacities.home_copies is not None
+    if fixed or not best.workload.mixed_precision:
         return None
     return best.setting.within(home_copies=not best.arrangement.homes["compute"])
 
@@ -161,13 +161,13 @@ def arranged(workload: Workload, setting: Setting) -> Arrangement:
 # ---- what becomes of the activations of repeated layers ------------------------------------------------------------
 
 
-def cheapest_mix(kept: Callable[[int], Workload | None], layers: int, asked: Setting) -> tuple[int, Judged] | None:
+def cheapest_mix(traced: Callable[[int], Workload | None], layers: int, asked: Setting) -> tuple[int, Judged] | None:
     """Return how many of the first `layers` to checkpoint for the shortest step, and that step; None where recomputing
-    none is as good. `kept(count)` gives the workload with the first `count` checkpointed and nothing offloaded; of the
+    none is as good. `traced(count)`: the workload with the first `count` checkpointed and nothing offloaded; of the
     remaining activations as many are offloaded as must be."""
     best = None
     for count in sorted({layers * part // 4 for part in range(5)}):
-        workload = kept(count)
+        workload = traced(count)
         for setting in dict.fromkeys((asked, whole_device(asked))):
             if workload is not None:
                 made = moving(workload, setting.capacities, all_leave=False, by_the_caller=False)
@@ -263,7 +263,7 @@ def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | 
     """Judge `asked` with streamed gradients, which need overlap and one backward; None where it has them or cannot."""
     if asked.updating.streamed_gradients or asked.micro_batches > 1:
         return None
-    return first_that_fits(workload, asked.updated(overlapped=True, trails=False, streamed_gradients=True))
+    return first_that_fits(workload, asked.updated(overlapped=True, into_forward=False, streamed_gradients=True))
 
 
 def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
@@ -279,12 +279,12 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
     copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
     staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
     homes = padding * state_bytes(workload, asked.updating)
-    kept, beside = workload.kept_bytes, workload.peak_live_bytes - workload.kept_bytes
+    saved, beside = workload.saved_bytes, workload.peak_live_bytes - workload.saved_bytes
     device = max(0, capacities.usable_bytes - beside - copies)
     elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - staging)
-    streamed = min((elsewhere + device) / max(1.0, homes + kept), device / max(1, kept))
+    streamed = min((elsewhere + device) / max(1.0, homes + saved), device / max(1, saved))
     cast = padding * workload.numel * max(workload.compute_itemsizes) * workload.mixed_precision
-    whole = (capacities.usable_bytes - beside) / max(1.0, homes + cast + kept)
+    whole = (capacities.usable_bytes - beside) / max(1.0, homes + cast + saved)
     found = int(workload.numel * max(streamed, whole, 0))
     return found if best is not None else min(found, workload.numel)
 
@@ -319,9 +319,9 @@ def _with(asked: Setting, added: Mapping[str, int]) -> Setting:
 
 def _has(asked: Setting, missing: Mapping[str, int]) -> bool:
     """Return whether the machine has the `missing` bytes beyond what `asked` takes."""
-    there = {"device": asked.hardware.device.memory_bytes, "host": asked.hardware.host.memory_bytes}
-    taken = {name: getattr(asked.capacities, f"{name}_bytes") for name in there}
-    return all(taken[name] + missing[name] <= there[name] for name in there if name in missing)
+    machine = {"device": asked.hardware.device.memory_bytes, "host": asked.hardware.host.memory_bytes}
+    taken = {name: getattr(asked.capacities, f"{name}_bytes") for name in machine}
+    return all(taken[name] + missing[name] <= machine[name] for name in machine if name in missing)
 
 
 def _ways_out(workload: Workload, asked: Setting, missing: Mapping[str, int], variants: Sequence[Variant]) -> list[str]:
@@ -401,16 +401,16 @@ def approximations(
         return ()
     streams = than.asked.micro_batches == 1
     how = replace(updating, overlapped=True, streamed_gradients=streams)
-    kept = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
+    with_overlap = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
     choices: list[tuple[Workload | None, Updating, str]] = [
-        (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{kept}) (--moments {kind})")
+        (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{with_overlap}) (--moments {kind})")
         for kind, said in (("bfloat16", "torch.bfloat16"), ("8bit", '"8bit"'))
     ]
     choices.append((adapted(), how, f"adapters of rank {RANK} beside frozen weights in bfloat16 (--lora {RANK})"))
     if workload.mixed_precision and workload.dtype == "bfloat16":
         rounded = replace(how, stochastic_rounding=True)
         weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
-        advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{kept}) (--stochastic-rounding)"
+        advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{with_overlap}) (--stochastic-rounding)"
         choices.append((in_16_bits(workload), rounded, advice))
     found, limit = [], math.inf if best is None else best.result.seconds
     for made, updating, advice in choices:

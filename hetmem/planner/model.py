@@ -171,8 +171,8 @@ def _on(value: Any, device: str) -> Any:
     """Return a tensor as a new one on `device`, zeros if it was on `meta`; anything else as it is."""
     if not isinstance(value, torch.Tensor):
         return value
-    there = torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.detach().to(device)
-    return there.detach().requires_grad_(value.requires_grad)
+    moved = torch.zeros_like(value, device=device) if value.is_meta and device != "meta" else value.detach().to(device)
+    return moved.detach().requires_grad_(value.requires_grad)
 
 
 def _hint(error: Exception, operator: Any, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -314,8 +314,8 @@ def hugging_face_call(
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except Exception as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        raise PlanError(f"{path} is no Hugging Face configuration: {said}") from error
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise PlanError(f"{path} is no Hugging Face configuration: {reason}") from error
     if min(batch, sequence) < 1:
         raise PlanError(f"expected at least one sequence of one token, got {batch} of {sequence}")
     config.use_cache = False

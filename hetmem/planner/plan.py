@@ -317,9 +317,9 @@ def _head(plan: Plan) -> Iterator[str]:
 def _tiers(plan: Plan) -> Iterator[str]:
     yield f"{'tier':7}{'peak':>11}{'budget':>12}   of which"
     for tier in TIERS:
-        there = plan.role_bytes[tier].items()
-        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in there if nbytes)
-        if sum(nbytes for _, nbytes in there) > plan.peak_bytes[tier]:
+        sizes = plan.role_bytes[tier].items()
+        roles = ", ".join(f"{role} {format_size(nbytes)}" for role, nbytes in sizes if nbytes)
+        if sum(nbytes for _, nbytes in sizes) > plan.peak_bytes[tier]:
             roles += " (the most of each, at different moments)"
         peak, budget = format_size(plan.peak_bytes[tier]), format_size(plan.budget_bytes[tier])
         yield _wrapped(f"{tier:7}{peak:>11} {budget:>11}   {roles}".rstrip(), " " * 33)
@@ -361,9 +361,9 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"  {_RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
     if not plan.inference:
-        there = plan.device_update_share
+        share = plan.device_update_share
         yield _wrapped(
-            f"optimizer: {there:.0%} of the parameters are updated on the device, {1 - there:.0%} by the host"
+            f"optimizer: {share:.0%} of the parameters are updated on the device, {1 - share:.0%} by the host"
         )
     if plan.link_bytes.get("nvme_write"):
         daily, life = _life(plan)
@@ -411,9 +411,9 @@ def _block(plan: Plan, best: Plan) -> Iterator[str]:
         how += f", all with the same bits; peaks {peaks}"
     yield ""
     if best.layers is not None:
-        said = best.layers
-        which = f"checkpoint the first {said['recomputed']} of the {said['count']} layers"
-        moved, kept = format_size(said["moved_bytes"]), format_size(said["kept_bytes"])
+        layers = best.layers
+        which = f"checkpoint the first {layers['recomputed']} of the {layers['count']} layers"
+        moved, kept = format_size(layers["moved_bytes"]), format_size(layers["kept_bytes"])
         yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
     yield _wrapped(f"paste ({how}):")
     yield textwrap.indent(best.code(), "    ")

@@ -253,8 +253,8 @@ def _homes(
         where, missing = Tier.HOST, ground.missing_bytes
         if ground.uses_nvme:  # chunks do not fill host memory to the last byte: more is missing than the difference
             ample = replace(capacities, nvme_bytes=capacities.nvme_bytes + 2 * ground.state_bytes)
-            there, _, _ = _homes(replace(ground, missing_bytes=0), ample, roles, lends=lends)
-            needed = (ground.home_bytes(c, role) for role, at in there.items() for c in at if at[c] is Tier.NVME)
+            ample_homes, _, _ = _homes(replace(ground, missing_bytes=0), ample, roles, lends=lends)
+            needed = (ground.home_bytes(c, role) for role, at in ample_homes.items() for c in at if at[c] is Tier.NVME)
             where, missing = Tier.NVME, sum(needed) - capacities.nvme_bytes
         staying_bytes = sum(STAGED_ROLES * ground.home_bytes(chunk, "param") for chunk in ground.staying)
         there_too = f", and the device holds {format_size(staying_bytes)} of them" if staying_bytes else ""

@@ -30,8 +30,8 @@ FORWARD, BACKWARD = ("forward",), ("backward",)
 class Notes(ChunkLimit):
     """The segments and moments of one run, and the limit of device memory for chunks at each.
 
-    `home_bytes`: homes on the device and everything else that stays there beside copies; `kept_bytes`: gradients that
-    stay there. `ahead_bytes`: room that copies, if there are many, leave to prefetched activations. A run without
+    `home_bytes`: homes on the device and everything else that stays there beside copies; `gradient_bytes`: gradients
+    that stay there. `ahead_bytes`: room that copies, if there are many, leave to prefetched activations. A run without
     device slots has no limit.
     """
 
@@ -47,7 +47,7 @@ class Notes(ChunkLimit):
         super().__init__(StepTracer(), traffic.residency, usable_bytes, ground.slot_bytes, spans, ground.device_slots)
         self._traffic, self.capacities = traffic, capacities
         self._streams, self._ahead_bytes, self.home_bytes = ground.device_slots > 0, ahead_bytes, home_bytes
-        self._own_bytes = self.kept_bytes = 0
+        self._own_bytes = self.gradient_bytes = 0
         self.peaks = DevicePeaks()
         self.staged, self.sent = self._tracer.host_use, self._tracer.sent
         self.knows_a_backward = self._tracer.knows_a_backward
@@ -130,7 +130,7 @@ class Notes(ChunkLimit):
         return self.home_bytes
 
     def _live(self) -> int:
-        return self._own_bytes + self._traffic.gradient_bytes() + self.kept_bytes
+        return self._own_bytes + self._traffic.gradient_bytes() + self.gradient_bytes
 
     @property
     def leaving_bytes(self) -> int:

@@ -60,7 +60,7 @@ class Cache:
         self.most_ahead = 0
         """How many prefetched copies may wait for their uses."""
         self.retained: set[int] = set()
-        """Blocks that are not evicted during a round: see note "scans"."""
+        """Blocks that a scan keeps for whole rounds, evicted last: see note "scans"."""
         self._retained_for: tuple[UseSequence, int] | None = None
         self.copies: dict[int, Copy] = {}
         self.schedule = Schedule()
@@ -74,11 +74,11 @@ class Cache:
         self.fed_ahead = 0  # a number of uses, see `unfed`; 0 until something comes here through staging
         self.complete = 0
         """All blocks of the uses from the schedule's position up to this one have copies, in any state."""
-        self.ask_at = 0
+        self.prefetch_at = 0
         """Nothing can be prefetched before the schedule reaches this use. Any change of what is missing, or of the
         room, other than by a use that the schedule expects, resets it to 0; so does the end of a use that began before
-        the tick `asked_at`."""
-        self.asked_at = 0
+        the tick `prefetched_at`."""
+        self.prefetched_at = 0
         self.exhausted = False
         """Whether the last search for victims took the last copy that is used late enough to be evicted."""
         self.is_known = True
@@ -94,7 +94,7 @@ class Cache:
         """Add `copy` as the one of `block` on this tier."""
         copy.number = self._added = self._added + 1
         self.copies[block] = copy
-        self.ask_at = 0
+        self.prefetch_at = 0
         if self._farther is not None:
             self._farther.touch(block)
         return copy
@@ -102,7 +102,7 @@ class Cache:
     def remove(self, block: int) -> Copy:
         """Remove the copy of `block` from this tier, and return it."""
         self.unused.discard(block)
-        self.ask_at = 0
+        self.prefetch_at = 0
         self.touch(block)
         if self.complete and (next_use := self.schedule.next_use(block)) < self.complete:
             self.complete = next_use
@@ -112,7 +112,7 @@ class Cache:
 
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
-        self.limit, self.ask_at = max(0, min(slots, self.slots.count)), 0
+        self.limit, self.prefetch_at = max(0, min(slots, self.slots.count)), 0
         if self.limit < self._least:
             self._least = self.limit
             if self._retained_for is not None and self.limit < self._retained_for[1]:
@@ -134,7 +134,7 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """Make `schedule` the one that is expected next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
-        self.schedule, self.complete, self.ask_at = schedule, 0, 0
+        self.schedule, self.complete, self.prefetch_at = schedule, 0, 0
         self._choose_retained(within)
         self._order.renew()
         if self._farther is not None:
@@ -175,12 +175,12 @@ class Cache:
             self._change(passed)
         self.is_known = schedule.reach(blocks)
         if not self.is_known:
-            self.ask_at = 0
+            self.prefetch_at = 0
             return
         last = schedule.position
         if last == first + 1:
             return  # the expected use
-        self.complete = self.ask_at = 0
+        self.complete = self.prefetch_at = 0
         if last < first:
             first, last = last, first
         self._change(set().union(blocks, *schedule.between(first, last)))
@@ -239,7 +239,7 @@ class Cache:
                     comes_by_itself.add(block)
                 elif block not in comes_by_itself:
                     yield block
-            if self.complete == at:  # nothing had to go that is used sooner
+            if self.complete == at:  # no block that is used sooner was evicted meanwhile
                 complete = all(map(copies.__contains__, blocks))
         if complete:
             self.complete = self._complete_from(end, 4 * lookahead)
@@ -288,7 +288,7 @@ class Cache:
 
     def harmless_victims(self, span: int, needed_at: int, spared: Collection[int] = ()) -> list[int]:
         """Return clean, idle copies, without `spared`, that may be evicted to prefetch a block of `span` slots that is
-        first needed at `needed_at`. If there are too few it returns none and sets `ask_at`.
+        first needed at `needed_at`. If there are too few it returns none and sets `prefetch_at`.
 
         DEVICE: only copies that were used since they were fetched, and of those Belady's choice at that time, or a copy
         whose next use is at least 90 % as far away (`_ALMOST`); if the choice is in use, wait. The 90 % keep cyclic
@@ -307,7 +307,7 @@ class Cache:
             least = needed_at + 1
         victims = self._victims(span, spared, least, arrived=True)
         if not victims and needed_at <= self.complete:  # nothing that is needed sooner is missing
-            self.ask_at = min(schedule.first_with(least, before, needed_at) + 2, needed_at + 1)
+            self.prefetch_at = min(schedule.first_with(least, before, needed_at) + 2, needed_at + 1)
         return victims
 
     def excess(self) -> list[int]:

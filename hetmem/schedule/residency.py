@@ -214,7 +214,7 @@ class Residency:
             ledger.tick = copy.last_use = ledger.tick + 1
             copy.uses += uses[block]
         commands: list[Command] = []
-        if schedule.position >= cache.ask_at:
+        if schedule.position >= cache.prefetch_at:
             self._supply.prefetch(cache, commands)
         return commands
 
@@ -234,8 +234,8 @@ class Residency:
         if dirty and (tier is not HOST or copy.state is not VALID or copy.writing):
             raise self._ledger.illegal(block, tier, f"release(dirty={dirty})")
         copy.uses = left = copy.uses - uses
-        if not left and copy.last_use < cache.asked_at:
-            cache.ask_at = 0
+        if not left and copy.last_use < cache.prefetched_at:
+            cache.prefetch_at = 0
         if dirty:
             cache.touch(block)
             copy.dirty = copy.load = True
@@ -256,8 +256,8 @@ class Residency:
                 raise self._ledger.illegal(block, DEVICE, "release")
             copy.uses = left = copy.uses - uses[block]
             if not left:
-                if copy.last_use < cache.asked_at:
-                    cache.ask_at = 0
+                if copy.last_use < cache.prefetched_at:
+                    cache.prefetch_at = 0
                 if copy.state is STALE or not copy.load:
                     self._ledger.drop(block, DEVICE, commands)
         if self._supply.waiting or cache.slots.used > cache.limit:
@@ -331,7 +331,7 @@ class Residency:
         if type(command) is Fetch:
             copy.state, cache = VALID, self._caches[command.target]
             if not copy.uses and block not in cache.unused:
-                cache.ask_at = 0
+                cache.prefetch_at = 0
         else:
             copy.dirty = False
             host.touch(block)

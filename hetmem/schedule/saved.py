@@ -15,7 +15,7 @@ AT_ONCE = 2
 LEAST_BYTES = 256 << 10
 """Smaller copies take longer to request than to make, and a step saves many of them."""
 _LEAST_PART = 4096
-"""A storage smaller than this part of the device is not moved either."""
+"""On a small device the smallest storage that is moved is one in this many bytes of it."""
 LOOKED_AT = 16
 """How many of the storages saved last are examined each time; most of those saved before stay where they are."""
 MANY_CHUNKS = 4

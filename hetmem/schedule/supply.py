@@ -56,7 +56,7 @@ class Supply:
         if not copy.waiting:
             self.waiting.remove((tier, block))
             if copy.slot >= 0:
-                copy.state = STALE  # it had a stale copy before it asked
+                copy.state = STALE  # it was stale before the request
                 self._caches[tier].touch(block)
             else:
                 self._caches[tier].remove(block)
@@ -69,7 +69,7 @@ class Supply:
     def resume(self, block: int) -> None:
         """Let `block` come to the device again."""
         self._suspended.discard(block)
-        self._caches[DEVICE].ask_at = 0
+        self._caches[DEVICE].prefetch_at = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:
         """Advance requests, the oldest first: find the source, then a slot, then fetch. If only the device has
@@ -133,7 +133,7 @@ class Supply:
         if self.waiting:
             return
         device, staging = self._caches
-        if cache is device and device.schedule.position < device.ask_at:
+        if cache is device and device.schedule.position < device.prefetch_at:
             return
         self._begin(cache, commands)
         if cache is device and staging.slots.count:  # reads that `_comes_later` has postponed
@@ -168,10 +168,10 @@ class Supply:
             if cache is device and device.exhausted and device.slots.used >= device.limit:
                 break  # no room for the next block: try at the next use
         else:
-            cache.ask_at = cache.complete - self.lookahead + 1
-        cache.asked_at = self._ledger.tick + (not cache.is_known)  # so the end of an unknown use also resets `ask_at`
+            cache.prefetch_at = cache.complete - self.lookahead + 1
+        cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # see `Cache.prefetch_at`
         if staging.slots.count:  # reads that end make room at any time
-            cache.ask_at = 0
+            cache.prefetch_at = 0
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
         """Fetch what the device lacks as far ahead as the streaming slots allow: see note "scans" in `cache`."""
@@ -193,7 +193,7 @@ class Supply:
         if not self.waiting and block not in cache.copies:
             self._prefetch(block, cache, commands)
             cache.unused.discard(block)  # renewed for any later use, so it may be evicted
-            cache.ask_at = 0  # the next missing block may be needed sooner
+            cache.prefetch_at = 0  # the next missing block may be needed sooner
 
     def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
         """Fetch `block`, which `cache` lacks; False if there is no room for it now."""

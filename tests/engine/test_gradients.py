@@ -76,6 +76,43 @@ def viewed_by_another(module: nn.Module) -> None:
 EDITS = (scaled, replaced, written_by_slice, dropped, data_written, set_without_backward, swapped, viewed_by_another)
 
 
+def one_element(gradient: torch.Tensor, kept: torch.Tensor) -> None:
+    gradient.data.view(-1)[1] = 5.0
+
+
+def half_of_the_rows(gradient: torch.Tensor, kept: torch.Tensor) -> None:
+    gradient.numpy()[: len(gradient) // 2] = 0
+
+
+def by_a_kept_view(gradient: torch.Tensor, kept: torch.Tensor) -> None:
+    kept[:3] = 7.0
+
+
+@pytest.mark.parametrize("edit", [one_element, half_of_the_rows, by_a_kept_view])
+def test_edits_that_count_no_version_reach_gradients_of_which_a_copy_is_staged(
+    edit: Callable[[torch.Tensor, torch.Tensor], None], tmp_path: Path
+) -> None:
+    """As a program does that trains some rows of an embedding alone; an element of each gradient was compared once."""
+    room = hetmem.Budget(device="64MiB", device_chunks="8MiB", host="32MiB", nvme="200MiB", nvme_dir=tmp_path)
+    modules = pair(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), room, tmp_path, chunk_bytes=2**20)
+    optimizers = adamws(*modules)
+    kept: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for batch in vector_batches(3, 4, 512):
+        for module, optimizer in zip(modules, optimizers, strict=True):
+            for _ in range(2):
+                loss_of(module, batch).backward()
+                for parameter in module.parameters():
+                    assert parameter.grad is not None
+                    if parameter not in kept:
+                        kept[parameter] = parameter.grad.data.view(-1)
+                    edit(parameter.grad, kept[parameter])
+            optimizer.step()
+            for parameter in module.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.zero_()
+        assert_same_weights(*modules)
+
+
 @pytest.mark.each
 @offloaded
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)

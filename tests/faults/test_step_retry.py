@@ -294,7 +294,7 @@ def test_a_write_after_an_update_is_refused_also_where_the_disk_failed_before_it
     loss_of(managed, batches[2]).backward()
     torch.autograd.graph.increment_version(managed[-1].weight)  # as code that torch asks nothing of, of the first
     with monkeypatch.context() as patch:
-        patch.setattr("hetmem.engine.write_check.WriteCheck.wait_for_staged_gradients", _fails)
+        patch.setattr("hetmem.optim.update_pass.Passes.notice", _fails)
         with pytest.raises(StoreError):
             optimizer.step()
     for _ in range(2):

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.engine.sampling import as_sampled, sample_of
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
 from hetmem.memory.nvme_store import BLOCK_BYTES
+from hetmem.optim.chunk_update import as_sampled, sample_of
 from hetmem.optim.update_queue import Updates
 from tests.engine.harness import (
     WIDTH,

@@ -52,7 +52,7 @@ class ComparedCache(Cache):
 
     def reach(self, blocks: tuple[int, ...]) -> None:
         block = self.first_missing(self.supply.lookahead, self.supply._suspended)
-        if self.schedule.position < self.ask_at and block is not None:
+        if self.schedule.position < self.prefetch_at and block is not None:
             span, needed_at = self._blocks[block].span, scan_needed(self, block)
             assert self.slots.used + span > self.limit
             assert scan_victims(self, span, scan_harmless(self, needed_at)) == [], "it is not asked, and has room"

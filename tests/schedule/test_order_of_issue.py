@@ -34,7 +34,7 @@ class Program:
     def issue(self, commands: list[Command]) -> None:
         if self.forgets:
             for cache in self.residency._caches:
-                cache.ask_at = cache.complete = 0
+                cache.prefetch_at = cache.complete = 0
         self.issued += commands
         self.in_flight += [command for command in commands if not isinstance(command, Drop)]
 
