@@ -36,6 +36,7 @@ from hetmem.schedule.gradients import GradientSends, Send
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
+_GRADIENT = attrgetter("grad")
 _GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")
 
 
@@ -330,6 +331,8 @@ class ConsumedGradient(torch.Tensor):
     anything but `zero_grad` (`hetmem_zeroed`) computes with it. With None a clip before `step()` would use a norm of 0,
     and after it (`hetmem_stepped`) the next backward would not add to the gradient."""
 
+    exist = False
+    """Whether one was ever made."""
     hetmem_name: str
     hetmem_zeroed: bool
     hetmem_stepped: bool
@@ -338,6 +341,7 @@ class ConsumedGradient(torch.Tensor):
     def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> ConsumedGradient:
         """Make one in the shape of `like`, expanded from `element`, for the parameter called `name`."""
         made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
+        ConsumedGradient.exist = True
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
         return made
 
@@ -387,8 +391,7 @@ def clear_zeroed(parameter: torch.Tensor) -> None:
 
 def refuse_consumed(parameters: Iterable[torch.Tensor]) -> None:
     """Raise RuntimeError if a step would begin with gradients of `parameters` that the step before has consumed."""
-    gradients = [parameter.grad for parameter in parameters]
-    for gradient in gradients if ConsumedGradient in set(map(type, gradients)) else ():
+    for gradient in map(_GRADIENT, parameters) if ConsumedGradient.exist else ():
         if isinstance(gradient, ConsumedGradient) and gradient.hetmem_stepped:
             raise RuntimeError(
                 f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "

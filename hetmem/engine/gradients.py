@@ -72,6 +72,8 @@ class GradientSink:
         self.lent: set[Chunk] = set()
         """Chunks whose gradients lie in lent memory."""
         self._handles: list[Any] = []
+        self.unhooked = runtime.parameters
+        """Parameters that did not require a gradient when that was last asked."""
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
         """Parameters whose gradient is being accumulated, and their `p.grad` before."""
         self.is_simple = False
@@ -84,6 +86,13 @@ class GradientSink:
         """Whether every gradient so far was dense, and could be added to its home."""
         self._sends = runtime.traffic.gradients.sends
         runtime.traffic.gradients.loss_listeners = self.listeners
+
+    def install_all(self) -> None:
+        """Hook all that require a gradient by now."""
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed in self.unhooked:
+                self.install(managed)
+        self.unhooked = [managed for managed in self.unhooked if not managed.grad_hooked]
 
     def install(self, managed: ManagedParameter) -> None:
         """Register the hooks of `managed`, once, if it requires a gradient."""
@@ -203,15 +212,20 @@ class GradientSink:
             runtime.uses.begin_backward()
 
     def _look_at_parameters(self) -> None:
-        """Order hooks, and give each `p.grad` that shows the memory of another one memory of its own."""
-        hooks = map(_HOOKS, [managed.parameter for managed in self.runtime.parameters])
+        """Order hooks, and give each `p.grad` that shows the memory of another one memory of its own, of parameters
+        whose hooks or `grad` the program may have changed."""
+        bindings = self.runtime.bindings
+        met, bindings.met = bindings.met | bindings.exposed, set()
+        hooks = map(_HOOKS, [managed.parameter for managed in met])
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
-        for managed in self.runtime.parameters:
+        for managed in met:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 self._handles += self._hooks.order(self, managed.parameter)
             gradient = managed.parameter.grad
-            known = gradient is managed.grad_home or gradient is managed.grad_view
-            if gradient is None or known or gradient.layout is not torch.strided:
+            if gradient is None or gradient is managed.grad_home or gradient is managed.grad_view:
+                continue
+            bindings.met.add(managed)  # of a tensor of the program's: that may get other memory
+            if gradient.layout is not torch.strided:
                 continue
             memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):

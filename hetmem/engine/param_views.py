@@ -10,8 +10,10 @@ count of its storage is above what it was when the view was made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from itertools import compress
+from operator import attrgetter, gt
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from hetmem import torch_private
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, give_away
 from hetmem.memory.device import DevicePool
+
+_HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 
 
 class Bindings:
@@ -39,14 +43,23 @@ class Bindings:
         self._layouts: dict[Chunk, int] = {}
         self._numbers: dict[Any, int] = {}
         """Numbers of layouts of parameters in a chunk: chunks of one layout reuse the views of a slot."""
+        self._watching = self._stands_in = False
+        """Whether `watch` was called; and whether `rest` is another tensor than the home for any parameter."""
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)
+        self.exposed = {*self.by_id.values()}
+        """Those that the program may have met as ordinary parameters since `watch`: it may hold their memory."""
+        self.met = {*self.exposed}
+        """Those of which it may have set `grad`, or registered hooks, since the last backward began."""
 
     def _learn_home(self, managed: ManagedParameter) -> None:
-        for tensor in (managed.home, managed.rest) if managed.numel else ():
-            self.by_address[tensor.untyped_storage().data_ptr()] = managed
-            self.by_storage[storage_address(tensor)] = managed
+        self._stands_in = self._stands_in or managed.rest is not managed.home
+        if managed.numel:  # under keys that it has itself, as there may be many
+            self.by_address[managed.home_address] = self.by_storage[managed.home_storage] = managed
+            if managed.rest is not managed.home:
+                self.by_address[managed.rest.untyped_storage().data_ptr()] = managed
+                self.by_storage[storage_address(managed.rest)] = managed
 
     def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
         """Give `managed` another home with the same values, and another `rest`; device views stay."""
@@ -155,33 +168,45 @@ class Bindings:
         for managed in self.by_id.values():
             managed.parameter.__class__ = kind
 
-    @staticmethod
-    def watch(ordinary: Iterable[ManagedParameter]) -> None:
-        """Watch those of `ordinary` that are of their own class. Runs after each forward and backward for all, so
-        without a function call for each."""
+    def watch(self, *, but_trained: bool = False) -> None:
+        """Watch all that are not bound; with `but_trained`, not those that are trained. Looks only at `exposed`, as
+        this runs at the begin and end of each forward and backward."""
+        self._watching = True
+        self.met |= self.exposed
+        ordinary = [each for each in self.exposed if each.parameter.__class__ is each.kind and not each.bound]
+        self.exposed = {each for each in ordinary if but_trained and each.parameter.requires_grad}
         for managed in ordinary:
-            parameter = managed.parameter
-            if parameter.__class__ is managed.kind:
-                parameter.__class__ = managed.watched_kind
+            if managed not in self.exposed:
+                managed.parameter.__class__ = managed.watched_kind
+
+    def unwatch(self) -> None:
+        """End `watch`."""
+        if not self._watching:
+            return
+        for managed in self.by_id.values():
+            if managed.parameter.__class__ is managed.watched_kind:
+                managed.parameter.__class__ = managed.kind
+        self.exposed, self._watching = {*self.by_id.values()}, False
 
     @staticmethod
-    def unwatch(watched: Iterable[ManagedParameter]) -> None:
-        """End `watch`."""
-        for managed in watched:
-            parameter = managed.parameter
-            if parameter.__class__ is managed.watched_kind:
-                parameter.__class__ = managed.kind
+    def shared(among: Sequence[ManagedParameter]) -> list[ManagedParameter]:
+        """Return those of `among` whose home's memory a tensor of the program shares."""
+        now = map(references, map(_HOME, among))  # C++ is asked without a call of Python for each
+        return [each for each in compress(among, map(gt, now, map(_EXPECTED, among))) if each.numel]
 
     def unbind(self, used: Iterable[ManagedParameter]) -> None:
         """End `bind`: each of `used` rests, or is its home outside of compute."""
         for managed in used:
             parameter = managed.parameter
             parameter.__class__ = managed.kind
-            parameter.data = managed.rest if self._away else managed.home
-            if self._away:
-                parameter.__class__ = managed.watched_kind
-                if not self.rests and managed.rest is not managed.home:
-                    self.resting.append(managed)
+            if not self._away:
+                parameter.data = managed.home
+                self.exposed.add(managed)
+                continue
+            parameter.data = managed.rest
+            parameter.__class__ = managed.watched_kind
+            if not self.rests and managed.rest is not managed.home:
+                self.resting.append(managed)
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Return whether the program has set `.data` of `managed.parameter`, which was bound."""
@@ -207,15 +232,17 @@ class Bindings:
         self._away += 1
         if self._away == 1:
             self.rests = not stay
-            self.rest([managed for managed in self.by_id.values() if not managed.bound])
+            self.watch()
+            if self.rests and self._stands_in:
+                self.rest([managed for managed in self.by_id.values() if not managed.bound])
 
     def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
         """Have `managed_ones`, which are at home, rest again while the model computes."""
-        for managed in managed_ones:
-            parameter = managed.parameter
-            if self.rests and managed.rest is not managed.home:
-                parameter.data = managed.rest
-            parameter.__class__ = managed.watched_kind
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed in managed_ones:
+                if self.rests and managed.rest is not managed.home:
+                    managed.parameter.data = managed.rest
+                managed.parameter.__class__ = managed.watched_kind
 
     def end_rest(self) -> None:
         """Send parameters home that a recomputation in a backward has left at rest. Before its end a change of dtype
@@ -235,12 +262,11 @@ class Bindings:
         self._away -= 1
         if not self._away:
             self.end_rest()
-            rests, self.rests = self.rests, False
-            for managed in self.by_id.values():
-                parameter = managed.parameter
-                if type(parameter) is managed.watched_kind:
-                    parameter.__class__ = managed.kind
-                    if rests and managed.rest is not managed.home:
+            rests, self.rests = self.rests and self._stands_in, False
+            with torch_private.NoFunctionsOfSubclasses():
+                for managed in self.by_id.values() if rests else ():
+                    parameter = managed.parameter
+                    if type(parameter) is managed.watched_kind and managed.rest is not managed.home:
                         parameter.data = managed.home
 
     def all_home(self) -> None:
@@ -254,6 +280,7 @@ class Bindings:
         if type(parameter) is not managed.watched_kind:
             return False
         parameter.__class__ = managed.kind
+        self.met.add(managed)
         if managed.rest is not managed.home and (self.rests or managed in self.resting):
             parameter.data = managed.home
         return True

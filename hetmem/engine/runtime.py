@@ -111,7 +111,7 @@ class Runtime:
         """Remake copies of weights that the program may have written to since the forward, as a backward begins."""
         if not self.memory.uses_copies:
             return
-        with self.unwatched():
+        with self.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if self.writes.renew_touched():
                 self.uses.renew_held_copies()
 

@@ -139,10 +139,8 @@ class Uses:
         if traffic.use(uses):
             for managed in used:
                 if managed.device is None:
+                    self._open(used)
                     break
-            else:
-                return True
-            self._open(used)
         else:
             self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
         return True
@@ -376,6 +374,7 @@ class Uses:
     def rest_again(self, used: Iterable[ManagedParameter]) -> None:
         """Have `used`, which were at home for the user, rest again, and honour writes there."""
         used = list(used)
+        self._bindings.exposed.update(used)
         with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
             for managed in used:
                 if managed.counter._version != managed.version or self._bindings.is_elsewhere(managed):

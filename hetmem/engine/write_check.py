@@ -8,7 +8,7 @@ operators, NumPy) count no version:
 - Between its calls the parameters of a model are watched (`intercept.watched`): torch functions that may write are seen
   as they are called, and tensors that share a weight's memory as compute begins and ends (`touched`). Copies of these
   weights are remade before the next forward, backward or step. A write by C++ through a pointer that it kept is not
-  seen.
+  seen. Parameters that have no copy, and that no function of the program has met, are not looked at (ADR 59).
 - A model that is whole on the device is not watched from a step to the next forward, which remakes the copies of all
   trained weights: that crosses no link, and each access to a watched parameter takes some Python calls.
 - Gradients on NVMe are watched too while the program has them (`gradient_views.WatchedGradient`).
@@ -16,15 +16,15 @@ operators, NumPy) count no version:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import compress
-from operator import attrgetter, gt, ne, not_
+from collections.abc import Callable, Iterable
+from itertools import chain, compress
+from operator import attrgetter, ne
 
 import torch
 
 from hetmem.engine.gradient_views import INTEGERS
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import Bindings, references, storage_references
+from hetmem.engine.param_views import Bindings, storage_references
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
@@ -32,8 +32,8 @@ from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
 _COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
+_PARAMETERS = attrgetter("parameters")
 _TRAINS = attrgetter("parameter.requires_grad")
-_HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
     (_VERSION, _VERSION_SEEN),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
@@ -50,6 +50,7 @@ class WriteCheck:
         self._bindings, self._traffic = bindings, traffic
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
+        self._cast_at_home = {chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes}
         self.uncounted: set[int] = set()
         """`id`s of parameters whose copies were ever written without a version."""
         self.touched: set[ManagedParameter] = {*parameters}
@@ -78,7 +79,7 @@ class WriteCheck:
 
     def notice_all(self, *, seen: bool = False) -> None:
         """Honour writes to each parameter since it was last used, as a forward begins. `seen`: all were watched until
-        now, so that parameters whose `.data` was set are in `touched`."""
+        now, so that parameters whose `.data` was set are in `touched`. Call it without `__torch_function__`."""
         self._traffic.executor.poll()  # a copy that has arrived must not count as in flight
         unwatched, self.unwatched = self.unwatched, True  # stays so if this raises: all is checked again
         self._gradients_left.clear()
@@ -96,7 +97,7 @@ class WriteCheck:
 
     def renew_touched(self) -> bool:
         """Remake copies of weights that the program may have written to since the forward, as a backward or a step
-        begins. Returns whether there are any."""
+        begins. Returns whether there are any. Call it without `__torch_function__`."""
         touched = [*self.touched]
         self.shared = {managed for managed in touched if storage_references(managed.home) > managed.home_references}
         if touched:
@@ -132,11 +133,20 @@ class WriteCheck:
         return list(compress(parameters, map(any, zip(*facts, strict=True))))
 
     def _counted_but_data(self) -> list[ManagedParameter]:
-        """Return `all_counted` of all parameters, where only those in `touched` can have another `.data`."""
-        shown, seen = [*map(_COUNTED, self._parameters)], [*map(_VERSION_SEEN, self._parameters)]
-        if shown == seen and not self.touched:
-            return []
-        return [managed for managed in self._parameters if self.counted(managed)]
+        """Return `all_counted` of parameters with copies, where only those in `touched` can have another `.data`. What
+        is fetched later is as it was written."""
+        among = self.copied()
+        shown, seen = [*map(_COUNTED, among)], [*map(_VERSION_SEEN, among)]
+        found = {*filter(self.counted, self.touched)}
+        if shown != seen:
+            found.update(compress(among, map(ne, shown, seen)))
+        return [managed for managed in self._parameters if managed in found] if found else []
+
+    def copied(self) -> list[ManagedParameter]:
+        """Return the parameters of chunks that have copies, in flight or cast at home too; looks at no others."""
+        chunk_of_block, resident = self._traffic.executor.chunk_of_block, self._traffic.residency.resident
+        chunks = {chunk_of_block[block][0] for block in (*resident(Tier.DEVICE), *resident(Tier.HOST))}
+        return [*chain.from_iterable(map(_PARAMETERS, self._cast_at_home | chunks))]
 
     def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
         """Note the gradients of `arrived` as a backward ends, for `edited_gradients`."""
@@ -265,39 +275,44 @@ class ParameterMarks:
         self._memory, self._bindings, self._writes, self._read_at_home = memory, bindings, writes, read_at_home
         self._step_runs: Callable[[], bool | None] | None = None
         """Returns whether the step that has begun is on the stack; it may ask for the type of a parameter."""
-        self._all = self._watched = bindings.by_id
-        self._marked: dict[int, ManagedParameter] = {}
-        self._watches = self._trails = False
+        self._watches = self._trails = self._but_trained = False
+        self._shared: set[ManagedParameter] = set()
+        """Parameters whose memory a tensor of the program shared at the last `_find_shared`."""
 
     def resume(self) -> None:
         """End compute: watch again, unless a step runs."""
         if self._step_runs is not None and self._step_runs():
             self._writes.unwatched = True
         elif self._watches:
-            self._writes.touched.update(self._shared())
-            self._bindings.watch(self._watched.values())
-            self._marked = self._watched
+            self._find_shared()
+            self._bindings.watch(but_trained=self._but_trained)
+        else:
+            self._bindings.unwatch()
 
-    def _shared(self) -> Iterator[ManagedParameter]:
-        """Yield parameters whose memory a tensor of the program shares (`kept = p.data`), and so may read and write."""
-        watched = self._watched.values()
-        now = map(references, map(_HOME, watched))
-        shared = compress(watched, map(gt, now, map(_EXPECTED, watched)))
-        return (managed for managed in shared if managed.numel)
+    def _find_shared(self) -> None:
+        """Add the parameters whose memory a tensor of the program shares (`kept = p.data`) to `touched`, as it may read
+        and write them. Functions that hand out memory are seen, or met an exposed parameter; other ways
+        (`other.data = p`) are found where there are copies."""
+        writes = self._writes
+        among = *self._shared, *writes.touched, *writes.shared, *self._bindings.exposed, *writes.copied()
+        self._shared = {*self._bindings.shared(among)}
+        writes.touched.update(self._shared)
 
     def pause(self) -> bool:
         """Begin compute, which leaves copies of parameters on the device. Returns whether all were watched until now,
         so that each `.data` that was set is known."""
-        seen = len(self._marked) == len(self._all)
-        self.unmark_all()
+        seen = not self._bindings.exposed
         if self._watches:
-            self._writes.touched.update(self._shared())
-        self._watches, self._watched = self._writes.has_copies, self._all
+            self._find_shared()
+        self._watches, self._but_trained = self._writes.has_copies, False
         return seen
 
     def begin_step(self, runs: Callable[[], bool | None] | None = None) -> None:
-        """Watch none until `end_step`. `runs` returns whether the step is on the stack, also while it computes."""
+        """Note that a step begins. `runs` returns whether the step is on the stack, also while it computes, and none is
+        watched until `end_step`. None: the step is hetmem's, and runs without `__torch_function__`."""
         self.pause()
+        if runs is not None or self._memory.resident:
+            self._bindings.unwatch()
         self._step_runs, self._trails = runs or _always, False
         self._writes.unwatched = True
 
@@ -305,7 +320,7 @@ class ParameterMarks:
         """Note that updates may end after their step, so that reads wait for them. Waits here for parameters whose
         memory a tensor of the program shares, as no torch function shows when that is used."""
         self._trails = True
-        for managed in list(self._shared()):
+        for managed in self._bindings.shared([*self._bindings.by_id.values()]):
             self._read_at_home(managed)
 
     def end_step(self) -> None:
@@ -314,25 +329,19 @@ class ParameterMarks:
         if self._step_runs is None:
             return
         self._step_runs = None
-        if self._memory.resident and not self._trails:
-            trains = map(_TRAINS, self._all.values())
-            self._watched = dict(compress(self._all.items(), map(not_, trains)))
-        else:
+        self._but_trained = self._memory.resident and not self._trails
+        if not self._but_trained:
             self._writes.unwatched = False
 
     def stop(self) -> None:
         """Stop watching, as the model is released."""
-        self.unmark_all()
+        self._bindings.unwatch()
         self._watches = False
 
-    def unmark_all(self) -> None:
-        """Watch no parameters until `resume`."""
-        self._bindings.unwatch(self._marked.values())
-        self._marked = {}
-
     def mark_again(self, used: Iterable[ManagedParameter]) -> None:
-        """Watch those of `used` again that are watched now, but were not while the program read them."""
-        self._bindings.watch([managed for managed in used if id(managed.parameter) in self._marked])
+        """Watch `used` again, which were not while the program read them."""
+        if self._watches:
+            self._bindings.rest(used)
 
 
 def _always() -> bool:

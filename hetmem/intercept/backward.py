@@ -179,7 +179,8 @@ def _begin_for(interception: Interception) -> None:
             interception.current(sys._getframe())  # ends what an interrupt has ended
         runtime.marks.pause()
         runtime.renew_touched()
-    interception.working.begin_backward()
+    with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
+        interception.working.begin_backward()
     runtime.bindings.leave_home(stay=True)
     interception.gradients.rest_again()
 
@@ -187,6 +188,7 @@ def _begin_for(interception: Interception) -> None:
 def _end_for(interception: Interception) -> None:
     """End `_begin_for`, also of a backward that has raised."""
     bindings, gradients, working = interception.runtime.bindings, interception.gradients, interception.working
+    bindings.exposed.update(gradients.sent_home)
     if not interception.backwards:
         return
     interception.backwards -= 1

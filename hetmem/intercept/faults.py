@@ -48,6 +48,7 @@ _FACTS = {
     torch.is_same_size,
 }
 """Functions whose answer is right wherever the parameter is, and that read no element."""
+_CHANGE_GRADIENTS = {_TENSOR.grad.__set__, torch.Tensor.register_hook, *_getters("_backward_hooks")}
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 """Functions to which the stand-in of a parameter, which has no memory, would give a wrong answer."""
 _KIND = {
@@ -140,6 +141,8 @@ class Faults:
         computes = self._bindings.away
         as_it_is = func in _FACTS or self._runtime.monitor.paused if computes else func in _TELL_NO_VALUES
         if as_it_is:
+            if func in _CHANGE_GRADIENTS and id(args[0]) in self._by_id:
+                self._bindings.met.add(self._by_id[id(args[0])])
             with _AsItIs():
                 return func(*args, **kwargs)
         used: list[ManagedParameter] = []
@@ -223,7 +226,7 @@ class Faults:
     ) -> Any:
         with self._runtime.turn.held("reading a weight"):
             self._wait_for(used)
-        self._marks.unmark_all()
+        self._bindings.unwatch()
         try:
             return func(*args, **kwargs)
         finally:

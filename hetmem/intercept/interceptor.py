@@ -10,8 +10,7 @@ import sys
 import threading
 import weakref
 from functools import partial
-from itertools import chain, compress
-from operator import attrgetter, not_
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -34,8 +33,6 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
-
-_GRAD_HOOKED = attrgetter("grad_hooked")
 
 
 class Interception:
@@ -87,8 +84,7 @@ class Interception:
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
         self._handles += hook_conversions(module.modules(), self)
         if self.runtime.memory.uses_copies:
-            for managed in self.runtime.parameters:
-                self.gradients.install(managed)
+            self.gradients.install_all()
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -233,9 +229,8 @@ class Interception:
             if torch.is_grad_enabled():
                 runtime.turn.trainers.add(compute.thread)
             key, size = self.segments.look_at(module, leaves, names, transformed=transformed)
-            parameters = runtime.parameters if runtime.memory.uses_copies else []
-            for managed in compress(parameters, map(not_, map(_GRAD_HOOKED, parameters))):
-                self.gradients.install(managed)
+            if self.gradients.unhooked and runtime.memory.uses_copies:
+                self.gradients.install_all()
             if self.activations is not None and torch.is_grad_enabled():
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)
@@ -261,7 +256,8 @@ class Interception:
             return
         if compute.task < 0:
             self.gradients.within_step = self.gradients.half_stepped
-        compute.working_weights = self._begin_working_weights(compute, module)
+        with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
+            compute.working_weights = self._begin_working_weights(compute, module)
         if compute.task >= 0:
             self.runtime.uses.notice_writes_by_hooks()
             self.gradients.rest_again()

@@ -161,7 +161,7 @@ class StepSegments:
         `signature`). `transformed`: within a transform of torch.func, whose tensors wrap homes."""
         runtime = self._runtime
         seen = runtime.marks.pause()
-        with runtime.unwatched():
+        with runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if transformed:
                 runtime.traffic.wait_for_updates()
             runtime.writes.notice_all(seen=seen)

@@ -272,7 +272,7 @@ class ComputeStream:
         handle_of = torch_private.raw_current_stream
         handle = None if handle_of is None else handle_of(self._device.index)
         if handle is None or handle != self._handle:
-            if torch.cuda.current_stream(self._device) != self.default:
+            if torch.cuda.current_stream(self._device) != torch.cuda.default_stream(self._device):
                 raise ManageError(
                     f"a managed model is used on another stream of {self._device} than its default one: leave out "
                     f"torch.cuda.stream(…) around calls of the model, backward() and step()"

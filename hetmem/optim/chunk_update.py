@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import attrgetter
+from functools import cached_property
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -69,13 +70,17 @@ class Members:
         self.nbytes = sum(managed.numel * managed.chunk.dtype.itemsize for managed in self.managed)
         self.largest_bytes = max(map(_NBYTES, self.parameters), default=0)
         self._distinct = list(dict.fromkeys(self._groups))
-        self.strides = [managed.stride for managed in self.managed]
         self.chunks = (*dict.fromkeys(managed.chunk for managed in self.managed),)
         self.dtypes = {chunk.dtype for chunk in self.chunks}
         self._some: tuple[list[bool], Members] | None = None
         self.roles: tuple[Role, ...] = ()
         """The states of all parameters, once read."""
         self._addresses: list[list[int]] = []
+
+    @cached_property
+    def strides(self) -> list[tuple[int, ...]]:
+        """Those of the parameters."""
+        return [managed.stride for managed in self.managed]
 
     def addresses(self, *, anew: bool = False) -> list[list[int]]:
         """Return the addresses of the homes of the parameters, and of each of `roles`; cached unless `anew`."""
@@ -139,8 +144,9 @@ class AllMembers(Generic[_StepperT]):
         self.whole: list[tuple[_StepperT, dict[str, Any], Members]] = []
         """The `Members` by group."""
         self._made_of: list[object] = []
-        self.not_managed: list[torch.Tensor] = []
-        """Parameters that no managed model has any more."""
+        self._parameters: list[torch.Tensor] = []
+        self._of: list[Members | None] = []
+        """Of each of these, those that it is of; None: no managed model has it any more."""
 
     def of(
         self,
@@ -150,18 +156,18 @@ class AllMembers(Generic[_StepperT]):
     ) -> dict[_StepperT, dict[Chunk, Members]]:
         """Return the `Members` by stepper and chunk. `find` adds to `steppers`, and raises `ManageError` for a
         parameter that is not managed."""
-        made_of = [each for group in groups for each in (group, *group["params"])]
-        if are_same([*made_of, *_ways(steppers)], self._made_of):
+        made_of = [*chain.from_iterable((group, *group["params"]) for group in groups)]
+        now, before = [*made_of, *_ways(steppers)], self._made_of
+        if len(now) == len(before) and False not in map(is_, now, before):
             return self._members
         found: dict[_StepperT, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
-        self.not_managed, self.whole = [], []
+        self.whole, self._parameters = [], [*chain.from_iterable(group["params"] for group in groups)]
         for group in groups:
             options, whole = GroupOptions(group, self._rule), dict[_StepperT, list[ManagedParameter]]()
             for parameter in group["params"]:
                 try:
                     stepper, managed = find(parameter)
                 except ManageError:
-                    self.not_managed.append(parameter)
                     continue
                 if stepper.updates_whole:
                     whole.setdefault(stepper, []).append(managed)
@@ -172,8 +178,17 @@ class AllMembers(Generic[_StepperT]):
             stepper: {chunk: Members(members) for chunk, members in found.get(stepper, {}).items()}
             for stepper in steppers.values()
         }
+        made = chain((each for _, _, each in self.whole), *map(dict.values, self._members.values()))
+        of = {id(parameter): members for members in made for parameter in members.parameters}
+        self._of = [*map(of.get, map(id, self._parameters))]
         self._made_of = [*made_of, *_ways(steppers)]
         return self._members
+
+    def with_gradients(self) -> dict[Members | None, torch.Tensor]:
+        """Return those that have parameters with a gradient, each with one, of what `of` returned last; None stands for
+        parameters that no managed model has."""
+        has = [*map(is_not, map(_GRADIENT, self._parameters), repeat(None))]
+        return dict(zip(compress(self._of, has), compress(self._parameters, has), strict=True))
 
 
 def _ways(steppers: Mapping[Any, Steps]) -> list[object]:

@@ -148,14 +148,14 @@ class OffloadedOptimizer(Optimizer):
         self._steppers = {found: stepper for found, stepper in self._steppers.items() if not found.removed}
         for stepper in self._steppers.values():  # first, as the failed update may have used up gradients
             stepper.refuse_corrupt()
-        with torch_private.NoFunctionsOfSubclasses():  # reads `p.grad`, not its values
+        with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
             refuse_consumed(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
-        with self._turns("a step"):
-            try:
-                self._step_all()
-            finally:
-                for interception in self._steppers:  # updates behind the step may be another optimizer's
-                    interception.segments.end_step()
+            with self._turns("a step"):
+                try:
+                    self._step_all()
+                finally:
+                    for interception in self._steppers:  # updates behind the step may be another optimizer's
+                        interception.segments.end_step()
 
     @contextmanager
     def _turns(self, what: str) -> Iterator[None]:
@@ -370,13 +370,13 @@ class OffloadedOptimizer(Optimizer):
     def _work(self) -> tuple[dict[Stepper, ChunkWork], list[tuple[Stepper, WholeUpdate]]]:
         """Return the work of a step, for all parameters with a gradient: that by chunk, and that of whole groups."""
         work, name = dict[Stepper, ChunkWork](), type(self).__name__
-        for stepper, chunks in self._all_members().items():
-            found = {chunk: members.with_gradients(name) for chunk, members in chunks.items()}
+        all_members, have = self._all_members(), self._members.with_gradients()
+        if None in have:
+            self._managed(have[None])  # raises
+        for stepper, chunks in all_members.items():
+            found = {chunk: members.with_gradients(name) for chunk, members in chunks.items() if members in have}
             work[stepper] = {chunk: members for chunk, members in found.items() if members is not None}
         whole = [(stepper, group, members.with_gradients(name)) for stepper, group, members in self._members.whole]
-        for parameter in self._members.not_managed:
-            if parameter.grad is not None:
-                self._managed(parameter)  # raises
         of_chunks = chain.from_iterable(map(dict.values, work.values()))
         for members in chain(of_chunks, (members for _, _, members in whole if members is not None)):
             self.states.check(members.managed)

@@ -172,8 +172,8 @@ class _Request:
             )
         if self.moments not in ("float32", "bfloat16", "8bit"):
             raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {self.moments!r}")
-        overlapped, trails = when is not Overlap.OFF, when is Overlap.FORWARD
-        return Updating(overlapped, trails, streamed, self.moments, self.stochastic_rounding)
+        overlapped, into_forward = when is not Overlap.OFF, when is Overlap.FORWARD
+        return Updating(overlapped, into_forward, streamed, self.moments, self.stochastic_rounding)
 
 
 @torch.inference_mode(False)  # this leaves no_grad, too: a plan covers the backward

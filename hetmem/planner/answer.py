@@ -140,7 +140,7 @@ def plan_of(
 
 def _optimizer(how: Updating) -> dict[str, Any]:
     """Return the options of `hetmem.AdamW` that are not the default ones."""
-    options: dict[str, Any] = {"overlap": "forward" if how.trails else "backward"} if how.overlapped else {}
+    options: dict[str, Any] = {"overlap": "forward" if how.into_forward else "backward"} if how.overlapped else {}
     options |= {"gradients": "streamed"} if how.streamed_gradients else {}
     options |= {"moments": how.moments} if how.moments != "float32" else {}
     return options | ({"stochastic_rounding": True} if how.stochastic_rounding else {})

@@ -263,7 +263,7 @@ def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | 
     """Judge `asked` with streamed gradients, which need overlap and one backward; None where it has them or cannot."""
     if asked.updating.streamed_gradients or asked.micro_batches > 1:
         return None
-    return first_that_fits(workload, asked.updated(overlapped=True, trails=False, streamed_gradients=True))
+    return first_that_fits(workload, asked.updated(overlapped=True, into_forward=False, streamed_gradients=True))
 
 
 def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:

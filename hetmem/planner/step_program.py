@@ -269,14 +269,14 @@ class Rehearsal:
 
     def _optimize(self) -> None:
         self._notes.begin(STEP)
-        if not self._how.trails:
+        if not self._how.into_forward:
             self._updates.finish()
         self._fill_idle()
         for chunk in sorted(self.arrangement.homes["exp_avg"]):
             members = self._members(chunk)
             if members and chunk not in self._begun:
                 self._begin(chunk, members)
-        if self._how.trails:
+        if self._how.into_forward:
             self._updates.pump()
         else:
             self._updates.finish()
@@ -286,7 +286,7 @@ class Rehearsal:
 
     def _synchronize(self) -> None:
         """Finish the updates that run into the next forward, and write everything home."""
-        if self._how.trails:
+        if self._how.into_forward:
             self._updates.finish()
             for role in self.arrangement.homes:
                 self._traffic.wait_until_written(self._on_nvme(role))
@@ -342,7 +342,7 @@ def rehearse(workload: Workload, arrangement: Arrangement, setting: Setting, ste
         times = (setting.micro_batches - _REHEARSED[-1]) / (_REHEARSED[-1] - _REHEARSED[0])
         return StepResult.total([(-times, few), (1 + times, more)])
     run = Rehearsal(workload, arrangement, setting)
-    if setting.updating.trails:
+    if setting.updating.into_forward:
         return StepResult.total([(1 / steps, run.step()) for _ in range(2 * steps)][-steps:])
     last = run.step()
     for _ in range(steps - 1):

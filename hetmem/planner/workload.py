@@ -188,13 +188,13 @@ class Updating:
     """The options of an optimizer that decide when updates run, where, and how long gradients stay.
 
     `overlapped`: from the second step on a chunk is updated as soon as all its gradients have arrived, as with
-    `hetmem.AdamW(overlap="backward")`. `trails`: `step()` does not wait for updates, as with "forward".
+    `hetmem.AdamW(overlap="backward")`. `into_forward`: `step()` does not wait for updates, as with "forward".
     `streamed_gradients`: the program sees no gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they
     borrow their homes, and updates overlap from the first step on.
     """
 
     overlapped: bool = False
-    trails: bool = False
+    into_forward: bool = False
     streamed_gradients: bool = False
     moments: str = "float32"
     """The format of the two moments, as with `hetmem.AdamW(moments=…)`: "float32", "bfloat16" or "8bit"."""

@@ -41,9 +41,10 @@ def test_a_model_is_refused_on_another_stream_than_the_default_one(cuda: FakeCud
             pytest.raises(ManageError, match=r"another stream of .* leave out torch.cuda"),
         ):
             managed(torch.ones(2, 64))
-        loss = managed(torch.ones(2, 64)).sum()
+        output = managed(torch.ones(2, 64))
+        output.register_hook(lambda gradient: pytest.fail("it has begun"))
         with torch.cuda.stream(side), pytest.raises(ManageError, match="another stream"):
-            loss.backward()
+            output.sum().backward()
         managed.zero_grad()
         assert all(map(torch.equal, before, managed.parameters()))
     managed(torch.ones(2, 64)).sum().backward()

@@ -18,7 +18,7 @@ from tests.memory.waiting import Watch
 
 __all__ = ["cuda"]  # a fixture
 
-ARRIVED = "executor.wait_for_one < gradient_views.wait < gradients.arrive: take"
+ARRIVED = "executor.wait_for_one < gradient_views.wait < gradients.wait_until_home: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "executor.wait_for_one < update_queue.finish < step._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
@@ -29,7 +29,7 @@ ON_NVME = {
     "executor.wait_for_one < traffic.open_role < gradients._open: take",
     "executor.wait_for_one < write_check.wait_for_staged_gradients < gradients._open: take",
     "executor.wait_for_one < write_check.wait_for_staged_gradients < step.begin: take",
-    "executor.wait_for_one < traffic.wait_until_written < gradients.arrive: take",
+    "executor.wait_for_one < traffic.wait_until_written < gradients.wait_until_home: take",
     "executor.wait_for_one < traffic.wait_until_written < step._carry_out: take",
     # What was read ahead while it was written is read again:
     "executor.wait_for_one < traffic.superseded < write_check.honour_written_gradients: take",
@@ -37,7 +37,7 @@ ON_NVME = {
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
     "executor.wait_for_one < gradient_views.wait < gradients._send",
-    "sampling._on_host",
+    "chunk_update._on_host",
     "workers.as_array",
 )
 WRITES = "write_check.compare < "

@@ -299,8 +299,10 @@ def test_updates_that_trail_are_hidden_by_the_next_forward_too(room: Capacities)
     """The backward hides some of them; the same is updated, moved and written."""
     slow = replace(SLOW, host=replace(SLOW.host, update_bytes_per_second=2e7))  # 0.37 s a chunk of a MiB
     early, trailing = (
-        judge(workload(), Setting(room, MIB, updating=Updating(overlapped=True, trails=trails)), slow, 1).result
-        for trails in (False, True)
+        judge(
+            workload(), Setting(room, MIB, updating=Updating(overlapped=True, into_forward=into_forward)), slow, 1
+        ).result
+        for into_forward in (False, True)
     )
     assert trailing.seconds < 0.97 * early.seconds
     assert trailing.seconds >= max(trailing.terms.values())
@@ -332,9 +334,9 @@ def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
     assert run.arrangement.bytes_by_role(HOST)["grad"] == 6 * MIB
 
 
-@pytest.mark.parametrize(("trails", "expected"), [(True, 20), (False, 30)])
+@pytest.mark.parametrize(("into_forward", "expected"), [(True, 20), (False, 30)])
 def test_steps_with_updates_that_trail_are_taken_in_the_mean(
-    trails: bool, expected: int, monkeypatch: pytest.MonkeyPatch
+    into_forward: bool, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are long and short by turns, and what one leaves to be written the next one writes."""
     steps, taken = Rehearsal.step, 0
@@ -342,12 +344,12 @@ def test_steps_with_updates_that_trail_are_taken_in_the_mean(
     def by_turns(run: Rehearsal) -> StepResult:
         nonlocal taken
         taken += 1
-        written = 1000 if taken <= 4 and trails else 30 if taken % 2 == 0 else 10
+        written = 1000 if taken <= 4 and into_forward else 30 if taken % 2 == 0 else 10
         return replace(steps(run), seconds=1e3 * written, stall_seconds=written, bytes={"nvme_write": written})
 
     monkeypatch.setattr(Rehearsal, "step", by_turns)
     arrangement = arrange(workload(), ON_NVME, MIB)
-    how = Updating(overlapped=True, trails=trails)
+    how = Updating(overlapped=True, into_forward=into_forward)
     result = rehearse(workload(), arrangement, Setting(ON_NVME, None, hardware=SLOW, updating=how))
     assert (result.bytes["nvme_write"], result.stall_seconds, result.seconds) == (expected, expected, 1e3 * expected)
 
