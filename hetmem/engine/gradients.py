@@ -19,7 +19,6 @@ from hetmem.base.weak import WeakList, weakly
 from hetmem.engine.gradient_views import (
     are_own,
     clear_zeroed,
-    end_watch_of,
     is_held,
     is_home,
     is_home_gradient,
@@ -28,8 +27,8 @@ from hetmem.engine.gradient_views import (
     show_gradient,
     show_widened,
     take_gradient,
-    watch_gradients,
 )
+from hetmem.engine.gradient_watch import end_watch_of, watch_gradients
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier

@@ -11,7 +11,7 @@ operators, NumPy) count no version:
   seen. Parameters that have no copy, and that no function of the program has met, are not looked at (ADR 59).
 - A model that is whole on the device is not watched from a step to the next forward, which remakes the copies of all
   trained weights: that crosses no link, and each access to a watched parameter takes some Python calls.
-- Gradients on NVMe are watched too while the program has them (`gradient_views.WatchedGradient`).
+- Gradients on NVMe are watched too while the program has them (`gradient_watch`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from operator import attrgetter, ne
 
 import torch
 
-from hetmem.engine.gradient_views import INTEGERS
+from hetmem.engine.gradient_watch import INTEGERS
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, storage_references
 from hetmem.engine.traffic import Traffic
