@@ -82,6 +82,9 @@ PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "numpy": lambda gradient: gradient.numpy().reshape(-1).__setitem__(1, 5.0),
     "data set": lambda gradient: setattr(gradient, "data", gradient.data * 2),
     "signs": lambda gradient: gradient.data.neg_(),
+    "unscaled": lambda gradient: torch._amp_foreach_non_finite_check_and_unscale_(
+        [gradient], torch.zeros(1), torch.tensor(0.25)
+    ),
 }
 
 
