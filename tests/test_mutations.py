@@ -284,9 +284,9 @@ MUTATIONS = {
     ),
     "clip by squares of gradients that have changed since": Mutation(
         "optim/step.py",
-        "unchanged = update is not None and update.of(parts)\n",
-        "unchanged = update is not None\n",
-        "tests/optim/test_clipping.py::test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins[backward-host-written]",
+        "            unchanged = not any(map(self._passes.is_edited, update.parts))\n",
+        "            pass\n",
+        "tests/optim/test_edits.py::test_a_norm_counts_what_was_written_to_a_part_of_a_gradient",
     ),
     "update a state while the disk is still writing it": Mutation(
         "engine/traffic.py",
