@@ -8,7 +8,7 @@ operators, NumPy) count no version:
 - Between its calls the parameters of a model are watched (`intercept.watched`): torch functions that may write are seen
   as they are called, and tensors that share a weight's memory as compute begins and ends (`touched`). Copies of these
   weights are remade before the next forward, backward or step. A write by C++ through a pointer that it kept is not
-  seen.
+  seen. Parameters that have no copy, and that no function of the program has met, are not looked at (ADR 59).
 - A model that is whole on the device is not watched from a step to the next forward, which remakes the copies of all
   trained weights: that crosses no link, and each access to a watched parameter takes some Python calls.
 - Gradients on NVMe are watched too while the program has them (`gradient_views.HandedOutGradient`).
