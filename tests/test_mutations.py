@@ -263,6 +263,13 @@ MUTATIONS = {
         "pass",
         SHARE + "test_tensors_that_users_hold_of_gradients_and_states_stay_the_real_ones[float32]",
     ),
+    "measure a backward as the evaluation before it": Mutation(
+        "intercept/phases.py",
+        "if trains or not self._pending:",
+        "if True:",
+        "tests/engine/test_shapes.py::"
+        "test_an_evaluation_between_forward_and_backward_changes_nothing_that_is_expected[new]",
+    ),
     "keep homes on the device when an operator needs their memory": Mutation(
         "engine/device_limit.py",
         "self.give_way(missing)",

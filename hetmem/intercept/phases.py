@@ -175,15 +175,16 @@ class StepSegments:
         tracer = self._runtime.tracer
         if tracer.key == self.backward_key():
             self._pending = ()
-        if torch.is_grad_enabled() and len(self._pending) <= _FORWARDS:
+        trains, measured = torch.is_grad_enabled(), tracer.must_measure(key, size) or self._runtime.sanitize
+        if trains and len(self._pending) <= _FORWARDS:
             self._pending = (*self._pending, key)
-        self._size = max(size, self._size) if self.several else size
-        measured = tracer.must_measure(key, size) or self._runtime.sanitize
-        backward = self.backward_key()
-        if torch.is_grad_enabled() and tracer.must_measure(backward, self._size):
-            self._attempts[backward] = self._attempts.get(backward, 0) + 1
-            measured = measured or self._attempts[backward] <= _MEASUREMENTS
-        self._watched = measured
+        if trains or not self._pending:  # else the next backward is not of this forward
+            self._size = max(size, self._size) if self.several else size
+            backward = self.backward_key()
+            if trains and tracer.must_measure(backward, self._size):
+                self._attempts[backward] = self._attempts.get(backward, 0) + 1
+                measured = measured or self._attempts[backward] <= _MEASUREMENTS
+            self._watched = measured
         self._runtime.begin_segment(key, measured=measured, size=size)
         return measured
 
