@@ -79,10 +79,10 @@ class Interception:
         self._handles += hook_forwards(parts, BeforeForward(self, self._tracing), AfterForward(self, self._tracing))
         self._parts = PartHooks(parts[1:], self._handles)
         reading = BeforeStateDict(self)
-        for part in parts:
+        for part in module.modules():  # also those that are given weights later
             self._handles.append(part.register_state_dict_pre_hook(reading))
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
-        self._handles += hook_conversions(parts, self)
+        self._handles += hook_conversions(module.modules(), self)
         if self.runtime.memory.uses_copies:
             self.gradients.install_all()
 
