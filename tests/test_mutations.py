@@ -145,8 +145,8 @@ MUTATIONS = {
     ),
     "overlook what GradScaler writes to gradients on NVMe": Mutation(
         "engine/gradients.py",
-        "            if unwatch_gradients(chunk):\n",
-        "            if unwatch_gradients(chunk) and False:\n",
+        "            if end_watch_of(chunk):\n",
+        "            if end_watch_of(chunk) and False:\n",
         "tests/optim/test_clipping.py::test_the_gradient_scaler_of_torch_works[nvme]",
     ),
     "overlook memory of a weight that was shared past torch's functions": Mutation(
@@ -161,6 +161,12 @@ MUTATIONS = {
         "            if func in _CHANGE_GRADIENTS and",
         "            if False and",
         "tests/engine/test_gradients.py::test_hooks_and_gradients_of_others_that_come_between_backwards[nvme]",
+    ),
+    "update from a gradient that the program has edited since": Mutation(
+        "engine/gradient_watch.py",
+        "(before is not None and before != _checksum(gradient))",
+        "False",
+        "tests/optim/test_edits.py::test_parts_of_gradients_written_before_the_step_count",
     ),
     "undo a step of torch by a copy that a view holds": Mutation(
         "engine/write_check.py",
@@ -285,9 +291,9 @@ MUTATIONS = {
     ),
     "clip by squares of gradients that have changed since": Mutation(
         "optim/step.py",
-        "unchanged = update is not None and update.of(parts)\n",
-        "unchanged = update is not None\n",
-        "tests/optim/test_clipping.py::test_a_norm_is_of_the_gradients_as_they_are_when_the_step_begins[backward-host-written]",
+        "            unchanged = not any(map(self._passes.is_edited, update.parts))\n",
+        "            pass\n",
+        "tests/optim/test_edits.py::test_a_norm_counts_what_was_written_to_a_part_of_a_gradient",
     ),
     "update a state while the disk is still writing it": Mutation(
         "engine/traffic.py",

@@ -308,6 +308,24 @@ def test_writes_between_forwards_of_a_model_whose_copies_stay_on_the_device_with
             assert_same(expected, managed(batch[0]).detach(), f"forward {at}")
 
 
+@pytest.mark.parametrize("place", ["resident", "all copies"])
+def test_weights_that_are_written_behind_a_step_and_then_frozen_are_the_new_ones(place: str, tmp_path: Path) -> None:
+    """They were trained, and not watched, as they were written."""
+    plain, managed = placed(place, tmp_path, BF16)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    for batch in vector_batches(4, 2, WIDTH, dtype=BF16):
+        managed.requires_grad_(True)
+        managed(batch[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first = next(managed.parameters())
+        first.data.mul_(1.5)
+        first.requires_grad_(False)
+        plain.load_state_dict(managed.state_dict())
+        with torch.no_grad():
+            assert_same(copy.deepcopy(plain).bfloat16()(batch[0]), managed(batch[0]), "the forward behind")
+
+
 def by_a_function(module: nn.Module) -> list[torch.Tensor]:
     return [p.data for p in module.parameters()]
 
