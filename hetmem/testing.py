@@ -46,7 +46,7 @@ POINTS = {
     "end an update": "hetmem.engine.traffic:Traffic.end_update",
     "give a home away": "hetmem.engine.write_check:give_away",
     "give a copy away": "hetmem.engine.param_views:give_away",
-    "gradients arrive": "hetmem.engine.gradients:GradientSink.arrive",
+    "gradients arrive": "hetmem.engine.gradients:GradientSink.wait_until_home",
     "send a gradient": "hetmem.engine.gradient_views:GradientCopies.send",
     "gradient is home": "hetmem.engine.gradient_views:GradientCopies._arrived",
     "move a home": "hetmem.placing.rehome:_copy",

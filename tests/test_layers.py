@@ -67,7 +67,7 @@ WRITES_TOO = {
         "hetmem.planner.meta_trace",
     },
     "__class__": {
-        "hetmem.engine.gradient_views",  # gradients that the program may write to
+        "hetmem.engine.gradient_watch",  # gradients, for as long as the program may write to them
         "hetmem.intercept.hooks",  # a parameter whose gradient arrives, as `Bindings.send_home` does, without its calls
     },
 }

@@ -109,43 +109,6 @@ def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> N
     managed.grad_home = gradient
 
 
-_ORDINARY: Any = torch.Tensor
-
-
-class HandedOutGradient(torch.Tensor):
-    """The class of a gradient whose home is on NVMe while the program may write to it. The first function of torch that
-    meets it makes it an ordinary tensor, which says that a staged copy may be stale."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in torch_private.tree_leaves((args, kwargs)):
-            if type(leaf) is cls:
-                leaf.__class__ = _ORDINARY
-        return func(*args, **(kwargs or {}))
-
-
-def watch_gradients(chunk: Chunk) -> None:
-    """Watch the homes of gradients of `chunk`, but those whose memory another tensor of the program shows."""
-    for managed in chunk.parameters:
-        home: Any = managed.grad_home
-        if home is not None and references(storage_address(home)) <= 1:
-            managed.grad_version = home._version
-            home.__class__ = HandedOutGradient
-
-
-def unwatch_gradients(chunk: Chunk) -> bool:
-    """End `watch_gradients`; return whether the program may have written to any of them."""
-    used = False
-    for managed in chunk.parameters:
-        home: Any = managed.grad_home
-        if type(home) is HandedOutGradient:
-            home.__class__ = _ORDINARY
-            used |= home._version != managed.grad_version
-        else:
-            used |= home is not None
-    return used
-
-
 def show_widened(managed: ManagedParameter) -> None:
     """Make the gradient's home `p.grad`, where that was a view of a gradient kept in 16 bits and is float32 now."""
     view, managed.grad_view = managed.grad_view, None

@@ -27,9 +27,8 @@ from hetmem.engine.gradient_views import (
     show_gradient,
     show_widened,
     take_gradient,
-    unwatch_gradients,
-    watch_gradients,
 )
+from hetmem.engine.gradient_watch import end_watch_of, watch_gradients
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
@@ -249,8 +248,8 @@ class GradientSink:
         self._arrived.clear()
 
     def wait_until_home(self) -> None:
-        """Wait until all gradients are at home, also on NVMe; then raise the first error, if there was one."""
-        self.hand_over()  # also where this raises
+        """Wait until all gradients are at home, also on NVMe, where the program may write to them from then on; then
+        raise the first error, if there was one."""
         traffic = self.runtime.traffic
         homes = [chunk.homes[Role.GRAD] for chunk in self.runtime.chunks if Role.GRAD in chunk.homes]
         try:
@@ -258,20 +257,25 @@ class GradientSink:
         except Exception:
             traffic.wait_until_written(homes)
             raise
-        traffic.wait_until_written(homes)
+        else:
+            traffic.wait_until_written(homes)
+        finally:
+            self.hand_over()
 
     def hand_over(self) -> None:
         """Let the program read and write gradients until `take_back`."""
         self._handed_out = [chunk for chunk in self.runtime.chunks if _is_on_nvme(chunk)]
-        for chunk in self._handed_out:
-            watch_gradients(chunk)
+        with torch_private.NoFunctionsOfSubclasses():
+            for chunk in self._handed_out:
+                watch_gradients(chunk)
 
     def take_back(self) -> None:
         """End `hand_over`: drop the staged copies of gradients that the program may have written to at home."""
         chunks, self._handed_out = self._handed_out, []
-        for chunk in chunks:
-            if unwatch_gradients(chunk):
-                self.runtime.traffic.superseded(chunk, Role.GRAD)
+        with torch_private.NoFunctionsOfSubclasses():
+            for chunk in chunks:
+                if end_watch_of(chunk):
+                    self.runtime.traffic.superseded(chunk, Role.GRAD)
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
         """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import compress
 from operator import attrgetter, gt
 from typing import Any
@@ -322,6 +322,31 @@ def storage_references(tensor: torch.Tensor) -> int:
 def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether any other tensor has the storage of `tensor`, which is no view."""
     return references(tensor.untyped_storage()._cdata) > 2  # type: ignore[no-any-return]
+
+
+def is_in_place(func: Any) -> bool:
+    """Return whether `func` is in place, by its name; some of these (the `_foreach_` ones) count no versions."""
+    name: str = getattr(func, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+_FACTS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def hands_out(tensor: torch.Tensor, func: Any, result: Any) -> bool:
+    """Return whether `result` of `func` may share the memory of `tensor`: writes to it may count no version."""
+    if isinstance(result, dict) or func is torch.Tensor.data_ptr:  # `__cuda_array_interface__`
+        return True
+    storage = tensor.untyped_storage()._cdata
+    for leaf in torch_private.tree_leaves(result) if isinstance(result, (list, tuple)) else (result,):
+        if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, _FACTS):
+                return True
+        else:
+            with suppress(RuntimeError):  # it has no memory: sparse, or of a transform
+                if leaf.untyped_storage()._cdata == storage:
+                    return True
+    return False
 
 
 def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -8,10 +8,10 @@ operators, NumPy) count no version:
 - Between its calls the parameters of a model are watched (`intercept.watched`): torch functions that may write are seen
   as they are called, and tensors that share a weight's memory as compute begins and ends (`touched`). Copies of these
   weights are remade before the next forward, backward or step. A write by C++ through a pointer that it kept is not
-  seen.
+  seen. Parameters that have no copy, and that no function of the program has met, are not looked at (ADR 59).
 - A model that is whole on the device is not watched from a step to the next forward, which remakes the copies of all
   trained weights: that crosses no link, and each access to a watched parameter takes some Python calls.
-- Gradients on NVMe are watched too while the program has them (`gradient_views.HandedOutGradient`).
+- Gradients on NVMe are watched too while the program has them (`gradient_watch`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from operator import attrgetter, ne
 
 import torch
 
+from hetmem.engine.gradient_watch import INTEGERS
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, storage_references
 from hetmem.engine.traffic import Traffic
@@ -60,6 +61,8 @@ class WriteCheck:
         their updates do not begin before `step()`."""
         self.noticed: set[int] = set()
         """`id`s of parameters with a write that was seen since `notice_counted` of their chunk."""
+        self.trained: set[Chunk] = set()
+        """`find_trained` as the last step ended: these are not watched from then to the next forward."""
         self.unwatched = True
         """Whether the program may have written to trained parameters while they were not watched."""
         self.stepped = self.handed_out = False
@@ -76,6 +79,10 @@ class WriteCheck:
 
     # ---- by the program, to the home ---------------------------------------------------------------------------
 
+    def find_trained(self) -> set[Chunk]:
+        """Return the chunks with a parameter that requires a gradient."""
+        return {chunk for chunk in self._chunks if any(map(_TRAINS, chunk.parameters))}
+
     def notice_all(self, *, seen: bool = False) -> None:
         """Honour writes to each parameter since it was last used, as a forward begins. `seen`: all were watched until
         now, so that parameters whose `.data` was set are in `touched`. Call it without `__torch_function__`."""
@@ -87,7 +94,7 @@ class WriteCheck:
             self.by_user(managed)
         due = {managed.chunk for managed in self.touched}
         if unwatched:
-            due.update(chunk for chunk in self._chunks if any(map(_TRAINS, chunk.parameters)))
+            due |= self.trained | self.find_trained()
         if self.stepped:
             self.stepped, self.handed_out = False, bool(self.touched)
         self._renew(due)
@@ -331,6 +338,8 @@ class ParameterMarks:
         self._but_trained = self._memory.resident and not self._trails
         if not self._but_trained:
             self._writes.unwatched = False
+        elif self._writes.has_copies:
+            self._writes.trained = self._writes.find_trained()
 
     def stop(self) -> None:
         """Stop watching, as the model is released."""
@@ -384,9 +393,6 @@ def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
     """Return a value that changes if `p.grad` is replaced, or written to with a version; no reference to it."""
     gradient = managed.parameter.grad
     return None if gradient is None else (id(gradient), gradient._version)
-
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -13,11 +13,11 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import get_data, set_data
+from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.saved_tensors import SavedTensors
-from hetmem.intercept.watched import Bound, Watched, classes_of, hands_out, is_in_place
+from hetmem.intercept.watched import Bound, Watched, classes_of
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
@@ -253,7 +253,7 @@ class Faults:
             try:
                 result = func(*args, **kwargs)
                 written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
-                shown = [m for m in used if self._are_among([m], written) or hands_out(m, func, result)]
+                shown = [m for m in used if self._are_among([m], written) or hands_out(m.home, func, result)]
                 (writes.shared if computes else writes.touched).update(shown)
                 return result
             finally:

@@ -24,7 +24,7 @@ _NODES = torch_private.SUPPORTED_NODES.keys()
 """Container classes of inputs, beside named tuples."""
 _HOLD_NOTHING = {type(None), bool, int, float, str, torch.dtype, torch.device}
 _MEASUREMENTS = 3
-"""How many forwards are measured at most for a backward that never comes."""
+"""How many forwards in a row are measured at most for a backward that does not come."""
 
 
 def tensors_within(value: object, depth: int = 3) -> list[torch.Tensor]:
@@ -48,9 +48,7 @@ def tensors_within(value: object, depth: int = 3) -> list[torch.Tensor]:
 def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple)):
         return value
-    if isinstance(value, dict):
-        return value.values()
-    fields: dict[str, Any] = getattr(value, "__dict__", {})
+    fields: dict[str, Any] = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     return fields.values()
 
 
@@ -175,15 +173,16 @@ class StepSegments:
         tracer = self._runtime.tracer
         if tracer.key == self.backward_key():
             self._pending = ()
-        if torch.is_grad_enabled() and len(self._pending) <= _FORWARDS:
+        trains, measured = torch.is_grad_enabled(), tracer.must_measure(key, size) or self._runtime.sanitize
+        if trains and len(self._pending) <= _FORWARDS:
             self._pending = (*self._pending, key)
-        self._size = max(size, self._size) if self.several else size
-        measured = tracer.must_measure(key, size) or self._runtime.sanitize
-        backward = self.backward_key()
-        if torch.is_grad_enabled() and tracer.must_measure(backward, self._size):
-            self._attempts[backward] = self._attempts.get(backward, 0) + 1
-            measured = measured or self._attempts[backward] <= _MEASUREMENTS
-        self._watched = measured
+        if trains or not self._pending:  # else the next backward is not of this forward
+            self._size = max(size, self._size) if self.several else size
+            backward = self.backward_key()
+            if trains and tracer.must_measure(backward, self._size):
+                self._attempts[backward] = self._attempts.get(backward, 0) + 1
+                measured = measured or self._attempts[backward] <= _MEASUREMENTS
+            self._watched = measured
         self._runtime.begin_segment(key, measured=measured, size=size)
         return measured
 
@@ -203,6 +202,7 @@ class StepSegments:
         with self._runtime.unwatched():
             self.program_waits()
         key = self.backward_key()
+        self._attempts[key] = 0
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:

@@ -16,7 +16,6 @@ to `intercept.faults`. Of that class ("watched") are:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,11 +23,9 @@ import torch
 from hetmem import torch_private
 from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data
 from hetmem.intercept.dynamo import set_compiler, skipped
-from hetmem.memory.chunk import ManagedParameter
 from hetmem.torch_private import tree_leaves
 
 _get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
-_NUMBERS = (bool, float, complex, str, type(None))
 
 FaultHandler = Any
 """The `Faults` that is called, held weakly; it imports this module."""
@@ -123,28 +120,6 @@ def classes_of(kind: type, faults: Callable[[], FaultHandler | None]) -> tuple[t
     """Return the classes of bound and of watched parameters whose own class is `kind`."""
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "hetmem_faults": faults}
     return type(kind.__name__, (Bound, kind), dict(own)), type(kind.__name__, (Watched, kind), dict(own))
-
-
-def is_in_place(func: Any) -> bool:
-    """Return whether `func` is in place, by its name; some of these (the `_foreach_` ones) count no versions."""
-    name: str = getattr(func, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
-
-
-def hands_out(managed: ManagedParameter, func: Any, result: Any) -> bool:
-    """Return whether `result` of `func` may share the memory of `managed`: writes to it may count no version."""
-    if func is torch.Tensor.tolist:
-        return False
-    home = managed.home.untyped_storage()._cdata
-    for leaf in tree_leaves(result) if isinstance(result, (list, tuple, dict)) else (result,):
-        if not isinstance(leaf, torch.Tensor):
-            if not isinstance(leaf, _NUMBERS):
-                return True
-        else:
-            with suppress(RuntimeError):  # it has no memory: sparse, or of a transform
-                if leaf.untyped_storage()._cdata == home:
-                    return True
-    return False
 
 
 def detached(parameter: torch.Tensor) -> torch.Tensor:

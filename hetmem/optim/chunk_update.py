@@ -14,10 +14,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from hetmem.cpu import square_sum_tasks
-from hetmem.cpu.workers import Array, Batch, Task, WorkerPool
+from hetmem.cpu.workers import Batch, Task, WorkerPool
 from hetmem.engine.gradient_views import are_home, take_gradient
 from hetmem.engine.runtime import Runtime
-from hetmem.engine.write_check import INTEGERS
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
 from hetmem.optim.options import Rule
@@ -206,7 +205,8 @@ class Part:
     gradient: torch.Tensor
     at_home: bool
     version: int
-    sample: Sample | None = None
+    watched: bool = False
+    """Whether writes of the program to `gradient` are seen."""
 
     def same(self, other: Part) -> bool:
         """Return whether both stand for the same update."""
@@ -368,61 +368,3 @@ class WholeUpdate:
                 managed.version = managed.counter._version
         runtime.statistics.updated_bytes[Tier.DEVICE] += members.nbytes
         runtime.events.updated("all chunks", began)
-
-
-# ---- samples of gradients: an element of each, which changes if the program scales them without a version ------------
-
-_TAKEN = 1024  # elements, of which the greatest is the sample
-Sample = tuple[int, bytes] | tuple[torch.Tensor, torch.Tensor]
-"""The index of an element and its bits; of a tensor on the device, tensors there of one element each."""
-
-
-def sample_of(flat: torch.Tensor) -> Sample | None:
-    """Return an element of a gradient that changes if the gradient is scaled: the greatest of a thousand, of all where
-    those are zero. Of a tensor on the device nothing is waited for. None if `flat` is empty."""
-    if not flat.numel():
-        return None
-    step = max(1, flat.numel() // _TAKEN)
-    if flat.is_cpu:
-        bits, magnitude = _on_host(flat)
-        at = int((bits[::step] & magnitude).argmax()) * step
-        if step > 1 and not bits[at] & magnitude:
-            at = int((bits & magnitude).argmax())
-        return at, bits[at].tobytes()
-    flat = flat.detach()
-    there = flat[::step].abs().argmax().mul(step).view(1)
-    return there, flat.index_select(0, there)
-
-
-def _on_host(flat: torch.Tensor) -> tuple[Array, Any]:
-    """View `flat` as integers of numpy's, whose calls take less than torch's, and return what masks the sign: what is
-    left has the order of magnitudes, with NaN above all."""
-    bits = flat.detach().view(INTEGERS[min(flat.itemsize, 8)]).numpy()
-    return bits, bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
-
-
-def as_sampled(samples: Sequence[tuple[Sample, torch.Tensor]]) -> list[bool]:
-    """Return for each sample whether the tensor beside it still has those bits. All that are on the device are waited
-    for at once."""
-    same = [_is_same(*one) for one in samples]
-    there = [one for one in same if isinstance(one, torch.Tensor)]
-    found = iter(torch.stack(there).tolist() if there else ())
-    return [next(found) if isinstance(one, torch.Tensor) else one for one in same]
-
-
-def _is_same(sample: Sample, flat: torch.Tensor) -> torch.Tensor | bool:
-    """Compare on the device where the sample is there, whether or not the gradient has moved since."""
-    at, bits = sample
-    if isinstance(at, int):
-        return bits == bits_at(flat, at)
-    assert isinstance(bits, torch.Tensor)
-    now = flat.detach().index_select(0, at.to(flat.device)).to(bits.device)
-    return (now.view(torch.uint8) == bits.view(torch.uint8)).all()
-
-
-def bits_at(flat: torch.Tensor, at: int) -> bytes:
-    """Return the bits of one element, also where its home has moved to the device."""
-    if flat.is_cpu:
-        found: bytes = _on_host(flat)[0][at].tobytes()
-        return found
-    return flat.detach()[at : at + 1].view(torch.uint8).cpu().numpy().tobytes()

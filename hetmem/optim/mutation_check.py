@@ -116,18 +116,10 @@ class MutationCheck:
             return
         groups = optimizer.groups_by_parameter() if begun else {}
         streamed = optimizer.gradients is Gradients.STREAMED
-        seen: list[tuple[ChunkUpdate, Part]] = []
         for update in begun:
-            as_used = not update.edited
-            for part in update.parts:
-                if part.managed.parameter.grad is part.gradient:
-                    seen.append((update, part))
-                else:
-                    as_used = as_used and streamed  # it was used up
-            if not as_used or self._have_changed(update, groups):
-                raise changed(update.parts, optimizer, begun)
-        for (update, _), same in zip(seen, self._passes.as_sampled(part for _, part in seen), strict=True):
-            if not same:
+            shown = all(part.managed.parameter.grad is part.gradient for part in update.parts)
+            edited = update.edited or not (shown or streamed) or any(map(self._passes.is_edited, update.parts))
+            if edited or self._have_changed(update, groups):
                 raise changed(update.parts, optimizer, begun)
         self._checked = True
 

@@ -147,7 +147,7 @@ class States:
                     continue
                 for name, offset in managed.byte_offsets(role).items():
                     if state[name].data_ptr() != address_of(home.memory) + offset:
-                        state[name] = managed.views(role)[name].copy_(state[name])
+                        state[name], self._seen = managed.views(role)[name].copy_(state[name]), ()
         return True
 
     def held(self, chunk: Chunk) -> bool:

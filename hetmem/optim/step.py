@@ -108,7 +108,7 @@ class Stepper:
         elif update is not None and update.begun:
             raise came_late(managed, self._optimizer, self._progress.values())
         elif update is not None:
-            del self._progress[managed.chunk]  # its norm lacks this gradient
+            self._drop(managed.chunk)  # its norm lacks this gradient
         self.runtime.traffic.wait_for_update(managed.chunk)
 
     def arrived(self, managed: ManagedParameter) -> None:
@@ -129,13 +129,18 @@ class Stepper:
     def lost(self, chunk: Chunk) -> None:
         """Cancel the queued update of `chunk`, a gradient of which was lost; none of it has begun."""
         self._updates.forget(chunk)
-        self._progress.pop(chunk, None)
+        self._drop(chunk)
+
+    def _drop(self, chunk: Chunk) -> None:
+        """Forget how far the update of `chunk` is, if there is one."""
+        if (update := self._progress.pop(chunk, None)) is not None:
+            self._passes.end_watch(update)
 
     def backward_over(self) -> None:
         """End a backward. Used-up streamed gradients raise when they are read from here on."""
         begun = [update for update in self._progress.values() if update.begun]
         for update in begun:
-            self._passes.remember_unread(update)
+            self._passes.watch_shown(update)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
             with self.runtime.unwatched(), torch.no_grad():
                 self._mutations.show(begun)
@@ -375,7 +380,8 @@ class Stepper:
         """Discard the state of a step that has ended, or is not repeated."""
         self.failed, self._passes.corrupt = False, []
         self._mutations.forget()
-        self._progress.clear()
+        for chunk in [*self._progress]:
+            self._drop(chunk)
         self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there autograd keeps them
 
     def _wanted(self, chunks: ChunkWork) -> list[ChunkUpdate]:
@@ -396,9 +402,9 @@ class Stepper:
             update = None
         unchanged = update is not None and update.of(parts)
         if update is not None and unchanged and not update.begun:
-            unchanged = all(self._passes.as_sampled(update.parts))
+            unchanged = not any(map(self._passes.is_edited, update.parts))
         if update is None or not (update.begun or unchanged):
-            self._progress.pop(chunk, None)
+            self._drop(chunk)
             return ChunkUpdate(members, parts)
         if not unchanged:
             raise changed(update.parts, self._optimizer, self._progress.values())

@@ -6,7 +6,7 @@ It knows what a pass reads and writes, but not when: the `Stepper` queues the jo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise, repeat
 from operator import attrgetter
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks
+from hetmem.engine.gradient_watch import end_watch, is_edited, note_shared, watch_gradient
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, Sample, are_same, as_sampled, sample_of
+from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.trace import Tier
@@ -81,48 +82,46 @@ class Passes:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _remember_gradients(self, update: ChunkUpdate) -> None:
-        """Remember versions and samples of the gradients, to detect writes between now and `step`."""
+        """Watch the gradients, which a pass is about to read, for writes until `step`."""
         if self._optimizer.overlap is Overlap.OFF:
             return
-        self._detect_edits(update, update.opened)
-        vanish = self._vanish(update)
+        self._detect_edits(update)
+        in_backward = self._interception.segments.in_backward
+        if not (in_backward and not update.summing and update.chunk in self._interception.gradients.lent):
+            self.watch(update)  # else they are consumed within the backward
+
+    def _detect_edits(self, update: ChunkUpdate) -> None:
+        """Detect writes to streamed gradients of `update`, which are consumed before `step`."""
+        if self._optimizer.gradients is Gradients.STREAMED and not self._interception.segments.in_backward:
+            update.edited |= any(map(self.is_edited, update.parts))
+
+    def watch(self, update: ChunkUpdate) -> None:
+        """Watch those gradients of `update` that the program can reach. All have arrived, which counts a version."""
         for part in update.parts:
-            part.version = part.gradient._version
-            part.sample = None if vanish else sample_of(part.flat_gradient(update.opened))
+            if part.managed.parameter.grad is part.gradient and not part.watched:
+                part.watched, part.version = True, part.gradient._version
+                watch_gradient(part.gradient, used=True)
 
-    def _vanish(self, update: ChunkUpdate) -> bool:
-        """Return whether the gradients of `update` are gone when it ends, or are first handled by `remember_unread`,
-        so that the program cannot reach used ones."""
-        in_backward = self._interception.segments.in_backward and not update.summing
-        return in_backward and update.chunk in self._interception.gradients.lent
-
-    def remember_unread(self, update: ChunkUpdate) -> None:
-        """Remember, at the end of a backward, the gradients that the program can reach and that `update` has yet to
-        read. All have arrived, which counts a version."""
+    def watch_shown(self, update: ChunkUpdate) -> None:
+        """Watch those gradients of `update` that a backward, which is over, leaves to the program."""
+        self.watch(update)
         for part in update.parts:
-            if part.sample is None and part.managed.parameter.grad is part.gradient:
-                part.version = part.gradient._version
-                if self._optimizer.gradients is Gradients.STREAMED:
-                    part.sample = sample_of(part.flat_gradient({}))
+            if part.watched:
+                note_shared(part.gradient)
 
-    def _detect_edits(self, update: ChunkUpdate, opened: Opened) -> None:
-        """Detect writes to streamed gradients of `update` since they were sampled."""
-        if self._optimizer.gradients is not Gradients.STREAMED or self._interception.segments.in_backward:
-            return
-        seen: list[tuple[Sample, torch.Tensor]] = []
+    @staticmethod
+    def end_watch(update: ChunkUpdate) -> None:
+        """End `watch`."""
         for part in update.parts:
-            if part.sample is not None and part.managed.parameter.grad is part.gradient:
-                seen.append((part.sample, part.flat_gradient(opened)))
-                update.edited |= part.version != part.gradient._version
-        update.edited |= not all(as_sampled(seen))
+            if part.watched:
+                part.watched = False
+                end_watch(part.gradient)
 
-    def as_sampled(self, parts: Iterable[Part]) -> list[bool]:
-        """Return for each of `parts` whether its gradient still equals its sample. Waits once for all that are on the
-        device."""
-        parts = list(parts)
-        asked = [(part.sample, part.flat_gradient({})) for part in parts if part.sample is not None]
-        found = iter(as_sampled(asked))
-        return [part.sample is None or next(found) for part in parts]
+    @staticmethod
+    def is_edited(part: Part) -> bool:
+        """Return whether the program wrote to the gradient of `part`, which it can reach, since `watch`."""
+        shown = part.watched and part.managed.parameter.grad is part.gradient
+        return shown and is_edited(part.gradient, part.version)
 
     # ---- writes of the program ---------------------------------------------------------------------------------
 
@@ -280,7 +279,5 @@ class Passes:
         torch.autograd.graph.increment_version(update.members.parameters)
         for managed in update.members.managed:
             managed.version += 1
-        gradients = chunk.homes.get(Role.GRAD)
-        if gradients is not None and gradients.extent is None:  # on NVMe that would take a read for each parameter
-            self._detect_edits(update, {})
+        self._detect_edits(update)
         self._interception.gradients.retire(chunk, update.members.managed)

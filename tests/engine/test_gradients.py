@@ -185,6 +185,27 @@ def test_a_gradient_scaled_without_a_version_is_added_to_as_it_is(placement: str
 # ---- hooks -----------------------------------------------------------------------------------------------------
 
 
+@offloaded
+def test_hooks_and_gradients_of_others_that_come_between_backwards(placement: str, tmp_path: Path) -> None:
+    """A hook finds the sum so far; two weights exchange their gradients, and add to those from then on. The backward
+    before is of neither."""
+    modules, seen = pair(mlp, placement, tmp_path), (list[torch.Tensor](), list[torch.Tensor]())
+    batches = vector_batches(5, 4, WIDTH)
+    for step, batch in enumerate(batches):
+        for module, log in zip(modules, seen, strict=True):
+            first, second = module[0].weight, module[2].weight
+            if step == 2:
+                first.register_hook(lambda grad, first=first, log=log: log.append(first.grad.clone()))
+            if step == 3:
+                first.grad, second.grad = second.grad, first.grad
+            loss_of(module, batch).backward()
+            module[4](*batch).sum().backward()
+        assert_same_grads(*modules)
+    assert len(seen[0]) == len(seen[1]) == len(batches) - 2
+    for expected, got in zip(*seen, strict=True):
+        assert_same(expected, got, "the sum so far")
+
+
 @pytest.mark.each
 @offloaded
 @pytest.mark.parametrize("managed_first", [True, False], ids=["hooks after manage", "hooks before manage"])

@@ -85,3 +85,46 @@ def test_of_larger_inputs_more_memory_is_expected_than_was_measured(tmp_path: Pa
     assert larger == pytest.approx(1.5 * first, rel=1e-3)
     assert larger < measured == last
     assert len(inside.expected_peaks("forward")) == 1
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+def test_an_evaluation_between_forward_and_backward_changes_nothing_that_is_expected(
+    known: bool, tmp_path: Path
+) -> None:
+    """The backward is measured where its own forward was, and its memory grows with the inputs of that."""
+    expected: list[list[int]] = []
+    for evaluates in (False, True):
+        _, managed = pair(layers, limits(share=False), tmp_path, sanitize=False)
+        optimizer = hetmem.AdamW(managed.parameters(), lr=1e-3)
+        if known:
+            evaluate(managed)
+        for index, length in enumerate((16, 16, 48)):
+            loss = managed(batch(length)).square().mean()
+            if evaluates and index:
+                evaluate(managed)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(testing.of(managed).expected_peaks("backward"))
+    assert expected[:3] == expected[3:]
+    assert [0] < expected[0] == expected[1] < expected[2]
+
+
+def test_evaluations_that_omit_no_grad_leave_a_later_backward_measured(tmp_path: Path) -> None:
+    """Each was watched for a backward that did not come, but others have come since."""
+    _, managed = pair(layers, limits(share=False), tmp_path, sanitize=False)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-3)
+    expected: list[int] = []
+    for length in (*[16] * 8, 64):
+        if len(expected) % 2:
+            managed(batch(64))
+        managed(batch(length)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(max(testing.of(managed).expected_peaks("backward")))
+    assert expected[-2] < expected[-1]
+
+
+@torch.no_grad()
+def evaluate(managed: nn.Module) -> None:
+    managed(batch(48))

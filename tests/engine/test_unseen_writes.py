@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -306,3 +306,88 @@ def test_writes_between_forwards_of_a_model_whose_copies_stay_on_the_device_with
             with torch.no_grad():
                 expected = copy.deepcopy(plain).bfloat16()(batch[0])
             assert_same(expected, managed(batch[0]).detach(), f"forward {at}")
+
+
+@pytest.mark.parametrize("place", ["resident", "all copies"])
+def test_weights_that_are_written_behind_a_step_and_then_frozen_are_the_new_ones(place: str, tmp_path: Path) -> None:
+    """They were trained, and not watched, as they were written."""
+    plain, managed = placed(place, tmp_path, BF16)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2)
+    for batch in vector_batches(4, 2, WIDTH, dtype=BF16):
+        managed.requires_grad_(True)
+        managed(batch[0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first = next(managed.parameters())
+        first.data.mul_(1.5)
+        first.requires_grad_(False)
+        plain.load_state_dict(managed.state_dict())
+        with torch.no_grad():
+            assert_same(copy.deepcopy(plain).bfloat16()(batch[0]), managed(batch[0]), "the forward behind")
+
+
+def by_a_function(module: nn.Module) -> list[torch.Tensor]:
+    return [p.data for p in module.parameters()]
+
+
+def past_functions(module: nn.Module) -> list[torch.Tensor]:
+    """`other.data = p` calls none for `p`."""
+    kept = [torch.empty(0) for _ in module.parameters()]
+    for other, p in zip(kept, module.parameters(), strict=True):
+        other.data = p
+    return kept
+
+
+def in_a_hook(module: nn.Module) -> list[torch.Tensor]:
+    """Of a backward that is still to come."""
+    kept: list[torch.Tensor] = []
+
+    def keep(p: torch.Tensor) -> None:
+        kept.insert(0, p.data)
+        handles[id(p)].remove()
+
+    handles = {id(p): cast(Any, p).register_post_accumulate_grad_hook(keep) for p in module.parameters()}
+    return kept
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("place", ["all copies", "a third of them", "nvme"])
+@precisions
+@pytest.mark.parametrize("keep", [by_a_function, past_functions, in_a_hook])
+def test_a_tensor_that_shares_memory_for_long_is_written_to_once_and_dropped(
+    keep: Callable[[nn.Module], list[torch.Tensor]],
+    mixed: torch.dtype | None,
+    place: str,
+    overlap: str,
+    tmp_path: Path,
+) -> None:
+    """Of some weights before the step, of others behind it, trained and frozen ones."""
+    plain, managed = placed(place, tmp_path, mixed)
+    for module in (plain, managed) if keep is not in_a_hook else ():
+        for layer in (2, 3):
+            module[layer].weight.requires_grad_(False)
+    optimizers, backward = adamws(plain, managed, overlap=overlap), reference(plain, mixed)
+    kept: list[dict[int, torch.Tensor]] = []
+
+    def write(step: int, *layers: int) -> None:
+        for tensors in kept if step == 3 else ():
+            for layer in layers:
+                tensors.pop(layer).view(-1)[17] = 0.75
+
+    for step, batch in enumerate(vector_batches(6, 2, WIDTH, dtype=mixed)):
+        if step == 1:
+            handed_out = [by_a_function(plain), keep(managed)]
+        if step == 2:
+            kept = [dict(enumerate(each)) for each in handed_out]
+            for each in handed_out:
+                each.clear()
+        expected = backward(lambda module, batch=batch: loss_of(module, batch))
+        got = loss_of(managed, batch)
+        assert_same(expected, got, f"loss {step}")
+        got.backward()
+        write(step, 1, 2)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        write(step, 0, 3, 4)
+    assert_same_weights(plain, managed)

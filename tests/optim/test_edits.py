@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.testing import is_consumed
 from tests.engine.harness import assert_same_weights, loss_of, mlp, pair, streamed, vector_batches
 from tests.optim.stories import OVERLAPS, Twins, on_either, one, overlaps, twins
 from tests.pairs import mostly
@@ -74,6 +75,71 @@ def test_gradients_dropped_before_the_step_are_not_used(
             parameter.grad = None
 
     assert_counts_or_is_refused(drop, twins(pair(mlp, placement, tmp_path), overlap=overlap))
+
+
+PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data": lambda gradient: gradient.data[:3].zero_(),
+    "numpy": lambda gradient: gradient.numpy().reshape(-1).__setitem__(1, 5.0),
+    "data set": lambda gradient: setattr(gradient, "data", gradient.data * 2),
+    "signs": lambda gradient: gradient.data.neg_(),
+    "unscaled": lambda gradient: torch._amp_foreach_non_finite_check_and_unscale_(
+        [gradient], torch.zeros(1), torch.tensor(0.25)
+    ),
+}
+
+
+@pytest.mark.each
+@streamed
+@pytest.mark.parametrize("options", [*({"overlap": overlap} for overlap in OVERLAPS), STREAMED_GRADIENTS], ids=str)
+@pytest.mark.parametrize("edit", PARTS.values(), ids=PARTS)
+def test_parts_of_gradients_written_before_the_step_count(
+    edit: Callable[[torch.Tensor], Any], options: dict[str, Any], placement: str, tmp_path: Path
+) -> None:
+    """Without a version, as a program writes that trains some rows of an embedding alone."""
+
+    def write(module: Any) -> None:
+        if module[2].weight.grad is not None and not is_consumed(module[2].weight.grad):
+            edit(module[2].weight.grad)
+        else:
+            raise RuntimeError("overlap='off' is needed where gradients are edited that an update has consumed")
+
+    assert_counts_or_is_refused(write, twins(pair(mlp, placement, tmp_path), **options))
+
+
+@pytest.mark.each
+@streamed
+@overlaps
+def test_gradients_may_be_read_before_the_step(overlap: str, placement: str, tmp_path: Path) -> None:
+    both = twins(pair(mlp, placement, tmp_path), overlap=overlap)
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer in both.sides:
+            loss_of(module, batch).backward()
+            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            torch.nn.utils.get_total_norm(gradients)
+            for gradient in gradients:
+                assert gradient.data.norm(2) == gradient.norm(2) and gradient.numpy().any()
+                assert type(copy.deepcopy(gradient)) is torch.Tensor
+            optimizer.step()
+            optimizer.zero_grad()
+    both.assert_same()
+
+
+@pytest.mark.each
+@streamed
+def test_a_norm_counts_what_was_written_to_a_part_of_a_gradient(placement: str, tmp_path: Path) -> None:
+    """Its sums were taken within the backward."""
+    modules = pair(mlp, placement, tmp_path)[1], pair(mlp, placement, tmp_path)[1]
+    off, early = (
+        hetmem.AdamW(module.parameters(), lr=1e-2, max_grad_norm=1e-2, overlap=overlap)
+        for module, overlap in zip(modules, ("off", "backward"), strict=True)
+    )
+    for batch in vector_batches(4, 4, 64):
+        for module, optimizer in zip(modules, (off, early), strict=True):
+            loss_of(module, batch).backward()
+            module[2].weight.grad.data[:3].zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(*modules)
 
 
 @pytest.mark.each

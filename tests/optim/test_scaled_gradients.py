@@ -15,7 +15,6 @@ import hetmem
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Role
 from hetmem.memory.nvme_store import BLOCK_BYTES
-from hetmem.optim.chunk_update import as_sampled, sample_of
 from hetmem.optim.update_queue import Updates
 from tests.engine.harness import (
     WIDTH,
@@ -314,14 +313,3 @@ def test_streamed_gradients_of_which_none_was_used_up_may_be_clipped(tmp_path: P
             optimizer.step()
             optimizer.zero_grad()
         assert_same_weights(plain, managed)
-
-
-@pytest.mark.parametrize("at", [0, 4, 4996])
-def test_a_gradient_that_is_zero_nearly_everywhere_is_seen_where_it_is_not(at: int) -> None:
-    """As an embedding's is: elsewhere nothing tells of a scaling."""
-    gradient = torch.zeros(5000)
-    gradient[at] = -3.0
-    sample = sample_of(gradient)
-    assert sample is not None
-    assert as_sampled([(sample, gradient)]) == [True]
-    assert as_sampled([(sample, gradient * 0.5)]) == [False]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -239,3 +241,18 @@ def test_nothing_of_it_is_updated_before_the_step_nor_behind_it(
             assert all(parameter.grad is not None for parameter in module.parameters())
             optimizer.zero_grad()
         assert_same_weights(reference[0], managed, f"{index}")
+
+
+def test_a_state_that_was_put_in_the_place_of_one_is_at_home_after_the_step(tmp_path: Path) -> None:
+    """Else its memory would be beside the budget, and beside a home that is stale."""
+    _, managed = pair(mlp, "resident", tmp_path, sanitize=False)
+    optimizer = hetmem.AdamW(managed.parameters())
+    for step in range(4):
+        managed(torch.ones(3, 64)).square().mean().backward()
+        put = []
+        for weight in managed.parameters() if step == 3 else ():
+            optimizer.state[weight]["exp_avg"] = torch.ones_like(weight)
+            put.append(weakref.ref(optimizer.state[weight]["exp_avg"]))
+        optimizer.step()
+    gc.collect()
+    assert [tensor() for tensor in put] == [None] * 6

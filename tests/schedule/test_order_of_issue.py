@@ -131,6 +131,9 @@ def test_in_whatever_order_transfers_end_the_same_copies_are_fetched_and_evicted
     updated=st.sets(st.integers(0, 14), max_size=3),
     kept=st.frozensets(st.integers(0, 14), max_size=2),
 )
+@example([(1,), (3,), (0,), (0, 1), (1,)], [], [1, 1, 1, 2, 1, 1], 3, 2, 1, set(), frozenset())
+@example([(3,), (4, 2), (0,), (0,), (0,)], [(1, 4)], [1, 1, 1, 1, 1, 1], 4, 2, 1, set(), frozenset())
+@example([(0,), (0,), (0,), (1,), (1, 2), (3,), (1, 0)], [(3,), (1,)], [2, 1, 1, 1, 1, 1], 2, 2, 1, set(), frozenset())
 @example([(1,), (3,), (0,), (0,), (0, 1)], [(2,), (1, 0)], [1, 1, 1, 1, 1, 1], 2, 2, 1, set(), frozenset())
 @example([(0,), (0, 5), (0, 2), (0,), (0, 1)], [], [1, 1, 1, 1, 1, 2], 2, 2, 1, set(), frozenset())
 @example([(1,), (1,), (1,), (3,), (0,), (0,), (2,), (4, 0)], [], [1, 1, 2, 1, 1, 1], 3, 7, 3, set(), frozenset([3]))
