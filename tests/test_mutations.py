@@ -35,6 +35,13 @@ MUTATIONS = {
         "None, home.nbytes",
         "tests/engine/test_writes_within_steps.py::test_writes_inside_forward_are_kept[mul_-host]",
     ),
+    "leave weights unwatched after a forward in which the model left the device": Mutation(
+        "engine/write_check.py",
+        "        self._watches |= self._writes.has_copies  # also if homes have left the device meanwhile\n",
+        "",
+        "tests/engine/test_leaving.py::"
+        "test_a_write_that_counts_no_version_is_kept_after_a_forward_in_which_the_model_left[float32]",
+    ),
     "drop a dirty copy": Mutation(
         "schedule/residency.py",
         "copy.dirty = copy.load = True",

@@ -85,7 +85,7 @@ def is_edited(gradient: torch.Tensor, version: int) -> bool:
 def _checksum(gradient: torch.Tensor) -> int:
     """Return a number that hardly any edit of `gradient` leaves as it is; one in 2**64."""
     total = 0
-    with torch_private.NoFunctions(), torch.no_grad():
+    with torch_private.NoFunctions(), torch_private.NoDispatch(), torch.no_grad():
         values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         words = values.contiguous().view(-1).view(INTEGERS[values.itemsize])
         for tile in words.split(_TILE):

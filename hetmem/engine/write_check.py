@@ -287,6 +287,7 @@ class ParameterMarks:
 
     def resume(self) -> None:
         """End compute: watch again, unless a step runs."""
+        self._watches |= self._writes.has_copies  # also if homes have left the device meanwhile
         if self._step_runs is not None and self._step_runs():
             self._writes.unwatched = True
         elif self._watches:

@@ -75,11 +75,11 @@ class Interception:
             raise
 
     def _install(self, module: torch.nn.Module) -> None:
-        tracing = self._tracing
-        self._handles += hook_forwards(module.modules(), BeforeForward(self, tracing), AfterForward(self, tracing))
-        self._parts = PartHooks([*module.modules()][1:], self._handles)
+        parts = [part for part in module.modules() if part is module or next(part.parameters(), None) is not None]
+        self._handles += hook_forwards(parts, BeforeForward(self, self._tracing), AfterForward(self, self._tracing))
+        self._parts = PartHooks(parts[1:], self._handles)
         reading = BeforeStateDict(self)
-        for part in module.modules():
+        for part in module.modules():  # also those that are given weights later
             self._handles.append(part.register_state_dict_pre_hook(reading))
             self._handles.append(part._register_load_state_dict_pre_hook(reading))
         self._handles += hook_conversions(module.modules(), self)

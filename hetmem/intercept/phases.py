@@ -24,7 +24,7 @@ _NODES = torch_private.SUPPORTED_NODES.keys()
 """Container classes of inputs, beside named tuples."""
 _HOLD_NOTHING = {type(None), bool, int, float, str, torch.dtype, torch.device}
 _MEASUREMENTS = 3
-"""How many forwards are measured at most for a backward that never comes."""
+"""How many forwards in a row are measured at most for a backward that does not come."""
 
 
 def tensors_within(value: object, depth: int = 3) -> list[torch.Tensor]:
@@ -48,9 +48,7 @@ def tensors_within(value: object, depth: int = 3) -> list[torch.Tensor]:
 def _held_by(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple)):
         return value
-    if isinstance(value, dict):
-        return value.values()
-    fields: dict[str, Any] = getattr(value, "__dict__", {})
+    fields: dict[str, Any] = value if isinstance(value, dict) else getattr(value, "__dict__", {})
     return fields.values()
 
 
@@ -204,6 +202,7 @@ class StepSegments:
         with self._runtime.unwatched():
             self.program_waits()
         key = self.backward_key()
+        self._attempts[key] = 0
         if self._runtime.tracer.key != key:
             self._runtime.begin_segment(key, measured=self._watched, size=self._size)
         else:

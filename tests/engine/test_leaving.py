@@ -286,3 +286,21 @@ def test_a_copy_that_finds_no_room_makes_homes_leave(tmp_path: Path) -> None:
     assert not is_resident(managed)
     device = hetmem.report(managed).to_dict()["tiers"]["device"]
     assert device["peak_bytes"] <= device["capacity_bytes"]
+
+
+@MIXED
+def test_a_write_that_counts_no_version_is_kept_after_a_forward_in_which_the_model_left(
+    mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    assert is_resident(managed)
+    handle = next(managed.children()).register_forward_pre_hook(lambda *_: testing.of(managed).make_room())
+    with torch.no_grad():
+        loss_of(managed, token_batches(1)[0])
+        handle.remove()
+        assert not is_resident(managed)
+        for module in (plain, managed):
+            for parameter in module.parameters():
+                parameter.data.mul_(0.75)
+        loss_of(managed, token_batches(1)[0])
+    assert_same_weights(plain, managed)

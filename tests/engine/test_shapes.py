@@ -110,6 +110,21 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing_that_is_expe
     assert [0] < expected[0] == expected[1] < expected[2]
 
 
+def test_evaluations_that_omit_no_grad_leave_a_later_backward_measured(tmp_path: Path) -> None:
+    """Each was watched for a backward that did not come, but others have come since."""
+    _, managed = pair(layers, limits(share=False), tmp_path, sanitize=False)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-3)
+    expected: list[int] = []
+    for length in (*[16] * 8, 64):
+        if len(expected) % 2:
+            managed(batch(64))
+        managed(batch(length)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(max(testing.of(managed).expected_peaks("backward")))
+    assert expected[-2] < expected[-1]
+
+
 @torch.no_grad()
 def evaluate(managed: nn.Module) -> None:
     managed(batch(48))

@@ -53,26 +53,54 @@ def manage(model: torch.nn.Module, device_chunks: str) -> Any:
     return managed
 
 
-def test_functions_without_weights_cost_nothing() -> None:
-    """A module that calls a hundred more of them takes a hundred calls more."""
+@pytest.mark.parametrize("function", [torch.neg_, torch.nn.Tanh()], ids=["function", "module"])
+def test_what_has_no_weights_costs_nothing(function: Any) -> None:
+    """A module that calls a hundred more of it takes the calls of plain torch more, and so does a call of it alone."""
 
     class Busy(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.more = torch.nn.Linear(64, 64), 0
+            self.layer, self.function, self.more = torch.nn.Linear(64, 64), function, 0
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.layer(x)
+            x, called = self.layer(x), self.function
             for _ in range(self.more):
-                torch.neg_(x)
+                called(x)
             return x
 
+    plain, x, calls = type(function)() if isinstance(function, torch.nn.Module) else function, torch.randn(4, 64), []
     managed = manage(Busy(), "48KiB")
-    x, calls = torch.randn(4, 64), []
+    own = counted(lambda: plain(x))[1] - counted(lambda: None)[1]
+    called = managed.function
     with torch.no_grad():
         for managed.more in (*[0] * 7, 100):
             calls.append(counted(lambda: managed(x))[1])
-    assert calls[-1] == calls[-2] + 100
+        assert counted(lambda: called(x))[1] - counted(lambda: None)[1] == own
+    assert calls[-1] == calls[-2] + 100 * own
+
+
+def test_a_loss_that_is_a_part_costs_its_model_no_working_weights() -> None:
+    """It is no second forward, and computes in float32 what it is given in float32."""
+
+    class Judged(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(20)))
+            self.criterion = torch.nn.MSELoss()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x)  # type: ignore[no-any-return]
+
+    limits, device = hetmem.Budget(device="64MiB", host="64MiB"), hetmem.SimDevice()
+    managed = hetmem.manage(Judged(), limits, device=device, mixed_precision=torch.bfloat16)
+    x, target, calls = torch.randn(2, 8), torch.randn(2, 8), []
+    for judge in (torch.nn.MSELoss(), managed.criterion):
+        for _ in range(6):
+            loss = judge(managed(x).float(), target)
+            assert loss.dtype is torch.float32
+            calls.append(counted(loss.backward)[1])
+            managed.zero_grad()
+    assert calls[-1] == calls[5]
 
 
 @pytest.mark.parametrize("mixed", [None, torch.bfloat16])

@@ -158,6 +158,17 @@ class Recurrent(nn.Module):
         return result
 
 
+def test_a_part_that_is_given_a_weight_later_neither_converts_nor_replaces_it(tmp_path: Path) -> None:
+    managed = manage(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity()), "host", tmp_path)
+    part, weight = managed.get_submodule("1"), managed.get_parameter("0.weight")
+    part.register_parameter("weight", weight)  # type: ignore[arg-type]
+    with pytest.raises(ManageError, match=r"cannot become torch\.float16"):
+        part.half()
+    with pytest.raises(ManageError, match="assign=True"):
+        part.load_state_dict({"weight": torch.ones(WIDTH, WIDTH)}, assign=True)
+    assert part.weight is weight is managed.get_parameter("0.weight") and weight.dtype is torch.float32
+
+
 def test_a_module_with_an_apply_of_its_own(tmp_path: Path) -> None:
     modules = pair(Recurrent, "host", tmp_path)
     optimizers = train_both(*modules, BATCHES, Recipe(steps=2))

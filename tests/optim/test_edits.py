@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetmem
 from hetmem.testing import is_consumed
@@ -238,6 +239,26 @@ def test_the_norm_is_of_a_gradient_in_which_one_element_was_written(overlap: str
         optimizer.step()
     assert both.right.grad_norm == pytest.approx(100.0, rel=1e-2)
     both.assert_same()
+
+
+def test_modes_of_the_program_do_not_see_that_a_gradient_which_an_update_has_used_is_watched(tmp_path: Path) -> None:
+    both = twins(pair(mlp, "host", tmp_path), overlap="backward", max_grad_norm=0.05)
+    seen: list[list[str]] = []
+    *before, batch = vector_batches(4, 4, 64)
+    both.train(before)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen[-1].append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for module, _ in both.sides:
+        loss_of(module, batch).backward()
+        seen.append([])
+        with Recorder():
+            for parameter in module.parameters():
+                parameter.grad.view(-1)  # type: ignore[union-attr]
+    assert seen[0] == seen[1] != []
 
 
 @overlaps
