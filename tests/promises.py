@@ -164,8 +164,8 @@ PROMISES: dict[str, Mutation | str] = {
     "`p.grad` after `backward()` is the true gradient": "read gradients before they have arrived",
     "What the program writes to `p.grad` between": Mutation(
         "engine/gradient_watch.py",
-        "type(gradient) is WatchedGradient and references",
-        "False and references",
+        "            if is_shared(managed.grad_home):\n",
+        "            if False:\n",
         "tests/engine/test_gradients.py::"
         "test_edits_that_count_no_version_reach_gradients_of_which_a_copy_is_staged[by_a_kept_view]",
     ),

@@ -60,9 +60,14 @@ def watch_gradient(gradient: Any, *, used: bool = False) -> None:
         gradient.__class__ = WatchedGradient
 
 
-def note_shared(gradient: Any) -> None:
-    """Note an access to `gradient`, which is watched and at home, if another tensor shares its memory."""
-    if type(gradient) is WatchedGradient and references(storage_address(gradient)) > 1:
+def is_shared(gradient: torch.Tensor) -> bool:
+    """Return whether another tensor shares the memory of `gradient`, through which it may be written to."""
+    return bool(references(storage_address(gradient)) > 1)
+
+
+def note_access(gradient: Any) -> None:
+    """Note that the program may write to `gradient`, which is watched and at home, in a way that is not seen."""
+    if type(gradient) is WatchedGradient:
         gradient.__class__ = _ORDINARY
         _note_access(gradient)
 
@@ -100,7 +105,8 @@ def watch_gradients(chunk: Chunk) -> None:
         if managed.grad_home is not None:
             managed.grad_version = managed.grad_home._version
             watch_gradient(managed.grad_home)
-            note_shared(managed.grad_home)
+            if is_shared(managed.grad_home):
+                note_access(managed.grad_home)
 
 
 def end_watch_of(chunk: Chunk) -> bool:

@@ -207,6 +207,8 @@ class Part:
     version: int
     watched: bool = False
     """Whether writes of the program to `gradient` are seen."""
+    shared: bool = False
+    """Whether the program had another tensor over its memory then."""
 
     def same(self, other: Part) -> bool:
         """Return whether both stand for the same update."""

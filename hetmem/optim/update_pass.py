@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks
-from hetmem.engine.gradient_watch import end_watch, is_edited, note_shared, watch_gradient
+from hetmem.engine.gradient_watch import end_watch, is_edited, is_shared, note_access, watch_gradient
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
@@ -100,21 +100,22 @@ class Passes:
         for part in update.parts:
             if part.managed.parameter.grad is part.gradient and not part.watched:
                 part.watched, part.version = True, part.gradient._version
+                part.shared = is_shared(part.gradient)  # before a pass has views of it
                 watch_gradient(part.gradient, used=True)
 
     def watch_shown(self, update: ChunkUpdate) -> None:
         """Watch those gradients of `update` that a backward, which is over, leaves to the program."""
         self.watch(update)
         for part in update.parts:
-            if part.watched:
-                note_shared(part.gradient)
+            if part.shared:
+                note_access(part.gradient)
 
     @staticmethod
     def end_watch(update: ChunkUpdate) -> None:
         """End `watch`."""
         for part in update.parts:
             if part.watched:
-                part.watched = False
+                part.watched = part.shared = False
                 end_watch(part.gradient)
 
     @staticmethod
