@@ -146,7 +146,7 @@ def is_held(managed: ManagedParameter, *, others: int = 0) -> bool:
     view = managed.grad_view is not None
     if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES + others:
         return managed.grad_home is not None
-    return managed.grad_home is not None and references(storage_address(managed.grad_home)) > 1
+    return managed.grad_home is not None and is_shared(managed.grad_home)
 
 
 Given = tuple[ManagedParameter, torch.Tensor, torch.Tensor | None, int, bool]

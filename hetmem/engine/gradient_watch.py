@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.param_views import hands_out, is_in_place, references, storage_address
+from hetmem.engine.param_views import hands_out, is_in_place, is_shared
 from hetmem.memory.chunk import Chunk
 
 _ORDINARY: Any = torch.Tensor
@@ -58,11 +58,6 @@ def watch_gradient(gradient: Any, *, used: bool = False) -> None:
         vars(gradient)["hetmem_used"] = True
     if type(gradient) is torch.Tensor and "hetmem_accessed" not in vars(gradient):
         gradient.__class__ = WatchedGradient
-
-
-def is_shared(gradient: torch.Tensor) -> bool:
-    """Return whether another tensor shares the memory of `gradient`, through which it may be written to."""
-    return bool(references(storage_address(gradient)) > 1)
 
 
 def note_access(gradient: Any) -> None:

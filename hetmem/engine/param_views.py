@@ -337,7 +337,7 @@ def hands_out(tensor: torch.Tensor, func: Any, result: Any) -> bool:
     """Return whether `result` of `func` may share the memory of `tensor`: writes to it may count no version."""
     if isinstance(result, dict) or func is torch.Tensor.data_ptr:  # `__cuda_array_interface__`
         return True
-    storage = storage_address(tensor)  # a handle of it would be one more reference, for good
+    storage = storage_address(tensor)
     for leaf in torch_private.tree_leaves(result) if isinstance(result, (list, tuple)) else (result,):
         if not isinstance(leaf, torch.Tensor):
             if not isinstance(leaf, _FACTS):

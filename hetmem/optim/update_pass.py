@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks
-from hetmem.engine.gradient_watch import end_watch, is_edited, is_shared, note_access, watch_gradient
+from hetmem.engine.gradient_watch import end_watch, is_edited, note_access, watch_gradient
+from hetmem.engine.param_views import is_shared
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
