@@ -146,7 +146,8 @@ def is_held(managed: ManagedParameter, *, others: int = 0) -> bool:
     view = managed.grad_view is not None
     if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES + others:
         return managed.grad_home is not None
-    return managed.grad_home is not None and is_shared(managed.grad_home)
+    home = managed.grad_home
+    return home is not None and references(home.untyped_storage()._cdata) > 2  # as `is_shared`
 
 
 Given = tuple[ManagedParameter, torch.Tensor, torch.Tensor | None, int, bool]
