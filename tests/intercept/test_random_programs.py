@@ -71,6 +71,9 @@ class Duel:
         if on_new_weights and any(kind in WRITTEN_IN_FORWARD for kind, _ in self.program.parts):
             return None  # what it writes depends on how far the updates are
         left, error = _outcome(self.plain, name, seed)
+        if isinstance(error, StoreError):  # of what hetmem read ahead: a backward of any model on its thread raises it
+            self.disk.fault = _fast
+            return self._give_up(error)
         before = [buffer.clone() for buffer in self.managed.module.buffers()]
         may_fail = self.program.disk == "failing" and (name == "step" or not self.program.early)
         if may_fail and Random(seed).random() < 0.3:
