@@ -34,12 +34,12 @@ class WatchedGradient(torch.Tensor):
         for leaf in met:
             leaf.__class__ = _ORDINARY
             if writes:
-                _note_access(leaf)
+                note_access(leaf)
         try:
             result = func(*args, **kwargs)
             for leaf in () if writes else met:
                 if hands_out(leaf, func, result):
-                    _note_access(leaf)
+                    note_access(leaf)
             return result
         finally:
             for leaf in met:
@@ -47,9 +47,13 @@ class WatchedGradient(torch.Tensor):
                     leaf.__class__ = cls
 
 
-def _note_access(gradient: torch.Tensor) -> None:
+def note_access(gradient: Any) -> None:
+    """Note, unless that is noted, that the program may write to `gradient`, which has all its values at home."""
     known = vars(gradient)
-    known["hetmem_accessed"] = _checksum(gradient) if "hetmem_used" in known else None
+    if "hetmem_accessed" not in known:
+        if type(gradient) is WatchedGradient:
+            gradient.__class__ = _ORDINARY
+        known["hetmem_accessed"] = _checksum(gradient) if "hetmem_used" in known else None
 
 
 def watch_gradient(gradient: Any, *, used: bool = False) -> None:
@@ -58,13 +62,6 @@ def watch_gradient(gradient: Any, *, used: bool = False) -> None:
         vars(gradient)["hetmem_used"] = True
     if type(gradient) is torch.Tensor and "hetmem_accessed" not in vars(gradient):
         gradient.__class__ = WatchedGradient
-
-
-def note_access(gradient: Any) -> None:
-    """Note that the program may write to `gradient`, which is watched and at home, in a way that is not seen."""
-    if type(gradient) is WatchedGradient:
-        gradient.__class__ = _ORDINARY
-        _note_access(gradient)
 
 
 def end_watch(gradient: Any) -> None:

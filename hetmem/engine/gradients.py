@@ -264,7 +264,8 @@ class GradientSink:
 
     def hand_over(self) -> None:
         """Let the program read and write gradients until `take_back`."""
-        self._handed_out = [chunk for chunk in self.runtime.chunks if _is_on_nvme(chunk)]
+        chunks = self.runtime.chunks if self.runtime.memory.staging_slots else ()  # else none is on NVMe
+        self._handed_out = [chunk for chunk in chunks if _is_on_nvme(chunk)]
         with torch_private.NoFunctionsOfSubclasses():
             for chunk in self._handed_out:
                 watch_gradients(chunk)
