@@ -170,16 +170,16 @@ class Cache:
     def reach(self, blocks: tuple[int, ...]) -> None:
         """Begin a use of `blocks`. Skipped blocks, and those without copies in the use before, are ranked again."""
         schedule = self.schedule
-        passed, first = schedule.absent, schedule.position
-        if passed:
-            self._change(passed)
+        first = schedule.position
+        if schedule.absent:
+            self._change(schedule.absent)
         self.is_known = schedule.reach(blocks)
-        if not self.is_known:
-            self.prefetch_at = 0
-            return
         last = schedule.position
         if last == first + 1:
             return  # the expected use
+        if not self.is_known:
+            self.prefetch_at = 0
+            return
         self.complete = self.prefetch_at = 0
         if last < first:
             first, last = last, first
@@ -222,25 +222,27 @@ class Cache:
         """Yield, in order, the blocks that the next `lookahead` uses read and that have no copy on this tier; not those
         that one of these uses overwrites before they are read."""
         schedule, copies = self.schedule, self.copies
-        start, end = schedule.position, schedule.horizon(lookahead)
-        if start < self.complete:
-            start = self.complete
-        if start >= end:
+        at, end = schedule.position, schedule.horizon(lookahead)
+        if at < self.complete:
+            at = self.complete
+        if at >= end:
             return
-        comes_by_itself: set[int] = set()
+        uses, count = schedule.uses, len(schedule.uses)
+        comes_by_itself: tuple[int, ...] = ()
         complete = True
-        for at, blocks in enumerate(schedule.between(start, end), start):
-            for block in blocks:
+        while at < end:
+            for block in uses[at % count]:
                 if block in copies:
                     continue
                 if complete:
                     complete, self.complete = False, at
                 if schedule.overwrites and not schedule.reads(at):
-                    comes_by_itself.add(block)
+                    comes_by_itself += (block,)
                 elif block not in comes_by_itself:
                     yield block
             if self.complete == at:  # no block that is used sooner was evicted meanwhile
-                complete = all(map(copies.__contains__, blocks))
+                complete = all(map(copies.__contains__, uses[at % count]))
+            at += 1
         if complete:
             self.complete = self._complete_from(end, 4 * lookahead)
 

@@ -92,8 +92,8 @@ class SegmentTrace:
 
 
 class UseSequence:
-    """A sequence of uses, `blocks[i]` at once, with the indices of each block (`positions`) and of each use
-    (`indices`). Uses with indices in `overwritten` write their blocks without reading them, so nothing is prefetched
+    """A sequence of uses, `blocks[i]` at once, with the indices of each block (`positions`, which end with its first one
+    in the next round) and of each use (`indices`). Uses with indices in `overwritten` write their blocks without reading them, so nothing is prefetched
     for them. `times` has the time of each use on a clock of both tiers; one round takes `period`. Building it takes
     O(uses)."""
 
@@ -121,6 +121,8 @@ class UseSequence:
         self.furthest = [0] * count
         """By use, when all of its blocks have been used again, counted from the start of its round."""
         again = {block: count + positions[0] for block, positions in self.positions.items()}
+        for block, positions in self.positions.items():
+            positions.append(again[block])
         for at in range(count - 1, -1, -1):
             for block in self.blocks[at]:
                 if again[block] > self.furthest[at]:
@@ -136,7 +138,7 @@ class UseSequence:
             for block, positions in self.positions.items():
                 rows = self._visits[block] = {}
                 first = last = positions[0]
-                for at in positions:
+                for at in positions[:-1]:
                     if at - last > near:
                         first = at
                     rows[first] = last = at
@@ -174,9 +176,9 @@ class Schedule:
         self.known, self.scan = known, scan
         self.uses = known.blocks
         self._count = len(self.uses)
-        self.barrier = barrier
+        self.barrier = NEVER if barrier is None else barrier
         self.position = 0
-        self._segment = segment
+        self._segment = segment if self._count else 0
         self._overwritten = known.overwritten
         self.overwrites = bool(known.overwritten)
         """Whether any use writes its blocks without reading them, so that `reads` must be called."""
@@ -197,31 +199,28 @@ class Schedule:
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """Begin a use of `blocks`: move `position` past the nearest such use, ahead or behind, which is the next one as
         long as the trace is followed. Return False, and move nothing, if no such use is known."""
-        count = self._count
-        if not count:
-            return False
-        at = self.position % count
+        position, count = self.position, self._count
         if self._skipped:
             self._skipped.difference_update(blocks)
-        if self.uses[at] == blocks and self.position < self._segment:  # as expected
-            self.position += 1
+        if position < self._segment and self.uses[position % count] == blocks:  # as expected
+            self.position = position + 1
             self.absent = blocks
             return True
         found = self._indices.get(blocks)
         if found is None:
             return False
-        lap, inside = divmod(self.position, count)
+        lap, inside = divmod(position, count)
         index = bisect_left(found, inside)
         behind = lap * count + found[index - 1] if index else -1
         ahead = lap * count + found[index] if index < len(found) else (lap + 1) * count + found[0]
         near = [at for at in (ahead, behind) if 0 <= at < self._segment]
         if not near:
             return False
-        before, self.position = self.position, 1 + min(near, key=lambda at: abs(at - self.position))
-        if self.position < before:
+        self.position = 1 + min(near, key=lambda at: abs(at - position))
+        if self.position < position:
             self._next.clear()
         elif self._overwritten:
-            self._skip(before, self.position - 1)
+            self._skip(position, self.position - 1)
         self.absent = blocks
         return True
 
@@ -242,11 +241,10 @@ class Schedule:
         known = self._next[block] if block in self._next else -1  # noqa: SIM401 - saves a call
         position = self.position
         if known < position:
-            where, known = self._positions[block] if block in self._positions else None, NEVER  # noqa: SIM401
-            if where is not None:
-                inside = position % self._count
-                index = bisect_left(where, inside)
-                known = position - inside + (where[index] if index < len(where) else self._count + where[0])
+            known = NEVER
+            if block in self._positions:
+                inside, where = position % self._count, self._positions[block]
+                known = position - inside + where[bisect_left(where, inside)]
             self._next[block] = known
         return known
 
@@ -283,7 +281,7 @@ class Schedule:
     def horizon(self, count: int) -> int:
         """Return the end of the next `count` uses that are known and not behind the barrier."""
         end = self.position + (count if self._count else 0)
-        return end if self.barrier is None or end < self.barrier else self.barrier
+        return end if end < self.barrier else self.barrier
 
     def reads(self, at: int) -> bool:
         """Return whether the use number `at`, counted as `position` is, needs the present content of its blocks: not if
