@@ -83,6 +83,8 @@ class Cache:
         """Whether the last search for victims took the last copy that is used late enough to be evicted."""
         self.is_known = True
         """Whether the schedule contains the use just reached."""
+        self._used_next: Callable[[int], int] = self._next_use
+        """For ranks: `_next_use`, or what that returns in the most frequent case."""
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None and count:
@@ -154,6 +156,8 @@ class Cache:
                 count = bisect_right(*need, key=lambda at: taken[at] + self._passage(order[at:], slots)) - 1
             few = taken[-1] - taken[count] > _MORE * missing
             self.retained, self._retained_for = set() if few else set(order[: max(0, count)]), (known, slots)
+        plain = self._nearer is None and not self.retained
+        self._used_next = self.schedule.next_use if plain else self._next_use
 
     def _passage(self, blocks: Sequence[int], slots: int) -> int:
         """Return how many of `slots` slots streaming `blocks` takes in a scan: the most that they take at one time,
@@ -343,10 +347,11 @@ class Cache:
         that the last, larger one makes unnecessary are left out. With `least`, only clean copies that were used since
         they were fetched and are not used before `least`."""
         copies, by_next_use = self.copies, self._by_next_use
+        lowest = least if by_next_use and least is not None else -NEVER
         chosen: list[int] = []
         ranks = reversed(self._order.ranks())
         for rank in ranks:
-            if least is not None and by_next_use and rank[0] < least:
+            if rank[0] < lowest:
                 break
             block = rank[-1]
             copy = copies[block]
@@ -354,14 +359,13 @@ class Cache:
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
                 continue
-            if least is not None and (copy.dirty or block in self.unused):
-                continue
-            if least is not None and not (by_next_use or self._next_use(block) >= least):
-                continue
+            if least is not None:
+                if copy.dirty or block in self.unused or not (by_next_use or self._next_use(block) >= least):
+                    continue
             chosen.append(block)
             slots -= self._blocks[block].span
             if slots <= 0:
-                self.exhausted = not slots and by_next_use and least is not None and next(ranks, (0,))[0] < least
+                self.exhausted = not slots and next(ranks, (0,))[0] < lowest
                 break
         for block in reversed(chosen) if slots < 0 else ():
             if slots + self._span(block) <= 0:
@@ -384,9 +388,7 @@ class Cache:
 
     def _rank(self, block: int) -> Rank:
         copy = self.copies[block]
-        plain = self._nearer is None and not self.retained  # saves a call in the most frequent case
-        next_use = self.schedule.next_use(block) if plain else self._next_use(block)
         if self._by_next_use:  # inlines `NextUse.rank`
-            return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
-        facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
+            return self._used_next(block), not copy.dirty, -copy.last_use, -copy.number, block
+        facts = CopyFacts(self._used_next(block), copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)
