@@ -30,6 +30,7 @@ from hetmem.schedule.blocks import (
 )
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier, UseSequence
 
+_AHEAD_IN_A_SCAN = 2
 _RETAINED = -1
 """First number of the rank of a retained copy: less than that of any use."""
 
@@ -57,8 +58,8 @@ class Cache:
         self._row = SlotMap(count) if tier is HOST else None
         self.slots = PlaceMap(count) if self._row is None else self._row
         self.limit = self._least = count
-        self.most_ahead = 0
-        """How many prefetched copies may wait for their uses."""
+        self.most_ahead = self.at_once = 0
+        """How many prefetched copies may wait for their uses, and how many with the present schedule."""
         self.retained: set[int] = set()
         """Blocks that a scan keeps for whole rounds, evicted last: see note "scans"."""
         self._retained_for: tuple[UseSequence, int] | None = None
@@ -137,6 +138,7 @@ class Cache:
         """Make `schedule` the one that is expected next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
         self.schedule, self.complete, self.prefetch_at = schedule, 0, 0
+        self.at_once = min(self.most_ahead, _AHEAD_IN_A_SCAN) if schedule.scan else self.most_ahead
         self._choose_retained(within)
         self._order.renew()
         if self._farther is not None:
@@ -177,12 +179,17 @@ class Cache:
         first = schedule.position
         if schedule.absent:
             self._change(schedule.absent)
+        if first < schedule.segment and schedule.uses[first % schedule.count] == blocks and not schedule.skipped:
+            schedule.position = first + 1  # inlines `Schedule.reach` for the expected use
+            schedule.absent = blocks
+            self.is_known = True
+            return
         self.is_known = schedule.reach(blocks)
-        last = schedule.position
-        if last == first + 1:
-            return  # the expected use
         if not self.is_known:
             self.prefetch_at = 0
+            return
+        last = schedule.position
+        if last == first + 1:
             return
         self.complete = self.prefetch_at = 0
         if last < first:
@@ -303,7 +310,7 @@ class Cache:
         if needed_at >= NEVER:
             return []
         if self.tier is HOST or self.retained:
-            return self._victims(span, spared, needed_at + 1, arrived=True)
+            return self._victims(span, spared, needed_at + 1)
         schedule = self.schedule
         position = schedule.position
         before = position - 1 if position else 0
@@ -311,7 +318,7 @@ class Cache:
         least = position + int(_ALMOST * (awaited - position))
         if least <= needed_at:
             least = needed_at + 1
-        victims = self._victims(span, spared, least, arrived=True)
+        victims = self._first(self.slots.used + span - self.limit, spared, least)
         if not victims and needed_at <= self.complete:  # nothing that is needed sooner is missing
             self.prefetch_at = min(schedule.first_with(least, before, needed_at) + 2, needed_at + 1)
         return victims
@@ -321,14 +328,14 @@ class Cache:
         excess = self.slots.used - self.limit
         if excess > 0:
             excess -= self.writing_slots(excess)
-        return self._first(excess, (), None, arrived=True) if excess > 0 else []
+        return self._first(excess, (), None, partly=True) if excess > 0 else []
 
-    def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
+    def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool = True) -> list[int]:
         """Return what has to be evicted for `span` slots; empty if that cannot free enough. See `_first`."""
         missing = self.slots.used + span - self.limit
         victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
-            may_go = {*self._first(self._row.count, spared, least, arrived=arrived)}
+            may_go = {*self._first(self._row.count, spared, least, arrived=arrived, partly=True)}
             victims = self._row.cheapest_row({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
             if not victims:
                 return []
@@ -337,13 +344,13 @@ class Cache:
         if missing <= 0:
             return victims
         more = self._first(missing, spared, least, arrived=arrived)
-        if missing > 1 and sum(map(self._span, more)) < missing:
-            return []
-        return victims + more
+        return victims + more if more else []
 
-    def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
-        """Return idle copies in the order of eviction, until they take `slots` slots together, or all if that is not
-        enough. Copies in flight are among them unless they must have `arrived`; `spared` ones are not. Smaller copies
+    def _first(
+        self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool = True, partly: bool = False
+    ) -> list[int]:
+        """Return idle copies in the order of eviction, until they take `slots` slots together; if all are not enough,
+        all (`partly`) or none. Copies in flight are among them unless they must have `arrived`; `spared` ones are not. Smaller copies
         that the last, larger one makes unnecessary are left out. With `least`, only clean copies that were used since
         they were fetched and are not used before `least`."""
         copies, by_next_use = self.copies, self._by_next_use
@@ -367,6 +374,8 @@ class Cache:
             if slots <= 0:
                 self.exhausted = not slots and next(ranks, (0,))[0] < lowest
                 break
+        if slots > 0:
+            return chosen if partly else []
         for block in reversed(chosen) if slots < 0 else ():
             if slots + self._span(block) <= 0:
                 slots += self._span(block)

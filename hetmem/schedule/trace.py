@@ -175,37 +175,33 @@ class Schedule:
         known = uses if isinstance(uses, UseSequence) else UseSequence(uses)
         self.known, self.scan = known, scan
         self.uses = known.blocks
-        self._count = len(self.uses)
+        self.count = len(self.uses)
         self.barrier = NEVER if barrier is None else barrier
         self.position = 0
-        self._segment = segment if self._count else 0
+        self.segment = segment if self.count else 0
         self._overwritten = known.overwritten
         self.overwrites = bool(known.overwritten)
         """Whether any use writes its blocks without reading them, so that `reads` must be called."""
         self.absent: tuple[int, ...] = ()
         """The blocks of the use just reached that have no copy yet: their next use is this one."""
-        self._skipped: set[int] = set()
+        self.skipped: set[int] = set()
         self._next: dict[int, int] = {}  # cached next uses; valid as long as they lie ahead
         self._positions, self._indices = known.positions, known.indices
         self._times, self._period = known.times, known.period
 
     def time(self, at: int) -> int:
         """Return the time of the use number `at` on the clock of `UseSequence`; NEVER if `at` is NEVER."""
-        if at >= NEVER or not self._count:
+        if at >= NEVER or not self.count:
             return NEVER
-        lap, inside = divmod(at, self._count)
+        lap, inside = divmod(at, self.count)
         return lap * self._period + self._times[inside]
 
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """Begin a use of `blocks`: move `position` past the nearest such use, ahead or behind, which is the next one as
         long as the trace is followed. Return False, and move nothing, if no such use is known."""
-        position, count = self.position, self._count
-        if self._skipped:
-            self._skipped.difference_update(blocks)
-        if position < self._segment and self.uses[position % count] == blocks:  # as expected
-            self.position = position + 1
-            self.absent = blocks
-            return True
+        position, count = self.position, self.count
+        if self.skipped:
+            self.skipped.difference_update(blocks)
         found = self._indices.get(blocks)
         if found is None:
             return False
@@ -213,7 +209,7 @@ class Schedule:
         index = bisect_left(found, inside)
         behind = lap * count + found[index - 1] if index else -1
         ahead = lap * count + found[index] if index < len(found) else (lap + 1) * count + found[0]
-        near = [at for at in (ahead, behind) if 0 <= at < self._segment]
+        near = [at for at in (ahead, behind) if 0 <= at < self.segment]
         if not near:
             return False
         self.position = 1 + min(near, key=lambda at: abs(at - position))
@@ -228,7 +224,7 @@ class Schedule:
         """Record the uses from `start` up to `end` as skipped: what they overwrite will still be overwritten."""
         for at, blocks in enumerate(self.between(start, end), start):
             if at % len(self.uses) in self._overwritten:
-                self._skipped.update(blocks)
+                self.skipped.update(blocks)
 
     def next_use(self, block: int) -> int:
         """Return the first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown.
@@ -243,7 +239,7 @@ class Schedule:
         if known < position:
             known = NEVER
             if block in self._positions:
-                inside, where = position % self._count, self._positions[block]
+                inside, where = position % self.count, self._positions[block]
                 known = position - inside + where[bisect_left(where, inside)]
             self._next[block] = known
         return known
@@ -258,7 +254,7 @@ class Schedule:
 
     def furthest(self, start: int, end: int) -> int:
         """Return when the blocks of the uses from `start` up to `end`, at most a round, have all been used again."""
-        furthest, count = self.known.furthest, self._count
+        furthest, count = self.known.furthest, self.count
         if start >= end:
             return start
         first = start % count
@@ -271,7 +267,7 @@ class Schedule:
     def first_with(self, least: int, start: int, end: int) -> int:
         """Return the first of the uses from `start` up to `end` that has a block whose next use is at `least` or later;
         `end` if none has."""
-        furthest, count = self.known.furthest, self._count
+        furthest, count = self.known.furthest, self.count
         for at in range(start, end):
             place = at % count
             if at - place + furthest[place] >= least:
@@ -280,7 +276,7 @@ class Schedule:
 
     def horizon(self, count: int) -> int:
         """Return the end of the next `count` uses that are known and not behind the barrier."""
-        end = self.position + (count if self._count else 0)
+        end = self.position + (count if self.count else 0)
         return end if end < self.barrier else self.barrier
 
     def reads(self, at: int) -> bool:
@@ -289,11 +285,11 @@ class Schedule:
         if not self._overwritten:
             return True
         place = at % len(self.uses)
-        return place not in self._overwritten and not self._skipped.issuperset(self.uses[place])
+        return place not in self._overwritten and not self.skipped.issuperset(self.uses[place])
 
     def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
         """Return the uses from `start` up to `end`, both counted as `position` is."""
-        count = self._count
+        count = self.count
         if end <= count or not count:
             return self.uses[start:end]
         first = start % count
