@@ -84,8 +84,11 @@ class Cache:
         """Whether the last search for victims took the last copy that is used late enough to be evicted."""
         self.is_known = True
         """Whether the schedule contains the use just reached."""
-        self._used_next: Callable[[int], int] = self._next_use
-        """For ranks: `_next_use`, or what that returns in the most frequent case."""
+        self.needed: Callable[[int], int] = self.schedule.next_use if nearer is None else self._needed_on_either
+        """Returns when a copy of a block on this tier is used next; NEVER if unknown. The device counts uses of the
+        schedule; staging, which feeds a device without a copy, uses the clock of both tiers."""
+        self._to_rank = self.needed
+        """The first number of a rank of a block by its next use."""
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None and count:
@@ -158,8 +161,9 @@ class Cache:
                 count = bisect_right(*need, key=lambda at: taken[at] + self._passage(order[at:], slots)) - 1
             few = taken[-1] - taken[count] > _MORE * missing
             self.retained, self._retained_for = set() if few else set(order[: max(0, count)]), (known, slots)
-        plain = self._nearer is None and not self.retained
-        self._used_next = self.schedule.next_use if plain else self._next_use
+        if self._nearer is None:
+            self.needed = self.schedule.next_use
+            self._to_rank = self._visited_next if self.retained else self.needed
 
     def _passage(self, blocks: Sequence[int], slots: int) -> int:
         """Return how many of `slots` slots streaming `blocks` takes in a scan: the most that they take at one time,
@@ -208,12 +212,9 @@ class Cache:
         self.unused.difference_update(blocks)
         self._order.touch_all(blocks)
 
-    def needed(self, block: int) -> int:
-        """Return when a copy of `block` on this tier is used next; NEVER if unknown. The device counts uses of the
-        schedule; staging, which feeds a device without a copy, uses the clock of both tiers."""
+    def _needed_on_either(self, block: int) -> int:
         schedule, nearer = self.schedule, self._nearer
-        if nearer is None:
-            return schedule.next_use(block)
+        assert nearer is not None
         here = schedule.time(schedule.next_use(block)) if schedule.uses else NEVER
         if block in nearer.copies:
             return here
@@ -350,9 +351,9 @@ class Cache:
         self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool = True, partly: bool = False
     ) -> list[int]:
         """Return idle copies in the order of eviction, until they take `slots` slots together; if all are not enough,
-        all (`partly`) or none. Copies in flight are among them unless they must have `arrived`; `spared` ones are not. Smaller copies
-        that the last, larger one makes unnecessary are left out. With `least`, only clean copies that were used since
-        they were fetched and are not used before `least`."""
+        all (`partly`) or none. Copies in flight are among them unless they must have `arrived`; `spared` ones are not.
+        Smaller copies that the last, larger one makes unnecessary are left out. With `least`, only clean copies that
+        were used since they were fetched and are not used before `least`."""
         copies, by_next_use = self.copies, self._by_next_use
         lowest = least if by_next_use and least is not None else -NEVER
         chosen: list[int] = []
@@ -366,9 +367,10 @@ class Cache:
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
                 continue
-            if least is not None:
-                if copy.dirty or block in self.unused or not (by_next_use or self._next_use(block) >= least):
-                    continue
+            if least is not None and (copy.dirty or block in self.unused):
+                continue
+            if least is not None and not (by_next_use or self._to_rank(block) >= least):
+                continue
             chosen.append(block)
             slots -= self._blocks[block].span
             if slots <= 0:
@@ -385,19 +387,18 @@ class Cache:
     def _span(self, block: int) -> int:
         return self._blocks[block].span
 
-    def _next_use(self, block: int) -> int:
-        """Return the next use for a rank; retained copies, and those used again in this visit, rank lowest."""
-        if self._nearer is not None:
-            return self.needed(block)
+    def _visited_next(self, block: int) -> int:
+        """Return the next use for a rank in a scan; retained copies, and those used again in this visit, rank
+        lowest."""
         at = self.schedule.next_use(block)
-        if self.retained and at < NEVER:
-            visits = self.schedule.known.visits()[block]
-            return at if block not in self.retained and at % len(self.schedule.uses) in visits else _RETAINED
-        return at
+        if at == NEVER:
+            return at
+        visits = self.schedule.known.visits()[block]
+        return at if block not in self.retained and at % len(self.schedule.uses) in visits else _RETAINED
 
     def _rank(self, block: int) -> Rank:
         copy = self.copies[block]
         if self._by_next_use:  # inlines `NextUse.rank`
-            return self._used_next(block), not copy.dirty, -copy.last_use, -copy.number, block
-        facts = CopyFacts(self._used_next(block), copy.last_use, copy.fetched, copy.dirty)
+            return self._to_rank(block), not copy.dirty, -copy.last_use, -copy.number, block
+        facts = CopyFacts(self._to_rank(block), copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)

@@ -133,11 +133,24 @@ class Supply:
             return
         if cache.fed_ahead:
             self._feed(commands)
+        staging = self._caches[HOST]
         if cache.retained:
             self._scan(cache, commands)
         else:
-            self._look_ahead(cache, commands)
-        staging = self._caches[HOST]
+            on_device, at_once = cache is not staging, cache.at_once
+            cache.exhausted = False
+            for block in cache.missing(self.lookahead):
+                if len(cache.unused) + cache.loading >= at_once and self._has_enough(cache, at_once):
+                    break
+                if not on_device and self._comes_later(block):
+                    break
+                if not self._prefetch(block, cache, commands):
+                    break
+                if on_device and cache.exhausted and cache.slots.used >= cache.limit:
+                    break  # no room for the next block: try at the next use
+            else:
+                cache.prefetch_at = cache.complete - self.lookahead + 1
+            cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # see `Cache.prefetch_at`
         if staging.slots.count:
             cache.prefetch_at = 0  # reads that end make room at any time
             if cache is not staging:  # reads that `_comes_later` has postponed
@@ -150,22 +163,6 @@ class Supply:
         if cache.tier is HOST:
             return cache.loading >= at_once
         return len(cache.unused) >= at_once and cache.fetched_ahead(self.lookahead) >= at_once
-
-    def _look_ahead(self, cache: Cache, commands: list[Command]) -> None:
-        on_device, at_once = cache.tier is DEVICE, cache.at_once
-        cache.exhausted = False
-        for block in cache.missing(self.lookahead):
-            if len(cache.unused) + cache.loading >= at_once and self._has_enough(cache, at_once):
-                break
-            if not on_device and self._comes_later(block):
-                break
-            if not self._prefetch(block, cache, commands):
-                break
-            if on_device and cache.exhausted and cache.slots.used >= cache.limit:
-                break  # no room for the next block: try at the next use
-        else:
-            cache.prefetch_at = cache.complete - self.lookahead + 1
-        cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # see `Cache.prefetch_at`
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
         """Fetch what the device lacks as far ahead as the streaming slots allow: see note "scans" in `cache`."""

@@ -92,10 +92,10 @@ class SegmentTrace:
 
 
 class UseSequence:
-    """A sequence of uses, `blocks[i]` at once, with the indices of each block (`positions`, which end with its first one
-    in the next round) and of each use (`indices`). Uses with indices in `overwritten` write their blocks without reading them, so nothing is prefetched
-    for them. `times` has the time of each use on a clock of both tiers; one round takes `period`. Building it takes
-    O(uses)."""
+    """A sequence of uses, `blocks[i]` at once, with the indices of each block (`positions`, of this round and the first
+    of the next) and of each use (`indices`). Uses with indices in `overwritten` write their blocks without reading
+    them, so nothing is prefetched for them. `times` has the time of each use on a clock of both tiers; one round takes
+    `period`. Building it takes O(uses)."""
 
     __slots__ = ("_visits", "blocks", "furthest", "indices", "overwritten", "period", "positions", "times")
 
