@@ -87,7 +87,7 @@ class Cache:
         self.needed: Callable[[int], int] = self.schedule.next_use if nearer is None else self._needed_on_either
         """Returns when a copy of a block on this tier is used next; NEVER if unknown. The device counts uses of the
         schedule; staging, which feeds a device without a copy, uses the clock of both tiers."""
-        self._to_rank = self.needed
+        self._rank_next = self.needed
         """The first number of a rank of a block by its next use."""
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
@@ -163,7 +163,7 @@ class Cache:
             self.retained, self._retained_for = set() if few else set(order[: max(0, count)]), (known, slots)
         if self._nearer is None:
             self.needed = self.schedule.next_use
-            self._to_rank = self._visited_next if self.retained else self.needed
+            self._rank_next = self._visited_next if self.retained else self.needed
 
     def _passage(self, blocks: Sequence[int], slots: int) -> int:
         """Return how many of `slots` slots streaming `blocks` takes in a scan: the most that they take at one time,
@@ -369,7 +369,7 @@ class Cache:
                 continue
             if least is not None and (copy.dirty or block in self.unused):
                 continue
-            if least is not None and not (by_next_use or self._to_rank(block) >= least):
+            if least is not None and not by_next_use and self._rank_next(block) < least:
                 continue
             chosen.append(block)
             slots -= self._blocks[block].span
@@ -399,6 +399,6 @@ class Cache:
     def _rank(self, block: int) -> Rank:
         copy = self.copies[block]
         if self._by_next_use:  # inlines `NextUse.rank`
-            return self._to_rank(block), not copy.dirty, -copy.last_use, -copy.number, block
-        facts = CopyFacts(self._to_rank(block), copy.last_use, copy.fetched, copy.dirty)
+            return self._rank_next(block), not copy.dirty, -copy.last_use, -copy.number, block
+        facts = CopyFacts(self._rank_next(block), copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)

@@ -199,8 +199,7 @@ class Residency:
         for block in uses:
             if block not in copies:
                 return None
-            state = copies[block].state
-            if state is not VALID and not (coming and state is LOADING):
+            if (state := copies[block].state) is not VALID and not (coming and state is LOADING):
                 return None
         schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # inlines `Cache.meet`
         if schedule.absent == (*uses,):

@@ -213,7 +213,7 @@ class Schedule:
         if not near:
             return False
         self.position = 1 + min(near, key=lambda at: abs(at - position))
-        if self.position < position:
+        if self.position <= position:
             self._next.clear()
         elif self._overwritten:
             self._skip(position, self.position - 1)
@@ -232,11 +232,11 @@ class Schedule:
         A block of the use just reached counts as used now until it has a copy: otherwise it might be evicted for a far
         next use while the other blocks of that use are fetched.
         """
-        if block in self.absent:
-            return self.position - 1
         known = self._next[block] if block in self._next else -1  # noqa: SIM401 - saves a call
         position = self.position
-        if known < position:
+        if known < position:  # as for all blocks of the use just reached
+            if block in self.absent:
+                return position - 1
             known = NEVER
             if block in self._positions:
                 inside, where = position % self.count, self._positions[block]
