@@ -62,10 +62,11 @@ class Call:
 
     def is_on(self, frame: FrameType | None) -> bool:
         """Return whether this call is on the stack that has `frame` on top."""
-        number = self.number
-        while frame is not None and not (id(frame) == number and self.is_made_in(frame)):
+        while frame is not None:
+            if id(frame) == self.number and frame.f_locals.get("self", self) is self.module():  # as in `is_made_in`
+                return True
             frame = frame.f_back
-        return frame is not None
+        return False
 
 
 def calling_frame(module: object, hook: FrameType) -> FrameType | None:

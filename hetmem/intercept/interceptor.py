@@ -301,7 +301,7 @@ class Interception:
                 if self._regions.encloses(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
-                compute = self.current(sys._getframe())
+                compute = self.current(frame or sys._getframe())
                 if compute is None or not compute.calls or not compute.calls[-1].is_made_in(frame):
                     return
                 self.leases.end(compute.calls.pop())
