@@ -141,11 +141,11 @@ class Leases:
         top = _top_hooks(True)
         if top is not None and type(top[0]) is not Pack and call is not self._forward:
             call.displaced = self._saved.displace_others(used)
-        for managed in used:
-            managed.bound += 1
         if not call.used:
             self._bound += (call,)
         call.used = [*call.used, *used] if call.used else used
+        for managed in used:
+            managed.bound += 1
         if self.casts.alive:
             self.casts.renew(fresh)
 
