@@ -310,8 +310,8 @@ MUTATIONS = {
     ),
     "bind a module's weights for one function instead of its call": Mutation(
         "intercept/leases.py",
-        "            managed.bound += 1\n        call.used += used\n        if self.casts.alive:\n",
-        "            pass\n        self._runtime.uses.end_call(used)\n        if self.casts.alive:\n",
+        "        for managed in used:\n            managed.bound += 1\n        if self.casts.alive:\n",
+        "        call.used = []\n        self._uses.end_call(used)\n        if self.casts.alive:\n",
         "tests/intercept/test_pointers.py::test_an_extension_in_cpp_that_keeps_the_address_of_a_weight_finds_it_there",
     ),
     "manage a model that keeps a view of a weight": Mutation(
