@@ -234,7 +234,10 @@ class Cache:
         """Yield, in order, the blocks that the next `lookahead` uses read and that have no copy on this tier; not those
         that one of these uses overwrites before they are read."""
         schedule, copies = self.schedule, self.copies
-        at, end = schedule.position, schedule.horizon(lookahead)
+        at = schedule.position
+        end = at + lookahead
+        if end > schedule.barrier:
+            end = schedule.barrier
         if at < self.complete:
             at = self.complete
         if at >= end:
@@ -285,7 +288,7 @@ class Cache:
         """Return the first block that comes through staging, that the next `fed_ahead` uses read, and that is neither
         on this tier nor `staged`; None if there is none."""
         schedule, copies = self.schedule, self.copies
-        start, end = max(schedule.position, self.complete), schedule.horizon(self.fed_ahead)
+        start, end = max(schedule.position, self.complete), min(schedule.position + self.fed_ahead, schedule.barrier)
         for blocks in schedule.between(start, end) if start < end else ():
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):
