@@ -40,8 +40,8 @@ _AHEAD = 16
 _MORE = 9 / 8
 """Nothing is retained if that streams this many times what MIN fetches, as where few slots are missing."""
 
-_ALMOST = 0.9
-"""Share of the distance to the furthest use: a copy used that late is as good a victim as the one used last."""
+_ALMOST = 9
+"""Tenths of the distance to the furthest use: a copy used that late is as good a victim as the one used last."""
 
 
 class Cache:
@@ -105,16 +105,17 @@ class Cache:
             self._farther.touch(block)
         return copy
 
-    def remove(self, block: int) -> Copy:
-        """Remove the copy of `block` from this tier, and return it."""
-        self.unused.discard(block)
+    def remove(self, block: int) -> None:
+        """Remove the copy of `block` from this tier."""
+        if block in self.unused:
+            self.unused.remove(block)
         self.prefetch_at = 0
         self.touch(block)
         if self.complete and (next_use := self.schedule.next_use(block)) < self.complete:
             self.complete = next_use
         if self._farther is not None:
             self._farther.touch(block)
-        return self.copies.pop(block)
+        del self.copies[block]
 
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
@@ -242,7 +243,7 @@ class Cache:
             at = self.complete
         if at >= end:
             return
-        uses, count = schedule.uses, len(schedule.uses)
+        uses, count = schedule.uses, schedule.count
         comes_by_itself: tuple[int, ...] = ()
         complete = True
         while at < end:
@@ -319,7 +320,7 @@ class Cache:
         position = schedule.position
         before = position - 1 if position else 0
         awaited = schedule.furthest(before, needed_at)
-        least = position + int(_ALMOST * (awaited - position))
+        least = position + _ALMOST * (awaited - position) // 10
         if least <= needed_at:
             least = needed_at + 1
         victims = self._first(self.slots.used + span - self.limit, spared, least)
