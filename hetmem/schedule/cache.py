@@ -367,13 +367,11 @@ class Cache:
                 break
             block = rank[-1]
             copy = copies[block]
-            if copy.uses or copy.writing or block in spared:
+            if copy.uses or block in spared or (copy.dirty and (copy.writing or least is not None)):
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
                 continue
-            if least is not None and (copy.dirty or block in self.unused):
-                continue
-            if least is not None and not by_next_use and self._rank_next(block) < least:
+            if least is not None and (block in self.unused or (not by_next_use and self._rank_next(block) < least)):
                 continue
             chosen.append(block)
             slots -= self._blocks[block].span
