@@ -351,7 +351,7 @@ class Executor:
             events.copies.append((events.now(), block, int(tier), False))
             if tier is DEVICE:
                 pool = self._memory.device_pool
-                self._bindings.close_device(self.chunk_of_block[block][0], pool, slot)
+                self._bindings.close_device(self.chunk_of_block[block][0])
                 if self._sanitize:
                     pool.poison(slot)
                     self.mark_use(slot)
@@ -389,6 +389,7 @@ class Executor:
             source = self.staged(chunk, role, self._residency.slot(block, Tier.HOST))
         if not pool.holds_place(slot):
             self._prepare(slot, chunk.spec.span)
+        self._bindings.open_device(chunk, pool, slot)
         work = partial(memory.device.copy_in, pool.whole(slot, chunk.compute_dtype, chunk.numel), source)
         now, nbytes = block == self._urgent, source.nbytes
         if tier is DEVICE:  # a cast on the compute stream; nothing crosses a link

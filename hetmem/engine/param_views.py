@@ -10,8 +10,8 @@ count of its storage is above what it was when the view was made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import compress
 from operator import attrgetter, gt
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, give_away
+from hetmem.memory.chunk import Chunk, ManagedParameter, SlotView, give_away
 from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
@@ -38,16 +38,15 @@ class Bindings:
         self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
         """Parameters that rest in a backward: see `end_rest`."""
-        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
-        """See `DeviceMonitor.unwatched`."""
-        self._layouts: dict[Chunk, int] = {}
-        self._numbers: dict[Any, int] = {}
-        """Numbers of layouts of parameters in a chunk: chunks of one layout reuse the views of a slot."""
         self._watching = self._stands_in = False
         """Whether `watch` was called; and whether `rest` is another tensor than the home for any parameter."""
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)
+        layouts: dict[Any, int] = {}
+        for chunk in dict.fromkeys(managed.chunk for managed in self.by_id.values()):
+            fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
+            chunk.layout = layouts.setdefault((chunk.compute_dtype, *fields), len(layouts))
         self.exposed = {*self.by_id.values()}
         """Those that the program may have met as ordinary parameters since `watch`: it may hold their memory."""
         self.met = {*self.exposed}
@@ -87,64 +86,49 @@ class Bindings:
             return None
 
     def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Set the device views of all parameters of `chunk`, whose copy is in device slot `slot`: cached or new
-        ones."""
-        layout = self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)
-        known: Any = pool.views[slot].pop(layout, ()) if slot in pool.views else ()
+        """Set the device views of all parameters of `chunk`, which gets device slot `slot`. Making one takes some ten
+        calls of torch, so they are kept for chunks of one layout as long as `slot` has its memory. Call it
+        `unwatched`."""
+        views, layout = pool.views[slot], chunk.layout
+        if layout not in views:
+            views[layout] = [None] * len(chunk.parameters)
+        known = views[layout]
         for at, managed in enumerate(chunk.parameters):
             if managed.device is None:
-                view = known[at] if known and known[at] is not None else self._view(managed, pool, slot)
-                managed.device, managed.device_view, storage, address, managed.device_references = view
-                managed.device_storage, managed.device_address = storage, address
+                view = known[at]
+                if view is None or view.tensor.data_ptr() != view.address:  # its storage was given other memory
+                    view = known[at] = self._view(managed, pool, slot)
+                managed.slot_view, managed.device = view, view.tensor
                 if managed.numel:
-                    self.by_address[address] = self.by_storage[storage] = managed
+                    self.by_address[view.address] = self.by_storage[view.storage] = managed
 
-    def _view(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> tuple[torch.Tensor, None, int, int, int]:
-        with self.unwatched():
-            flat = pool.flat(slot, managed.chunk.compute_dtype, managed.numel, managed.offset)
-            view = managed.shaped(flat)
-            del flat
-            storage = view.untyped_storage()
-            handle, address = storage._cdata, storage.data_ptr()
-            del storage  # a reference; the Python object stays counted
-        return view, None, handle, address, references(handle)
+    def _view(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> SlotView:
+        flat = pool.flat(slot, managed.chunk.compute_dtype, managed.numel, managed.offset)
+        view = managed.shaped(flat)
+        del flat
+        storage = view.untyped_storage()
+        handle, address = storage._cdata, storage.data_ptr()
+        del storage  # a reference; the Python object stays counted
+        return SlotView(view, handle, address, references(handle))
 
-    def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Clear the device views of `chunk`, whose `slot` another chunk gets. Making a view takes some ten calls of
-        torch, so views that the program does not hold are cached for the next chunk of this layout, as long as `slot`
-        has its memory."""
-        views: list[Any] = [None] * len(chunk.parameters)
-        for at, managed in enumerate(chunk.parameters):
-            view, made = managed.device, managed.device_view
-            if view is None:
-                continue
-            storage, address, count = managed.device_storage, managed.device_address, managed.device_references
-            managed.device = managed.device_view = None
-            if managed.numel:
-                del self.by_address[address], self.by_storage[storage]
-                if references(storage) > count or view.data_ptr() != address:
-                    continue
-            views[at] = view, made, storage, address, count
-        if slot in pool.views:
-            pool.views[slot][self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)] = views
-
-    def _layout(self, chunk: Chunk) -> int:
-        """Return the number of the layout of `chunk`; chunks with equal layouts have one number."""
-        fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
-        number = self._numbers.setdefault((chunk.compute_dtype, *fields), len(self._numbers))
-        self._layouts[chunk] = number
-        return number
+    def close_device(self, chunk: Chunk) -> None:
+        """Clear the device views of `chunk`, whose slot another chunk gets."""
+        for managed in chunk.parameters:
+            if managed.device is not None:
+                managed.device = None
+                if managed.numel:
+                    view = managed.slot_view
+                    del self.by_address[view.address], self.by_storage[view.storage]
 
     @staticmethod
     def device_view(managed: ManagedParameter, *shaped: Any) -> torch.Tensor:
         """Return `as_strided(*shaped)` of the device copy of `managed`. The first view is cached, as most calls ask for
         the same one."""
-        known, device = managed.device_view, managed.device
-        assert device is not None
-        if known is None:
-            known = managed.device_view = shaped, device.as_strided(*shaped)
-            managed.device_references += 1
-        return known[1] if known[0] == shaped else device.as_strided(*shaped)
+        view = managed.slot_view
+        if (known := view.reshaped) is None:
+            known = view.reshaped = shaped, view.tensor.as_strided(*shaped)
+            view.references += 1
+        return known[1] if known[0] == shaped else view.tensor.as_strided(*shaped)
 
     # ---- data and class ---------------------------------------------------------------------------------------
 
@@ -295,15 +279,17 @@ class Bindings:
         it. Raises `ManageError` where that is impossible."""
         if managed.device is None or not managed.numel:
             return
-        if references(managed.device_storage) <= managed.device_references:
+        view = managed.slot_view
+        if references(view.storage) <= view.references:
             return
         if not give_away(managed.device):
             raise ManageError(
                 f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
                 f"`kept = self.weight.data`): keep a clone of it"
             )
-        del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
-        managed.device = managed.device_view = None
+        del self.by_address[view.address], self.by_storage[view.storage]
+        managed.device = view.reshaped = None
+        view.tensor = _NO_MEMORY  # `open_device` makes another
 
 
 get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]

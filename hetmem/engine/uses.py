@@ -136,12 +136,7 @@ class Uses:
                 room.before_moment(moment)
         self.log_moment(moment, operator, blocks)
         traffic.residency.reach_on_device(blocks)
-        if traffic.use(uses):
-            for managed in used:
-                if managed.device is None:
-                    self._open(used)
-                    break
-        else:
+        if not traffic.use(uses):
             self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
         return True
 
@@ -174,7 +169,6 @@ class Uses:
             leased = used
             if len(present) < len(uses):
                 leased = [managed for managed in used if managed.chunk.operand_block in present]
-            self._open(leased)
         tracer.all_at_once(moment)
         self.log_moment(moment, operator, blocks)
         return used, leased
@@ -191,13 +185,6 @@ class Uses:
             with self._unwatched():
                 self.release([*leased])
         return bool(leased)
-
-    def _open(self, used: Iterable[ManagedParameter]) -> None:
-        """Set the device views of `used`, whose copies are VALID."""
-        for managed in used:
-            if managed.device is None:
-                slot = self._traffic.residency.place(managed.chunk.operand_block, DEVICE)
-                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
 
     def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
         """Begin one more use of each of `blocks`, those of `used`; none if this raises."""
@@ -241,7 +228,8 @@ class Uses:
         """End one lease of each of `used`; if a tensor holds the copy, `release_unheld` ends it later."""
         over: dict[int, int] = {}
         for managed in used:
-            if managed.device is not None and references(managed.device_storage) > managed.device_references:
+            view = managed.slot_view
+            if managed.device is not None and references(view.storage) > view.references:
                 if untracked or managed.data_taken:
                     self._untracked.add(id(managed))
                 if managed not in self._held:
@@ -325,7 +313,6 @@ class Uses:
                 except CapacityError as error:
                     wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
                     raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
-            self._open((managed,))
 
     def _acquire_with_more_room(self, block: int) -> int:
         """Begin a lease of `block` on the device and return its slot, after freeing what other memory can be freed."""
@@ -404,7 +391,8 @@ class Uses:
                 self._writes.by_view(managed)
             if managed.counter._version != managed.version:
                 self._notice_write(managed)
-            if managed.device is None or references(managed.device_storage) <= managed.device_references:
+            view = managed.slot_view
+            if managed.device is None or references(view.storage) <= view.references:
                 del self._held[managed]
                 if self._untracked:
                     self._untracked.discard(id(managed))

@@ -186,6 +186,8 @@ class Chunk:
     homes: dict[Role, Home] = field(default_factory=dict)
     operand_block: int = -1
     """The number in the residency of the role that operators use; -1: they use the home itself."""
+    layout: int = 0
+    """The number of the layout of its parameters: chunks of one layout share the views of a slot."""
 
     @property
     def operand(self) -> Role:
@@ -257,21 +259,35 @@ class Chunk:
 
 
 @dataclass(slots=True, eq=False)
+class SlotView:
+    """A view of a device slot, `tensor`, with a storage of its own: the handle `storage`, at `address`, to which hetmem
+    itself has `references`. `reshaped` is a view of it given to autograd, usually transposed."""
+
+    tensor: torch.Tensor
+    storage: int = 0
+    address: int = 0
+    references: int = 0
+    reshaped: tuple[Any, torch.Tensor] | None = None
+
+
+_NO_VIEW = SlotView(torch.empty(0, device="cpu"))
+
+
+@dataclass(slots=True, eq=False)
 class ManagedParameter:
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
 
     `home` is `.data` outside compute; `rest` is `.data` between the operators of a forward: the home, or, if that
     differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address` is the home's
     address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a view of the slot
-    while the chunk has a device copy, `device_storage` the handle of its storage, which begins at `device_address`, and
-    `device_references` counts hetmem's own references to that; `device_view` is a view of it given to autograd, usually
-    transposed. `grad_home` is the home of the gradient, and `grad_view` stands in `p.grad` for one in 16 bits;
-    `grad_spare` has both of the last step, to be reused. `version` is the last known version counter of the parameter:
-    another value means that it was written to; `counter` is a tensor without memory that shares the counter and is
-    independent of the parameter's class. `data_sets` counts assignments to `.data` within a forward or backward. `kind`
-    is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it
-    may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it is bound for, and
-    `data_taken` says that `.data` was read within one. `stepped_by` is the token of the hetmem optimizer that steps it.
+    while the chunk has a device copy, that of `slot_view`. `grad_home` is the home of the gradient, and `grad_view`
+    stands in `p.grad` for one in 16 bits; `grad_spare` has both of the last step, to be reused. `version` is the last
+    known version counter of the parameter: another value means that it was written to; `counter` is a tensor without
+    memory that shares the counter and is independent of the parameter's class. `data_sets` counts assignments to
+    `.data` within a forward or backward. `kind` is the parameter's class; it is `bound_kind` while the parameter is
+    bound to its copy, and `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts
+    the module calls that it is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the
+    token of the hetmem optimizer that steps it.
     """
 
     parameter: torch.nn.Parameter
@@ -291,10 +307,7 @@ class ManagedParameter:
     counter: torch.Tensor = field(init=False)
     data_sets: int = 0
     device: torch.Tensor | None = None
-    device_storage: int = 0
-    device_address: int = 0
-    device_references: int = 0
-    device_view: tuple[Any, torch.Tensor] | None = None
+    slot_view: SlotView = _NO_VIEW
     grad_home: torch.Tensor | None = None
     grad_view: HiddenGradient | None = None
     grad_spare: tuple[torch.Tensor, HiddenGradient | None] | None = None

@@ -72,6 +72,7 @@ class DevicePool:
     def prepare(self, place: int, span: int) -> None:
         """Allocate memory for `span` slots at `place`, which has none. Earlier compute may still be using it."""
         self._memory[place] = self._empty(span * self.slot_bytes)
+        self.views[place] = {}
         self._starts[place] = address_of(self._memory[place])
         self._spans[place] = span
         self.held_slots += span
@@ -84,7 +85,7 @@ class DevicePool:
 
     def whole(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return what `flat` does, for copies: the same tensor as long as `place` keeps its memory."""
-        views, key = self.views.setdefault(place, {}), (dtype, numel)
+        views, key = self.views[place], (dtype, numel)
         found: torch.Tensor | None = views.get(key)
         if found is None:
             with torch.inference_mode(False):
@@ -105,7 +106,7 @@ class DevicePool:
             if place in self._memory:
                 self.held_slots -= self._spans.pop(place)
                 del self._starts[place]
-                self.views.pop(place, None)
+                del self.views[place]
                 del self._memory[place]
 
     def holds(self, address: int) -> bool:
