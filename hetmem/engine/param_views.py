@@ -46,7 +46,7 @@ class Bindings:
         layouts: dict[Any, int] = {}
         for chunk in dict.fromkeys(managed.chunk for managed in self.by_id.values()):
             fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
-            chunk.layout = layouts.setdefault((chunk.compute_dtype, *fields), len(layouts))
+            chunk.layout = layouts.setdefault((chunk.compute_dtype, chunk.numel, *fields), len(layouts))
         self.exposed = {*self.by_id.values()}
         """Those that the program may have met as ordinary parameters since `watch`: it may hold their memory."""
         self.met = {*self.exposed}
@@ -85,14 +85,14 @@ class Bindings:
         except RuntimeError:  # it has no storage: sparse, of a transform, or traced
             return None
 
-    def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Set the device views of all parameters of `chunk`, which gets device slot `slot`. Making one takes some ten
-        calls of torch, so they are kept for chunks of one layout as long as `slot` has its memory. Call it
-        `unwatched`."""
+    def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> torch.Tensor:
+        """Set the device views of all parameters of `chunk`, which gets device slot `slot`, and return the slot as a
+        flat tensor. Making a view takes some ten calls of torch, so all are kept for chunks of one layout as long as
+        `slot` has its memory. Call it `unwatched`."""
         views, layout = pool.views[slot], chunk.layout
         if layout not in views:
-            views[layout] = [None] * len(chunk.parameters)
-        known = views[layout]
+            views[layout] = pool.flat(slot, chunk.compute_dtype, chunk.numel), [None] * len(chunk.parameters)
+        flat, known = views[layout]
         for at, managed in enumerate(chunk.parameters):
             if managed.device is None:
                 view = known[at]
@@ -101,6 +101,7 @@ class Bindings:
                 managed.slot_view, managed.device = view, view.tensor
                 if managed.numel:
                     self.by_address[view.address] = self.by_storage[view.storage] = managed
+        return flat
 
     def _view(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> SlotView:
         flat = pool.flat(slot, managed.chunk.compute_dtype, managed.numel, managed.offset)

@@ -55,8 +55,8 @@ class DevicePool:
         self._memory: dict[int, RawMemory] = {}
         self._spans: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # addresses of that memory
-        self.views: dict[int, dict[Any, Any]] = {}
-        """By place, views of its memory that callers cache until it is given back."""
+        self.views: dict[int, dict[int, tuple[torch.Tensor, list[Any]]]] = {}
+        """By place that has memory, views of it that callers keep until it is given back."""
         self.held_slots = 0
         """How many slots hold memory."""
         _POOLS.add(self)
@@ -82,15 +82,6 @@ class DevicePool:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self._device)
         return elements(self._memory[place], dtype, numel, offset_elements * dtype.itemsize)
-
-    def whole(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return what `flat` does, for copies: the same tensor as long as `place` keeps its memory."""
-        views, key = self.views[place], (dtype, numel)
-        found: torch.Tensor | None = views.get(key)
-        if found is None:
-            with torch.inference_mode(False):
-                found = views[key] = self.flat(place, dtype, numel)
-        return found
 
     def poison(self, place: int) -> None:
         """Overwrite `place`, on the stream of compute, so that a stale reader gets NaN."""

@@ -206,14 +206,15 @@ class TransferEngine:
         """Begin `work`, which moves `nbytes` over `link`, once the marks in `after` are passed."""
         self._copier.start(Job(tag, link, work, nbytes), after)
 
-    def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
-        """Run `work` on this thread, at the link's speed, behind all compute so far."""
+    def copy_now(self, link: Link, work: Callable[..., None], nbytes: int, tag: Any = None, *given: Any) -> None:
+        """Run `work(*given)` on this thread, at the link's speed, behind all compute so far."""
         if link not in self._by_caller:
-            self._copier.now(Job(tag, link, work, nbytes))
+            self._copier.now(Job(tag, link, partial(work, *given), nbytes))
             return
         start = time.perf_counter()
-        work()
-        end, use = time.perf_counter(), self._by_caller[link]
+        work(*given)
+        end = time.perf_counter()
+        use = self._by_caller[link]
         use.bytes += nbytes
         use.seconds += end - start
         if self.observe is not None:
