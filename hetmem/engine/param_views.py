@@ -20,7 +20,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, SlotView, give_away
+from hetmem.memory.chunk import NO_MEMORY, Chunk, ManagedParameter, SlotView, give_away
 from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
@@ -91,26 +91,26 @@ class Bindings:
         `slot` has its memory. Call it `unwatched`."""
         views, layout = pool.views[slot], chunk.layout
         if layout not in views:
-            views[layout] = pool.flat(slot, chunk.compute_dtype, chunk.numel), [None] * len(chunk.parameters)
+            views[layout] = pool.flat(slot, chunk.compute_dtype, chunk.numel), [SlotView() for _ in chunk.parameters]
         flat, known = views[layout]
-        for at, managed in enumerate(chunk.parameters):
+        for managed, view in zip(chunk.parameters, known, strict=True):
             if managed.device is None:
-                view = known[at]
-                if view is None or view.tensor.data_ptr() != view.address:  # its storage was given other memory
-                    view = known[at] = self._view(managed, pool, slot)
+                if view.tensor.data_ptr() != view.address:  # it is new, or its storage was given other memory
+                    self._make(view, managed, pool, slot)
                 managed.slot_view, managed.device = view, view.tensor
                 if managed.numel:
                     self.by_address[view.address] = self.by_storage[view.storage] = managed
         return flat
 
-    def _view(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> SlotView:
+    @staticmethod
+    def _make(view: SlotView, managed: ManagedParameter, pool: DevicePool, slot: int) -> None:
         flat = pool.flat(slot, managed.chunk.compute_dtype, managed.numel, managed.offset)
-        view = managed.shaped(flat)
+        view.tensor, view.reshaped = managed.shaped(flat), None
         del flat
-        storage = view.untyped_storage()
-        handle, address = storage._cdata, storage.data_ptr()
+        storage = view.tensor.untyped_storage()
+        view.storage, view.address = storage._cdata, storage.data_ptr()
         del storage  # a reference; the Python object stays counted
-        return SlotView(view, handle, address, references(handle))
+        view.references = references(view.storage)
 
     def close_device(self, chunk: Chunk) -> None:
         """Clear the device views of `chunk`, whose slot another chunk gets."""
@@ -289,14 +289,12 @@ class Bindings:
                 f"`kept = self.weight.data`): keep a clone of it"
             )
         del self.by_address[view.address], self.by_storage[view.storage]
-        managed.device = view.reshaped = None
-        view.tensor = _NO_MEMORY  # `open_device` makes another
+        managed.device, managed.slot_view.tensor, managed.slot_view.reshaped = None, NO_MEMORY, None
 
 
 get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """Access `.data` of a bound parameter, whose own `data` property notes each access."""
-_NO_MEMORY = torch.empty(0, device="cpu")
 references: Any = torch_private.storage_references
 storage_address: Any = torch_private.storage_address
 
@@ -368,7 +366,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     managed.parameter.data = home
     with torch_private.NoFunctionsOfSubclasses():
         managed.counter = managed.parameter.detach()
-        managed.counter.data = _NO_MEMORY
+        managed.counter.data = NO_MEMORY
     managed.version = managed.counter._version
     managed.home_storage = storage_address(home)
     managed.home_references = storage_references(home)

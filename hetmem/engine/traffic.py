@@ -102,16 +102,16 @@ class Traffic:
         commands = self.residency.use(uses, DEVICE, coming=ordered)
         if commands is None:
             return False
-        seen = False
         try:
             if commands:
                 self.execute(commands)
-            seen = not ordered or all(map(self._order_compute, uses))
-        finally:
-            if not seen:
-                for block, count in uses.items():
-                    self.release(block, DEVICE, uses=count)
-        return seen
+            if not ordered or all(map(self._order_compute, uses)):
+                return True
+        except BaseException:
+            self.release_all(uses)
+            raise
+        self.release_all(uses)
+        return False
 
     def _order_compute(self, block: int) -> bool:
         """Order compute behind the copy of `block` on the device, VALID or in flight; return False if impossible."""

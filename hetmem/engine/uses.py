@@ -44,8 +44,10 @@ class Uses:
         events: EventLog,
     ) -> None:
         self._memory, self._bindings, self._traffic, self._tracer = memory, bindings, traffic, tracer
-        self._writes, self._room, self._events = writes, room, events
-        self._unwatched = room.monitor.unwatched
+        self._writes, self._room, self._unwatched = writes, room, room.monitor.unwatched
+        self._now, self._log, self._none_finished = events.now, events.moments.append, traffic.engine.none_finished
+        self._slots, self._slot_bytes = traffic.residency.taken[DEVICE], memory.device_pool.slot_bytes
+        self._watched = memory.device.watched
         self.give_leases_up: Callable[[], bool | None] = lambda: False
         """Called if copies that are used at once have no room: ends some uses, and returns whether it did."""
         self._held: dict[ManagedParameter, None] = {}
@@ -72,36 +74,31 @@ class Uses:
 
     def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
-        memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
-        if not memory.device.watched:  # the allocator's peak counts in the end
+        expected, peaks = moment.non_model_bytes, self._room.statistics
+        if not self._watched:  # the allocator's peak counts in the end
             expected = int(expected / self._tracer.growth)
-        chunk_bytes = residency.taken[DEVICE].used * memory.device_pool.slot_bytes + memory.device_home_bytes
-        peaks = self._room.statistics
+        chunk_bytes = self._slots.used * self._slot_bytes + self._memory.device_home_bytes
         if (
             chunk_bytes > peaks.chunk_peak_bytes
             or expected > peaks.non_model_peak_bytes
             or chunk_bytes + expected > peaks.device_peak_bytes
         ):
             peaks.device_in_use(chunk_bytes, expected)
-        self._events.moments.append((self._events.now(), operator, blocks, chunk_bytes, expected))
+        self._log((self._now(), operator, blocks, chunk_bytes, expected))
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Begin a moment, fetch the copies of `used`, and bind these. Binds nothing if it raises."""
-        if self._held or not self._traffic.engine.none_finished():
+        if self._held or not self._none_finished():
             with self._unwatched():
                 self.release_unheld()
                 self._traffic.executor.poll()
         unseen = not _functions_around()
-        as_seen = unseen
-        for managed in used if unseen else ():
-            if managed.counter._version != managed.version:
-                as_seen = False
         try:
-            if not as_seen:
-                with self._unwatched():
-                    for managed in used:
+            for managed in used:
+                if not unseen or managed.counter._version != managed.version:
+                    with self._unwatched():
                         self._notice_write(managed)
             if not (unseen and self._acquire_again(operator, used)):
                 with self._unwatched():
@@ -288,7 +285,7 @@ class Uses:
             return managed.home
         if self._held:
             self.release_unheld()
-        if not self._traffic.engine.none_finished():
+        if not self._none_finished():
             self._traffic.executor.poll()
         if managed in self._for_backward:
             assert managed.device is not None

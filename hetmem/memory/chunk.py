@@ -258,19 +258,22 @@ class Chunk:
         return f"{role.name} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
 
 
+NO_MEMORY = torch.empty(0, device="cpu")
+
+
 @dataclass(slots=True, eq=False)
 class SlotView:
     """A view of a device slot, `tensor`, with a storage of its own: the handle `storage`, at `address`, to which hetmem
     itself has `references`. `reshaped` is a view of it given to autograd, usually transposed."""
 
-    tensor: torch.Tensor
+    tensor: torch.Tensor = NO_MEMORY
     storage: int = 0
-    address: int = 0
+    address: int = -1
     references: int = 0
     reshaped: tuple[Any, torch.Tensor] | None = None
 
 
-_NO_VIEW = SlotView(torch.empty(0, device="cpu"))
+_NO_VIEW = SlotView()
 
 
 @dataclass(slots=True, eq=False)

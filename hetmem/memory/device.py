@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
-from hetmem.memory.chunk import RawMemory, address_of, elements
+from hetmem.memory.chunk import RawMemory, SlotView, address_of, elements
 from hetmem.memory.host_memory import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
@@ -55,7 +54,7 @@ class DevicePool:
         self._memory: dict[int, RawMemory] = {}
         self._spans: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # addresses of that memory
-        self.views: dict[int, dict[int, tuple[torch.Tensor, list[Any]]]] = {}
+        self.views: dict[int, dict[int, tuple[torch.Tensor, list[SlotView]]]] = {}
         """By place that has memory, views of it that callers keep until it is given back."""
         self.held_slots = 0
         """How many slots hold memory."""
