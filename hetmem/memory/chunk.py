@@ -162,8 +162,8 @@ class Home:
     written: bool = False
     """Whether it was ever written (a state of an optimizer)."""
     away: Home | None = None
-    flat: tuple[torch.dtype | None, int, torch.Tensor] | None = None
-    """The last result of `Chunk.flat`, with the chunk's `gradient_dtype` and `numel` at that time."""
+    flat: torch.Tensor | None = None
+    """The result of `Chunk.flat`: neither the number nor the dtype of elements changes while it is a home."""
 
 
 @dataclass(slots=True, eq=False)
@@ -232,13 +232,12 @@ class Chunk:
         return self.numel * self.compute_dtype.itemsize
 
     def flat(self, role: Role) -> torch.Tensor:
-        """Return the used part of the home of `role` as a 1-D tensor with a storage of its own; cached while it is
-        valid."""
+        """Return the used part of the home of `role` as a 1-D tensor with a storage of its own; cached."""
         home = self.homes[role]
-        if (known := home.flat) is None or known[0] is not self.gradient_dtype or known[1] != self.numel:
+        if home.flat is None:
             with torch.inference_mode(False):
-                known = home.flat = self.gradient_dtype, self.numel, self.over(role, home.memory)
-        return known[2]
+                home.flat = self.over(role, home.memory)
+        return home.flat
 
     def over(self, role: Role, memory: RawMemory) -> torch.Tensor:
         """Return `memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
