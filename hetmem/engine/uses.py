@@ -6,7 +6,7 @@ brings copies, `device_limit` limits them, and `write_check` handles writes by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -27,6 +27,27 @@ from hetmem.schedule.tracer import StepTracer
 
 _BLOCKS = attrgetter("blocks")
 _functions_around: Any = torch_private.function_modes_around
+
+
+class Together(list[ManagedParameter]):
+    """Parameters that are used together, often the same ones: `blocks` are theirs, and `uses` says how many each has.
+    Both are counted at the first use, as only then blocks have their numbers for good."""
+
+    __slots__ = ("blocks", "uses")
+
+    def __init__(self, used: Iterable[ManagedParameter] = ()) -> None:
+        super().__init__(used)
+        self.uses: dict[int, int] = {}
+        self.blocks: tuple[int, ...] = ()
+
+    def counted(self) -> dict[int, int]:
+        """Set `uses` and `blocks`; return `uses`."""
+        uses: dict[int, int] = {}
+        for managed in self:
+            block = managed.chunk.operand_block
+            uses[block] = uses[block] + 1 if block in uses else 1
+        self.blocks, self.uses = (*uses,), uses
+        return uses
 
 
 class Uses:
@@ -100,11 +121,12 @@ class Uses:
                 if not unseen or managed.counter._version != managed.version:
                     with self._unwatched():
                         self._notice_write(managed)
-            if not (unseen and self._acquire_again(operator, used)):
+            together = used if type(used) is Together else Together(used)
+            uses = together.uses or together.counted()
+            if not (unseen and self._acquire_again(operator, used, uses, together.blocks)):
                 with self._unwatched():
-                    blocks = [managed.chunk.operand_block for managed in used]
-                    self._moment(operator, tuple(dict.fromkeys(blocks)))
-                    self._acquire_all(operator, used, blocks)
+                    self._moment(operator, together.blocks)
+                    self._acquire_all(operator, used)
         except BaseException:
             if self._bindings.away:
                 with self._unwatched():
@@ -116,17 +138,14 @@ class Uses:
         with self._unwatched():
             self._bindings.bind(used)
 
-    def _acquire_again(self, operator: str, used: Sequence[ManagedParameter]) -> bool:
-        """Begin a moment, and one more use of each of `used`, the fast way. Returns False, with nothing begun, in a
-        measured segment, or if bytes in flight off the device count."""
+    def _acquire_again(
+        self, operator: str, used: Iterable[ManagedParameter], uses: dict[int, int], blocks: tuple[int, ...]
+    ) -> bool:
+        """Begin a moment, and one more use of each of `used`, the fast way; `uses`, `blocks`: see `Together`. Returns
+        False, with nothing begun, in a measured segment, or if bytes in flight off the device count."""
         tracer, traffic, room = self._tracer, self._traffic, self._room
         if tracer.measured or room.leaving or room.ahead or (traffic.gradients.leaving and self._memory.device.watched):
             return False
-        uses: dict[int, int] = {}
-        for managed in used:
-            block = managed.chunk.operand_block
-            uses[block] = uses[block] + 1 if block in uses else 1
-        blocks = (*uses,)
         moment = tracer.moment(operator, blocks, self._memory.buffer_bytes)
         if not room.is_as_left(moment):
             with self._unwatched():
@@ -134,7 +153,7 @@ class Uses:
         self.log_moment(moment, operator, blocks)
         traffic.residency.reach_on_device(blocks)
         if not traffic.use(uses):
-            self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
+            self._acquire_all(operator, used)
         return True
 
     def begin_all(self, operator: str) -> tuple[list[ManagedParameter], list[ManagedParameter]] | None:
@@ -183,15 +202,16 @@ class Uses:
                 self.release([*leased])
         return bool(leased)
 
-    def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
-        """Begin one more use of each of `blocks`, those of `used`; none if this raises."""
-        acquired = 0
+    def _acquire_all(self, operator: str, used: Iterable[ManagedParameter]) -> None:
+        """Begin one more use of the block of each of `used`; none if this raises."""
+        acquired: list[int] = []
         try:
-            for managed, block in zip(used, blocks, strict=True):
+            for managed in used:
+                block = managed.chunk.operand_block
                 self._acquire_device(managed, block, operator)
-                acquired += 1
+                acquired.append(block)
         except BaseException:
-            for block in blocks[:acquired]:
+            for block in acquired:
                 self._traffic.release(block, DEVICE)
             raise
 
@@ -223,7 +243,7 @@ class Uses:
 
     def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """End one lease of each of `used`; if a tensor holds the copy, `release_unheld` ends it later."""
-        over: dict[int, int] = {}
+        over = used if type(used) is Together else Together(used)
         for managed in used:
             view = managed.slot_view
             if managed.device is not None and references(view.storage) > view.references:
@@ -231,11 +251,10 @@ class Uses:
                     self._untracked.add(id(managed))
                 if managed not in self._held:
                     self._held[managed] = None
+                    over = Together(each for each in over if each is not managed)
                     continue
             managed.data_taken = False
-            block = managed.chunk.operand_block
-            over[block] = over[block] + 1 if block in over else 1
-        self._traffic.release_all(over)
+        self._traffic.release_all(over.uses or over.counted())
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """End uses of code whose functions are not seen, as `end_use`. In a region `.data` is not seen either: writes
@@ -294,7 +313,7 @@ class Uses:
         block = managed.chunk.operand_block
         if managed in self._held:
             self._moment(operator, (block,))
-        elif not self._acquire_again(operator, (managed,)):
+        elif not self._acquire_again(operator, (managed,), {block: 1}, (block,)):
             self._moment(operator, (block,))
             self._acquire_device(managed, block, operator)
         self._held[managed] = None
