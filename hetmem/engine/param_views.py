@@ -20,7 +20,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import NO_MEMORY, Chunk, ManagedParameter, SlotView, give_away
+from hetmem.memory.chunk import NO_MEMORY, NO_VIEW, Chunk, ManagedParameter, SlotView, give_away
 from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
@@ -116,9 +116,8 @@ class Bindings:
         """Clear the device views of `chunk`, whose slot another chunk gets."""
         for managed in chunk.parameters:
             if managed.device is not None:
-                managed.device = None
+                view, managed.slot_view, managed.device = managed.slot_view, NO_VIEW, None
                 if managed.numel:
-                    view = managed.slot_view
                     del self.by_address[view.address], self.by_storage[view.storage]
 
     @staticmethod
@@ -278,18 +277,16 @@ class Bindings:
     def leave_to_holders(self, managed: ManagedParameter) -> None:
         """Give the memory of the device view of `managed`, which gets other values, to tensors of the program that show
         it. Raises `ManageError` where that is impossible."""
-        if managed.device is None or not managed.numel:
-            return
         view = managed.slot_view
-        if references(view.storage) <= view.references:
+        if references(view.storage) <= view.references or not managed.numel:
             return
-        if not give_away(managed.device):
+        if not give_away(view.tensor):
             raise ManageError(
                 f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
                 f"`kept = self.weight.data`): keep a clone of it"
             )
         del self.by_address[view.address], self.by_storage[view.storage]
-        managed.device, managed.slot_view.tensor, managed.slot_view.reshaped = None, NO_MEMORY, None
+        managed.device, managed.slot_view, view.tensor, view.reshaped = None, NO_VIEW, NO_MEMORY, None
 
 
 get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -68,7 +68,8 @@ class Uses:
         self._writes, self._room, self._unwatched = writes, room, room.monitor.unwatched
         self._now, self._log, self._none_finished = events.now, events.moments.append, traffic.engine.none_finished
         self._slots, self._slot_bytes = traffic.residency.taken[DEVICE], memory.device_pool.slot_bytes
-        self._watched = memory.device.watched
+        self._watched, self._buffer_bytes = memory.device.watched, memory.buffer_bytes
+        self._reach = traffic.residency.reach_on_device
         self.give_leases_up: Callable[[], bool | None] = lambda: False
         """Called if copies that are used at once have no room: ends some uses, and returns whether it did."""
         self._held: dict[ManagedParameter, None] = {}
@@ -80,18 +81,22 @@ class Uses:
         self._untracked: set[int] = set()
         """`id`s of parameters with a view whose writes count no version."""
 
-    def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
-        memory, residency, room = self._memory, self._traffic.residency, self._room
-        measured, leaving_bytes = self._tracer.measured, 0
-        if self._traffic.gradients.leaving or room.leaving or room.ahead:
-            leaving_bytes = room.leaving_bytes
-        live = room.look_at_allocator() if measured else memory.buffer_bytes
-        moment = self._tracer.moment(operator, blocks, live, leaving_bytes)
-        if measured or leaving_bytes or not room.is_as_left(moment):
+    def _moment(self, operator: str, blocks: tuple[int, ...]) -> bool:
+        """Begin a moment that uses `blocks`. Returns whether it is the usual one: nothing is measured, and no bytes in
+        flight off the device count."""
+        tracer, room, gradients = self._tracer, self._room, self._traffic.gradients
+        usual = not (tracer.measured or room.leaving or room.ahead or (gradients.leaving and self._watched))
+        if usual:
+            moment = tracer.moment(operator, blocks, self._buffer_bytes)
+        else:
+            live = room.look_at_allocator() if tracer.measured else self._buffer_bytes
+            moment = tracer.moment(operator, blocks, live, room.leaving_bytes)
+        if not (usual and room.is_as_left(moment)):
             with self._unwatched():
                 room.before_moment(moment)
-        residency.reach(blocks, DEVICE)
+        self._reach(blocks)
         self.log_moment(moment, operator, blocks)
+        return usual
 
     def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
@@ -123,9 +128,8 @@ class Uses:
                         self._notice_write(managed)
             together = used if type(used) is Together else Together(used)
             uses = together.uses or together.counted()
-            if not (unseen and self._acquire_again(operator, used, uses, together.blocks)):
+            if not (self._moment(operator, together.blocks) and unseen and self._traffic.use(uses)):
                 with self._unwatched():
-                    self._moment(operator, together.blocks)
                     self._acquire_all(operator, used)
         except BaseException:
             if self._bindings.away:
@@ -137,24 +141,6 @@ class Uses:
             return
         with self._unwatched():
             self._bindings.bind(used)
-
-    def _acquire_again(
-        self, operator: str, used: Iterable[ManagedParameter], uses: dict[int, int], blocks: tuple[int, ...]
-    ) -> bool:
-        """Begin a moment, and one more use of each of `used`, the fast way; `uses`, `blocks`: see `Together`. Returns
-        False, with nothing begun, in a measured segment, or if bytes in flight off the device count."""
-        tracer, traffic, room = self._tracer, self._traffic, self._room
-        if tracer.measured or room.leaving or room.ahead or (traffic.gradients.leaving and self._memory.device.watched):
-            return False
-        moment = tracer.moment(operator, blocks, self._memory.buffer_bytes)
-        if not room.is_as_left(moment):
-            with self._unwatched():
-                room.before_moment(moment)
-        self.log_moment(moment, operator, blocks)
-        traffic.residency.reach_on_device(blocks)
-        if not traffic.use(uses):
-            self._acquire_all(operator, used)
-        return True
 
     def begin_all(self, operator: str) -> tuple[list[ManagedParameter], list[ManagedParameter]] | None:
         """Treat the segment that has just begun, called `operator`, as one moment: request all copies in its trace
@@ -246,7 +232,7 @@ class Uses:
         over = used if type(used) is Together else Together(used)
         for managed in used:
             view = managed.slot_view
-            if managed.device is not None and references(view.storage) > view.references:
+            if references(view.storage) > view.references:
                 if untracked or managed.data_taken:
                     self._untracked.add(id(managed))
                 if managed not in self._held:
@@ -311,24 +297,22 @@ class Uses:
             return managed.device
         operator = f"backward of {managed.name}"
         block = managed.chunk.operand_block
-        if managed in self._held:
-            self._moment(operator, (block,))
-        elif not self._acquire_again(operator, (managed,), {block: 1}, (block,)):
-            self._moment(operator, (block,))
-            self._acquire_device(managed, block, operator)
-        self._held[managed] = None
+        self._moment(operator, (block,))
+        if managed not in self._held:
+            if not self._traffic.use({block: 1}):
+                self._acquire_device(managed, block, operator)
+            self._held[managed] = None
         assert managed.device is not None
         return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
-        """Begin a lease of the copy of `managed`, and set its device view; none is begun if this raises."""
-        with self._unwatched():
-            if not self._traffic.use({block: 1}):
-                try:
-                    self._acquire_with_more_room(block)
-                except CapacityError as error:
-                    wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
-                    raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
+        """Begin a lease of the copy of `managed`, in `block`; none is begun if this raises. Call it `unwatched`."""
+        if not self._traffic.use({block: 1}):
+            try:
+                self._acquire_with_more_room(block)
+            except CapacityError as error:
+                wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
+                raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
 
     def _acquire_with_more_room(self, block: int) -> int:
         """Begin a lease of `block` on the device and return its slot, after freeing what other memory can be freed."""
@@ -408,15 +392,15 @@ class Uses:
             if managed.counter._version != managed.version:
                 self._notice_write(managed)
             view = managed.slot_view
-            if managed.device is None or references(view.storage) <= view.references:
+            if references(view.storage) <= view.references:
                 del self._held[managed]
                 if self._untracked:
                     self._untracked.discard(id(managed))
                 self._traffic.release(managed.chunk.operand_block, DEVICE)
 
     def renew_held_copies(self) -> None:
-        """Fetch stale copies anew of which the program holds a view, outside compute. A module may keep one
-        (`self.turned = self.weight.T`) and use that alone in its next forward: it must show the weight's new values."""
+        """Fetch stale copies anew of which the program holds a view, outside compute and `unwatched`. A module may
+        keep one (`self.turned = self.weight.T`) and use that alone in its next forward: it must show new values."""
         self.release_unheld()
         for managed in list(self._held):
             if not self._traffic.copy_counts(managed.chunk):

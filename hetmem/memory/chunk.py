@@ -6,6 +6,7 @@ reference count shows whether the program holds it.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -263,16 +264,17 @@ NO_MEMORY = torch.empty(0, device="cpu")
 @dataclass(slots=True, eq=False)
 class SlotView:
     """A view of a device slot, `tensor`, with a storage of its own: the handle `storage`, at `address`, to which hetmem
-    itself has `references`. `reshaped` is a view of it given to autograd, usually transposed."""
+    itself has `references`. `reshaped` is a view of it given to autograd, usually transposed. Until it is made it is of
+    `NO_MEMORY`."""
 
     tensor: torch.Tensor = NO_MEMORY
-    storage: int = 0
+    storage: int = NO_MEMORY.untyped_storage()._cdata
     address: int = -1
-    references: int = 0
+    references: int = sys.maxsize
     reshaped: tuple[Any, torch.Tensor] | None = None
 
 
-_NO_VIEW = SlotView()
+NO_VIEW = SlotView()
 
 
 @dataclass(slots=True, eq=False)
@@ -282,14 +284,14 @@ class ManagedParameter:
     `home` is `.data` outside compute; `rest` is `.data` between the operators of a forward: the home, or, if that
     differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address` is the home's
     address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a view of the slot
-    while the chunk has a device copy, that of `slot_view`. `grad_home` is the home of the gradient, and `grad_view`
-    stands in `p.grad` for one in 16 bits; `grad_spare` has both of the last step, to be reused. `version` is the last
-    known version counter of the parameter: another value means that it was written to; `counter` is a tensor without
-    memory that shares the counter and is independent of the parameter's class. `data_sets` counts assignments to
-    `.data` within a forward or backward. `kind` is the parameter's class; it is `bound_kind` while the parameter is
-    bound to its copy, and `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts
-    the module calls that it is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the
-    token of the hetmem optimizer that steps it.
+    while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`. `grad_home` is the home of the
+    gradient, and `grad_view` stands in `p.grad` for one in 16 bits; `grad_spare` has both of the last step, to be
+    reused. `version` is the last known version counter of the parameter: another value means that it was written to;
+    `counter` is a tensor without memory that shares the counter and is independent of the parameter's class.
+    `data_sets` counts assignments to `.data` within a forward or backward. `kind` is the parameter's class; it is
+    `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it may not be used as it is (see
+    `intercept.watched`). `bound` counts the module calls that it is bound for, and `data_taken` says that `.data` was
+    read within one. `stepped_by` is the token of the hetmem optimizer that steps it.
     """
 
     parameter: torch.nn.Parameter
@@ -309,7 +311,7 @@ class ManagedParameter:
     counter: torch.Tensor = field(init=False)
     data_sets: int = 0
     device: torch.Tensor | None = None
-    slot_view: SlotView = _NO_VIEW
+    slot_view: SlotView = NO_VIEW
     grad_home: torch.Tensor | None = None
     grad_view: HiddenGradient | None = None
     grad_spare: tuple[torch.Tensor, HiddenGradient | None] | None = None
