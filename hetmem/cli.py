@@ -11,7 +11,6 @@ import atexit
 import gc
 import importlib
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,6 @@ from hetmem.base.config import Limits
 from hetmem.base.units import format_size, parse_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import HetmemError
-
-_RATE = re.compile(r"(.+?)/s", re.IGNORECASE)
 
 atexit.register(gc.freeze)  # skips the collection of all of torch at exit: a second of a plan's ten
 
@@ -105,12 +102,6 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="a shipped profile (a100, gh200, h100, h200, l4, rtx4090), or a file from `hetmem probe`; default: h100",
     )
     parser.add_argument(
-        "--set",
-        action="append",
-        metavar="FIGURE=VALUE",
-        help="change a figure of the profile, e.g. nvme_read.bytes_per_second=12GB; may be repeated",
-    )
-    parser.add_argument(
         "--device-memory", metavar="SIZE", help="what hetmem may use of the device, e.g. 20GiB; default: all of it"
     )
     parser.add_argument("--host-memory", metavar="SIZE", help="what it may use of the host; default: all of it")
@@ -178,7 +169,6 @@ def _planned(options: argparse.Namespace) -> int:
 
     named = options.hardware or planner.DEFAULT_HARDWARE
     profile = planner.load_profile(named)
-    profile = profile.with_values(dict(_figure(text) for text in options.set or ()))
     device, host = (
         None if text is None else parse_size(text, name)
         for text, name in ((options.device_memory, "--device-memory"), (options.host_memory, "--host-memory"))
@@ -278,20 +268,6 @@ def _input(text: str) -> Any:
         return torch.empty([int(size) for size in sizes], dtype=dtype, device="meta")
     except (RuntimeError, TypeError, OverflowError) as error:
         raise PlanError(f"--input: there is no tensor of {text!r}: {str(error).splitlines()[0]}") from error
-
-
-def _figure(text: str) -> tuple[str, float]:
-    """Parse a `--set`: return its dotted name, and the value: a number, or a size with a unit ("12GB", "12GB/s")."""
-    from hetmem.base.hardware import ProfileError
-
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ProfileError(f"--set: expected FIGURE=VALUE, e.g. nvme_read.bytes_per_second=12GB, got {text!r}")
-    try:
-        return name, float(value)
-    except ValueError:
-        rate = _RATE.fullmatch(value)
-        return name, parse_size(rate[1] if rate else value, name)
 
 
 # ---- probe -------------------------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ import torch
 
 from hetmem.base.hardware import HardwareProfile
 from hetmem.cpu import square_sum_tasks, total
-from hetmem.engine.gradient_views import ConsumedGradient
 from hetmem.intercept import registry
-from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, UnreadableGradient
 from hetmem.schedule import saved
 from hetmem.schedule.trace import Tier, segment_name
 
@@ -368,7 +367,7 @@ def updates_begun(module: torch.nn.Module) -> list[str]:
 
 def is_consumed(gradient: torch.Tensor | None) -> bool:
     """Return whether `gradient` stands for one that its update has read, or that only its update may read."""
-    return isinstance(gradient, (ConsumedGradient, HiddenGradient))
+    return isinstance(gradient, UnreadableGradient)
 
 
 def norm(tensors: list[torch.Tensor]) -> float:

@@ -91,7 +91,6 @@ REPLACED = {
 # ---- memory ----
 storage_address = _C._storage_address  # the same as `_cdata` of the storage of a tensor, in one call
 storage_references = _C._storage_Use_Count  # how many tensors hold a storage: the use count of a copy (ADR 2)
-make_subclass = torch.Tensor._make_subclass  # a tensor of a subclass over memory that exists
 make_wrapper = torch.Tensor._make_wrapper_subclass  # one without memory, which answers for another tensor
 without_functions = _C._disabled_torch_function_impl  # as `__torch_function__`: a subclass whose attributes are torch's
 tensor_references: Any = _C.TensorBase._use_count  # how often C++ refers to a tensor: whether a graph may hold a weight

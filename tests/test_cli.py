@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,12 +116,15 @@ def test_a_hugging_face_configuration_is_enough(tmp_path: Path, capsys: pytest.C
     assert "64 tokens a batch, L4, PCIe 4" in " ".join(out.split())
 
 
-def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
-    figures = [
-        "host.update_bytes_per_second=1MB/s",
-        *(f"thread.{what}_seconds=0" for what in ("update", "chunk", "queue")),
-    ]
-    main([*SMALL, "-o", str(tmp_path / "slow.json"), *(word for figure in figures for word in ("--set", figure))])
+def test_a_machine_is_planned_for_by_the_figures_of_a_file(tmp_path: Path) -> None:
+    h100 = planner.load_profile("h100")
+    slow = replace(
+        h100,
+        host=replace(h100.host, update_bytes_per_second=1e6),
+        thread=replace(h100.thread, update_seconds=0.0, chunk_seconds=0.0, queue_seconds=0.0),
+    )
+    (tmp_path / "mine.json").write_text(slow.to_json())
+    main([*SMALL, "-o", str(tmp_path / "slow.json"), "--hardware", str(tmp_path / "mine.json")])
     plan = planner.Plan.load(tmp_path / "slow.json")
     assert plan.binding == "update"
     assert plan.checkpointing  # which leaves room on the device to homes
@@ -131,8 +135,6 @@ def test_figures_of_the_hardware_can_be_set(tmp_path: Path) -> None:
     ("arguments", "expected"),
     [
         ([*SMALL, "--hardware", "nonesuch"], "no hardware profile 'nonesuch'"),
-        ([*SMALL, "--set", "nvme_read.bytes_per_second=-1"], "expected a number above zero, got -1"),
-        ([*SMALL, "--set", "nvme_read"], "expected FIGURE=VALUE"),
         ([*SMALL, "--micro-batches", "0"], "micro_batches must be an int, at least 1, got 0"),
         ([*SMALL, "-o", "no/such/plan.json"], "cannot write no/such/plan.json: there is no directory no/such"),
         (["plan", "tests.test_cli:scores", "--input", "2x64:float32"], "(--loss MODULE:FUNCTION)"),

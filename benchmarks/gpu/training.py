@@ -8,8 +8,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -156,6 +156,7 @@ def profile_of(notes: Notes) -> Any:
     other stages have."""
     import psutil
 
+    from hetmem.base.hardware import HardwareProfile
     from hetmem.planner import known_profiles, load_profile
 
     probed = notes.folder / PROFILE
@@ -164,10 +165,14 @@ def profile_of(notes: Notes) -> Any:
     device = torch.cuda.get_device_name().lower().replace(" ", "")
     base = load_profile(next((name for name in known_profiles() if name in device), "h100"))
     rates = {"host.memory_bytes": psutil.virtual_memory().total, **notes.rates()}
-    flops = {name: rate for name, rate in rates.items() if name.startswith("device.matrix_flops.")}
-    known = {f"device.matrix_flops.{dtype}" for dtype in base.device.matrix_flops}
-    profile = base.with_values({name: rate for name, rate in rates.items() if name not in flops or name in known})
-    return replace(profile, name=f"{torch.cuda.get_device_name()} ({len(notes.rates())} figures measured)")
+    figures = base.to_dict()
+    for name, rate in rates.items():
+        *groups, last = name.split(".")
+        place = reduce(getitem, groups, figures)
+        if last in place:  # a dtype that the profile lacks is taken as its slowest one
+            place[last] = rate
+    said = f"{torch.cuda.get_device_name()} ({len(notes.rates())} figures measured)"
+    return HardwareProfile.from_dict({**figures, "name": said})
 
 
 def streamed(notes: Notes) -> None:

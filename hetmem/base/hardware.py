@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from hetmem.errors import HetmemError
@@ -135,31 +135,6 @@ class HardwareProfile:
     def to_json(self) -> str:
         """Return the profile as JSON, with units in the names."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
-
-    def with_values(self, values: Mapping[str, float]) -> HardwareProfile:
-        """Return a copy with figures replaced by dotted name ("nvme_read.bytes_per_second"). Raises `ProfileError`."""
-        data = self.to_dict()
-        for path, value in values.items():
-            *groups, last = path.split(".")
-            section = data
-            for group in groups:
-                section = section.get(group) if isinstance(section, dict) else None  # type: ignore[assignment]
-            if not isinstance(section, dict) or last not in section or isinstance(section[last], (dict, list, tuple)):
-                raise ProfileError(
-                    f"hardware profile: {path} is no figure of it; known are {', '.join(_figures(data))}"
-                )
-            section[last] = value
-        changed = self.from_dict(data)
-        return replace(changed, sources={**changed.sources, **dict.fromkeys(values, "set by hand")})
-
-
-def _figures(data: Mapping[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in data.items():
-        if key in ("version", "name", "sources"):
-            continue
-        found += _figures(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
-    return found
 
 
 def _read(cls: type[_T], data: Any, path: str) -> _T:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
 from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
-from hetmem.memory.chunk import ZEROING, Chunk, HiddenGradient, Home, ManagedParameter, Role, stored
+from hetmem.memory.chunk import Chunk, HiddenGradient, Home, ManagedParameter, Role, UnreadableGradient, stored
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import SMALL_BYTES, Link
 from hetmem.schedule.gradients import GradientSends, Send
@@ -215,10 +214,10 @@ _REFERENCES_OF_LISTED = _references_of_listed()
 # ---- gradients that an update has consumed -----------------------------------------------------------------------
 
 
-class ConsumedGradient(torch.Tensor):
-    """Stands in `p.grad` for a gradient that an update has consumed: it has the shape and no memory, and raises where
-    anything but `zero_grad` (`hetmem_zeroed`) computes with it. With None a clip before `step()` would use a norm of 0,
-    and after it (`hetmem_stepped`) the next backward would not add to the gradient."""
+class ConsumedGradient(UnreadableGradient):
+    """Stands for a gradient that an update has consumed: `zero_grad` clears it (`hetmem_zeroed`). With None in its
+    place a clip before `step()` would use a norm of 0, and after it (`hetmem_stepped`) the next backward would not add
+    to the gradient."""
 
     exist = False
     """Whether one was ever made."""
@@ -227,37 +226,31 @@ class ConsumedGradient(torch.Tensor):
     hetmem_stepped: bool
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, element: torch.Tensor, name: str) -> ConsumedGradient:
-        """Make one in the shape of `like`, expanded from `element`, for the parameter called `name`."""
-        made = torch_private.make_subclass(cls, element.as_strided(like.shape, [0] * like.dim()))
+    def __new__(cls, parameter: torch.Tensor, name: str) -> ConsumedGradient:
+        """Make one for `parameter`, called `name`."""
+        made: ConsumedGradient = cls.like(parameter, parameter.dtype)
         ConsumedGradient.exist = True
         made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
         return made
 
-    def __init__(self, like: torch.Tensor, element: torch.Tensor, name: str) -> None:
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
         return f"<the gradient of {self.hetmem_name}, used up by its update>"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        leaves = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
-        if func in ZEROING:
-            for leaf in leaves:
-                leaf.hetmem_zeroed = True
-            return args[0]
-        if any(leaf.hetmem_stepped for leaf in leaves):
-            raise RuntimeError(
-                f"{func} met the gradient of {leaves[0].hetmem_name}, which the last step() has used up "
+    def zero(self) -> None:
+        self.hetmem_zeroed = True
+
+    def refused(self, what: object) -> str:
+        if self.hetmem_stepped:
+            return (
+                f"{what} met the gradient of {self.hetmem_name}, which the last step() has used up "
                 f"(overlap='forward' or gradients='streamed'): read gradients before step(), or use overlap='backward' "
                 f"and gradients='visible', which keep them"
             )
-        name = next((leaf.hetmem_name for leaf in leaves), "a parameter")
-        raise RuntimeError(
-            f"{func} met the gradient of {name}, which its update has used up during backward "
+        return (
+            f"{what} met the gradient of {self.hetmem_name}, which its update has used up during backward "
             f"(gradients='streamed'): nothing can be clipped, scaled or measured any more. To clip, use "
             f"gradients='visible' with max_grad_norm=, or with overlap='off'"
         )

@@ -30,7 +30,7 @@ from hetmem.engine.gradient_views import (
 )
 from hetmem.engine.gradient_watch import end_watch_of, watch_gradients
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, UnreadableGradient
 from hetmem.schedule.trace import Tier
 
 _HOOKS = attrgetter("_backward_hooks")
@@ -224,9 +224,9 @@ class GradientSink:
             if gradient is None or gradient is managed.grad_home or gradient is managed.grad_view:
                 continue
             bindings.met.add(managed)  # of a tensor of the program's: that may get other memory
-            if gradient.layout is not torch.strided:
+            if gradient.layout is not torch.strided or isinstance(gradient, UnreadableGradient):
                 continue
-            memory, address = self.runtime.memory, stored(gradient).untyped_storage().data_ptr()
+            memory, address = self.runtime.memory, gradient.untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
                 show_gradient(managed.parameter, gradient.clone())
 

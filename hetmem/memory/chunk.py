@@ -22,21 +22,54 @@ from hetmem.schedule.layout import ChunkSpec
 from hetmem.schedule.trace import Tier
 
 
-class HiddenGradient(torch.Tensor):
-    """Stands in `p.grad` for `gradient`, which stays in 16 bits until its update has read it, with its shape and the
-    `dtype` that it would have. Computing with it raises RuntimeError, but zeros can be written. `label` names it in
-    errors."""
+class UnreadableGradient(torch.Tensor):
+    """Stands in `p.grad` for a gradient that the program cannot read, with its shape and dtype and without memory.
+    Zeros can be written (`zero`); all else that computes with it or asks for its address raises RuntimeError."""
+
+    __torch_function__ = torch_private.without_functions
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
+        """Return one of the shape, strides and device of `tensor`, whose elements are of `dtype`."""
+        return torch_private.make_wrapper(cls, tensor.shape, strides=tensor.stride(), dtype=dtype, device=tensor.device)
+
+    def zero(self) -> None:
+        """Do what `zero_grad(set_to_none=False)` asks for."""
+        raise NotImplementedError
+
+    def refused(self, what: object) -> str:
+        """Return the message of the error for `what`, which the program has done with it."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = [each for each in torch_private.tree_leaves((args, kwargs)) if isinstance(each, UnreadableGradient)]
+        if func not in ZEROING:
+            raise RuntimeError(found[0].refused(func))
+        for each in found:
+            each.zero()
+        return args[0]
+
+    def data_ptr(self) -> int:
+        """Raise RuntimeError: a kernel would read memory that is not the gradient's."""
+        raise RuntimeError(self.refused("data_ptr"))
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise RuntimeError(self.refused("__dlpack__"))
+
+
+class HiddenGradient(UnreadableGradient):
+    """Stands for `gradient`, which stays in 16 bits until its update has read it. `label` names it in errors."""
 
     gradient: torch.Tensor
     label: str
-    __torch_function__ = torch_private.without_functions
 
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, dtype: torch.dtype, label: str) -> HiddenGradient:
         """Make one of the shape and strides of `gradient`."""
-        made: HiddenGradient = torch_private.make_wrapper(
-            cls, gradient.shape, strides=gradient.stride(), dtype=dtype, device=gradient.device
-        )
+        made: HiddenGradient = cls.like(gradient, dtype)
         made.gradient, made.label = gradient, label
         return made
 
@@ -46,17 +79,12 @@ class HiddenGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
         return f"<{self.label}, kept in {self.gradient.dtype}>"
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = [each for each in torch_private.tree_leaves((args, kwargs)) if type(each) is cls]
-        if func in ZEROING:
-            for each in found:
-                each.gradient.zero_()
-            return args[0]
-        raise RuntimeError(
-            f"{func} met {found[0].label}, which is kept in {found[0].gradient.dtype} until its update has read it "
+    def zero(self) -> None:
+        self.gradient.zero_()
+
+    def refused(self, what: object) -> str:
+        return (
+            f"{what} met {self.label}, which is kept in {self.gradient.dtype} until its update has read it "
             f"(gradients='streamed' with mixed_precision), and cannot be read or changed: use gradients='visible', "
             f"with max_grad_norm= to clip and loss_scale= to scale"
         )

@@ -213,8 +213,7 @@ class Marks:
         """Return the tensor that stands for the used-up gradient of `managed`."""
         parameter, made = managed.parameter, self._made.get(managed)
         if made is None or made.device != parameter.device:
-            element = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
-            made = self._made[managed] = ConsumedGradient(parameter, element, managed.name)
+            made = self._made[managed] = ConsumedGradient(parameter, managed.name)
         return made
 
     def drop(self) -> None:

@@ -17,8 +17,8 @@ Note [Finding the chunk size]
     in order into one open chunk gives the fewest runs, ceil(n / C) falls, and a parameter that stops spanning (2 units
     or more until then) adds at most 2 to the packed ones, its own chunk and one more where it splits a run. So every
     size with lo < C < hi has a capacity of at least (lo + PAGE_ELEMENTS) * units(hi), and a branch and bound over
-    intervals of sizes finds the optimum with no guess which sizes matter: about a hundred evaluations, milliseconds,
-    for 70 G parameters. It ends on left ends of plateaus of units(C): n / k of a large parameter, or the sum of a run
+    intervals of sizes finds the optimum with no guess which sizes matter: some dozens of evaluations, milliseconds, for
+    70 G parameters. It ends on left ends of plateaus of units(C): n / k of a large parameter, or the sum of a run
     of consecutive ones (k blocks, half a block).
 """
 
@@ -26,11 +26,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from hetmem.base.units import round_down, round_up
 
@@ -181,49 +178,9 @@ def search_chunk_elements(
     assert low <= high, f"no multiple of {PAGE_ELEMENTS} lies from {minimum_elements} to {maximum_elements}"
     wanted = TARGET_ELEMENTS if target_elements is None else target_elements
     target = min(max(round_down(wanted, PAGE_ELEMENTS), low), high)
-    return _branch_and_bound(_Demand(parameters), low, target, high)
-
-
-class _Demand:
-    """The memory that a list of parameters takes as a function of the chunk size, without building the layout."""
-
-    def __init__(self, parameters: Sequence[ParameterSpec]) -> None:
-        self._itemsizes = {spec.group: spec.itemsize for spec in parameters}
-        self._padded: dict[str, list[int]] = {group: [] for group in self._itemsizes}
-        for spec in parameters:
-            if spec.numel:
-                self._padded[spec.group].append(round_up(spec.numel, ALIGNMENT_ELEMENTS))
-        self._counts = {group: Counter(sizes) for group, sizes in self._padded.items()}
-        self.floor_bytes = sum(sum(sizes) * self._itemsizes[group] for group, sizes in self._padded.items())
-        self._distinct = sorted(set().union(*self._counts.values()))
-        self._packed_ends: dict[int, dict[str, list[int]]] = {}
-
-    def bytes_per_element(self, chunk_elements: int) -> int:
-        """Return units(C), each weighted by its group's itemsize: C times this is `Layout.total_bytes`."""
-        total = 0
-        for group, ends in self._ends(chunk_elements).items():
-            spanning = ((size, n) for size, n in self._counts[group].items() if size > chunk_elements)
-            units = sum(-(-size // chunk_elements) * n for size, n in spanning)
-            position, last = 0, len(ends) - 1
-            while position < last:
-                position = bisect_right(ends, ends[position] + chunk_elements, position) - 1
-                units += 1
-            total += max(units, 1) * self._itemsizes[group]
-        return total
-
-    def _ends(self, chunk_elements: int) -> dict[str, list[int]]:
-        """Return by group the running sum (from 0) of the parameters that do not span; one list per set of these."""
-        key = bisect_right(self._distinct, chunk_elements)
-        if key not in self._packed_ends:
-            self._packed_ends[key] = {
-                group: list(accumulate((size for size in sizes if size <= chunk_elements), initial=0))
-                for group, sizes in self._padded.items()
-            }
-        return self._packed_ends[key]
-
-
-def _branch_and_bound(demand: _Demand, low: int, target: int, high: int) -> int:
-    """Return the size in [low, high] of least cost, best-first; see Note [Finding the chunk size]."""
+    sizes = [(round_up(spec.numel, ALIGNMENT_ELEMENTS), spec.group, spec.itemsize) for spec in parameters]
+    sizes.sort(key=lambda size: size[0] == 0)  # empty ones last, as in `build_layout`
+    least = sum(padded * itemsize for padded, _, itemsize in sizes)
     units: dict[int, int] = {}
     intervals: list[tuple[float, int, int]] = []
     best_cost, best = math.inf, target
@@ -233,26 +190,42 @@ def _branch_and_bound(demand: _Demand, low: int, target: int, high: int) -> int:
 
     def evaluate(size: int) -> None:
         nonlocal best_cost, best
-        units[size] = demand.bytes_per_element(size)
+        units[size] = _units(sizes, size)
         best_cost, best = min((best_cost, best), (size * units[size] * preference(size), size))
 
     def push(lo: int, hi: int) -> None:
         """Consider the sizes between `lo` and `hi`, which lie on one side of the target."""
         if hi - lo > PAGE_ELEMENTS:
-            capacity = max(demand.floor_bytes, (lo + PAGE_ELEMENTS) * units[hi])
+            capacity = max(least, (lo + PAGE_ELEMENTS) * units[hi])
             heapq.heappush(intervals, (capacity * min(preference(lo), preference(hi)), lo, hi))
 
     for size in (target, low, high):
         evaluate(size)
     push(low, target)
     push(target, high)
-    while intervals and intervals[0][0] < best_cost:
+    while intervals and intervals[0][0] < best_cost:  # best first
         _, lo, hi = heapq.heappop(intervals)
         middle = round_down((lo + hi) // 2, PAGE_ELEMENTS)
         evaluate(middle)
         push(lo, middle)
         push(middle, hi)
     return best
+
+
+def _units(sizes: Sequence[tuple[int, str, int]], chunk_elements: int) -> int:
+    """Return units(C) of `sizes` (elements, group, itemsize), each weighted by its itemsize: C times this is
+    `Layout.total_bytes`."""
+    total, free = 0, dict[str, int]()
+    for padded, group, itemsize in sizes:
+        if padded > chunk_elements:
+            total += -(-padded // chunk_elements) * itemsize
+            free.setdefault(group, 0)
+        elif padded > free.get(group, -1):
+            total += itemsize
+            free[group] = chunk_elements - padded
+        else:
+            free[group] -= padded
+    return total
 
 
 def used_ends(layout: Layout) -> tuple[int, ...]:

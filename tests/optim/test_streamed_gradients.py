@@ -152,6 +152,8 @@ USES: dict[str, Any] = {
     "log": lambda module: [p.grad.norm() for p in module.parameters() if p.grad is not None],
     "add": lambda module: [p.grad.add_(1.0) for p in module.parameters() if p.grad is not None],
     "step": lambda module: torch.optim.SGD(module.parameters(), lr=0.1).step(),
+    "address": lambda module: [p.grad.data_ptr() for p in module.parameters()],  # a kernel would read what is there
+    "share": lambda module: [torch.from_dlpack(p.grad) for p in module.parameters()],
 }
 
 
@@ -174,7 +176,7 @@ def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Mo
 
 
 @pytest.mark.parametrize(("use", "overlap"), mostly(USES, ["backward", "forward"]))
-def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(use: str, overlap: str, tmp_path: Path) -> None:
+def test_a_use_of_gradients_that_are_used_up_is_an_error(use: str, overlap: str, tmp_path: Path) -> None:
     """A clip of all gradients found none, clipped nothing and returned 0, and nobody saw it."""
     plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
     with pytest.raises(RuntimeError, match=r"met the gradient of \w+\.(weight|bias), which its update has used up dur"):
@@ -189,7 +191,7 @@ def test_whoever_computes_with_gradients_that_are_used_up_is_told_there(use: str
 @pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("way", ["release", "forget", "squeeze"])
-def test_gradients_that_are_used_up_are_in_nobodys_way(way: str, overlap: str, tmp_path: Path) -> None:
+def test_gradients_that_are_used_up_hinder_nothing_else(way: str, overlap: str, tmp_path: Path) -> None:
     plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
     left.step()
     match way:

@@ -4,8 +4,9 @@ the machine has not."""
 from __future__ import annotations
 
 import re
+import tempfile
 import textwrap
-from dataclasses import fields
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ pytest.importorskip("transformers")
 import transformers
 
 import hetmem
-from hetmem.base.hardware import ThreadCosts
+from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.base.units import MIB, parse_size
 from hetmem.cli import main
-from hetmem.planner import Plan, TracedCall, hugging_face_call, known_profiles, with_adapters
+from hetmem.planner import Plan, TracedCall, hugging_face_call, known_profiles, load_profile, with_adapters
 from hetmem.planner.plan import KEPT
 from tests.pairs import case
 
@@ -54,7 +55,20 @@ def config_file(name: str, directory: Path) -> Path:
 
 
 def typed(*words: object) -> int:
-    return main(["plan", *map(str, words)])
+    """Plan; a profile among the words is put into a file, whose path it becomes."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        for profile in (word for word in words if isinstance(word, HardwareProfile)):
+            file.write(profile.to_json())
+            file.flush()
+        return main(["plan", *(file.name if isinstance(word, HardwareProfile) else str(word) for word in words)])
+
+
+def with_memory(profile: HardwareProfile, device: int, host: int | None = None) -> HardwareProfile:
+    return replace(
+        profile,
+        device=replace(profile.device, memory_bytes=device),
+        host=replace(profile.host, memory_bytes=host or profile.host.memory_bytes),
+    )
 
 
 def pasted(out: str) -> str:
@@ -62,10 +76,10 @@ def pasted(out: str) -> str:
 
 
 SMALL_HOST = ["--device-memory", "3MiB", "--host-memory", "64MiB"]
-FREE_THREAD = [
-    word for cost in fields(ThreadCosts) for word in ("--set", f"thread.{cost.name}=0")
-]  # or the thread that launches binds, as models are tiny
-MOVED = ["--activations", "auto", "--set", "device.matrix_flops.bfloat16=1e10", *FREE_THREAD]
+H100 = load_profile("h100")
+FREE_THREAD = replace(H100, thread=ThreadCosts())  # or the thread that launches binds, as models are tiny
+SLOW = replace(FREE_THREAD, device=replace(H100.device, matrix_flops={**H100.device.matrix_flops, "bfloat16": 1e10}))
+MOVED = ["--activations", "auto", "--hardware", SLOW]
 """Activations move, as computing them again would take longer."""
 NVME = ["--device-memory", "1MiB", "--nvme", "64MiB", "--chunk-bytes", "16KiB"]
 ALL = pytest.mark.nightly
@@ -188,7 +202,7 @@ def test_nothing_is_advised_that_the_machine_has_not_and_smaller_states_are_choi
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = config_file("LlamaForCausalLM", tmp_path)
-    machine = ["--set", "host.memory_bytes=1MiB", "--set", "device.memory_bytes=1MiB", "--chunk-bytes", "64KiB"]
+    machine = ["--hardware", with_memory(H100, MIB, MIB), "--chunk-bytes", "64KiB"]
     assert typed("--hf-config", file, "--sequence", 32, "--precision", "float32", *machine) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "raise Budget(" not in out
@@ -210,14 +224,14 @@ def test_no_advice_names_memory_that_the_machine_has_not(
     name: str, machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A machine with more or less memory than the model needs, of which less than the half is asked for."""
-    file, asked = config_file(name, tmp_path), ["--batch", 2, "--sequence", 32, "--hardware", machine]
-    typed("--hf-config", file, *asked, "--device-memory", "1GiB", "-o", tmp_path / "plan.json")
+    file, asked = config_file(name, tmp_path), ["--batch", 2, "--sequence", 32]
+    typed("--hf-config", file, *asked, "--hardware", machine, "--device-memory", "1GiB", "-o", tmp_path / "plan.json")
     peaks, told = Plan.load(tmp_path / "plan.json").activation_bytes, 0
     states = 16 * Plan.load(tmp_path / "plan.json").parameters
     capsys.readouterr()
     for there, part in product((0.5, 1.5), repeat=2):
         has = {"device": max(MIB, int(there * max(peaks.values()))), "host": max(MIB, int(part * states))}
-        scaled = [word for tier, nbytes in has.items() for word in ("--set", f"{tier}.memory_bytes={nbytes}")]
+        scaled = ["--hardware", with_memory(load_profile(machine), has["device"], has["host"])]
         given = {tier: int(0.45 * nbytes) for tier, nbytes in has.items()}
         sizes = [word for tier, nbytes in given.items() for word in (f"--{tier}-memory", nbytes)]
         typed("--hf-config", file, *asked, *scaled, *sizes)
@@ -236,7 +250,7 @@ def test_no_advice_names_memory_that_the_machine_has_not(
 def test_the_life_of_a_drive_is_said_in_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = config_file("LlamaForCausalLM", tmp_path)
     room = ["--device-memory", "1MiB", "--host-memory", "2MiB", "--nvme", "64MiB", "--chunk-bytes", "32KiB"]
-    assert typed("--hf-config", file, "--sequence", 16, "--precision", "float32", *room, *FREE_THREAD) == 0
+    assert typed("--hf-config", file, "--sequence", 16, "--precision", "float32", *room, "--hardware", FREE_THREAD) == 0
     out = " ".join(capsys.readouterr().out.split())
     said = re.search(r"(\S+) (\S+) written a step, .* rated for 600 full writes lasts (\S+) days", out)
     took = re.search(r" step: (\S+) ms, ", out)
@@ -253,7 +267,7 @@ def test_the_life_of_a_drive_is_said_in_days(tmp_path: Path, capsys: pytest.Capt
 def test_a_card_is_never_given_more_than_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of 24 GB programs get 23.5 GiB, and who says 24GiB means all of it."""
     file = config_file("LlamaForCausalLM", tmp_path)
-    all_of_it = ["--hardware", "rtx4090", "--set", "device.memory_bytes=3MiB", "--host-memory", "64MiB"]
+    all_of_it = ["--hardware", with_memory(load_profile("rtx4090"), 3 * MIB), "--host-memory", "64MiB"]
     typed("--hf-config", file, "--sequence", 32, *all_of_it)
     usual = capsys.readouterr()
     typed("--hf-config", file, "--sequence", 32, *all_of_it, "--device-memory", "4MiB")
@@ -270,7 +284,7 @@ def test_what_the_device_is_missing_is_no_more_than_it_needs(
     file = config_file(name, tmp_path)
 
     def missing(mib: float) -> float:
-        words = ["--set", f"device.memory_bytes={int(mib * (1 << 20))}", "--batch", 4, "--precision", "float32"]
+        words = ["--hardware", with_memory(H100, int(mib * MIB)), "--batch", 4, "--precision", "float32"]
         typed("--hf-config", file, "--sequence", 64, *words)
         found = re.search(r"missing: (\S+) (MiB|KiB) on device", capsys.readouterr().out)
         return float(found[1]) / (1 if found[2] == "MiB" else 1024) if found else 0.0
@@ -284,7 +298,8 @@ def test_what_the_device_is_missing_is_no_more_than_it_needs(
 def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, saved = config_file("LlamaForCausalLM", tmp_path), tmp_path / "plan.json"
     room = ["--device-memory", "3MiB", "--host-memory", "16MiB", "--precision", "float32", "--sequence", 32]
-    typed("--hf-config", file, *room, "--set", "host.update_bytes_per_second=2e8", *FREE_THREAD, "-o", saved)
+    machine = replace(FREE_THREAD, host=replace(H100.host, update_bytes_per_second=2e8))
+    typed("--hf-config", file, *room, "--hardware", machine, "-o", saved)
     out = capsys.readouterr().out
     plan = Plan.load(saved)
     assert plan.combined is None

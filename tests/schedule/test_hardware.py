@@ -100,20 +100,3 @@ def test_a_missing_field_is_named() -> None:
 def test_what_is_no_profile_is_refused(text: str) -> None:
     with pytest.raises(ProfileError, match="a hardware profile must be"):
         HardwareProfile.from_json(text)
-
-
-def test_figures_can_be_set_by_their_dotted_names() -> None:
-    faster = profile().with_values({"nvme_read.bytes_per_second": 12e9, "host.cores": 64})
-    assert (faster.nvme_read, faster.host.cores) == (Rate(12e9), 64)
-    assert faster.sources["host.cores"] == "set by hand"
-
-
-@pytest.mark.parametrize("name", ["nvme_read", "nvme_read.speed", "nothing.at.all", "name.length"])
-def test_a_figure_that_does_not_exist_is_refused(name: str) -> None:
-    with pytest.raises(ProfileError, match=r"is no figure of it; known are .*nvme_read\.bytes_per_second"):
-        profile().with_values({name: 1.0})
-
-
-def test_a_negative_rate_cannot_be_set_by_hand() -> None:
-    with pytest.raises(ProfileError, match=r"nvme_read.bytes_per_second: expected a number above zero, got -1"):
-        profile().with_values({"nvme_read.bytes_per_second": -1})

@@ -267,8 +267,9 @@ def test_no_parameters_get_the_smallest_chunk() -> None:
     assert search_chunk_elements([], minimum_elements=1, maximum_elements=MI) == PAGE_ELEMENTS
 
 
-def test_one_giant_parameter_gets_a_size_that_nearly_divides_it() -> None:
-    giant = fp32(10 * PAGE_ELEMENTS)
+@pytest.mark.parametrize("numels", [[10], [0, 10], [10, 0]])
+def test_one_giant_parameter_gets_a_size_that_nearly_divides_it(numels: list[int]) -> None:
+    giant = fp32(*(numel * PAGE_ELEMENTS for numel in numels))
     found = search_chunk_elements(
         giant, minimum_elements=1, maximum_elements=8 * PAGE_ELEMENTS, target_elements=6 * PAGE_ELEMENTS
     )
