@@ -178,19 +178,24 @@ class Bindings:
         now = map(references, map(_HOME, among))  # C++ is asked without a call of Python for each
         return [each for each in compress(among, map(gt, now, map(_EXPECTED, among))) if each.numel]
 
-    def unbind(self, used: Iterable[ManagedParameter]) -> None:
-        """End `bind`: each of `used` rests, or is its home outside of compute."""
+    def unbind(self, used: Iterable[ManagedParameter]) -> bool:
+        """End `bind`: each of `used` rests, or is its home outside of compute. Returns whether a tensor holds the copy
+        of any."""
+        held = False
         for managed in used:
-            parameter = managed.parameter
+            parameter, view = managed.parameter, managed.slot_view
             parameter.__class__ = managed.kind
-            if not self._away:
+            if self._away:
+                parameter.data = managed.rest
+                parameter.__class__ = managed.watched_kind
+                if not self.rests and managed.rest is not managed.home:
+                    self.resting.append(managed)
+            else:
                 parameter.data = managed.home
                 self.exposed.add(managed)
-                continue
-            parameter.data = managed.rest
-            parameter.__class__ = managed.watched_kind
-            if not self.rests and managed.rest is not managed.home:
-                self.resting.append(managed)
+            if references(view.storage) > view.references:
+                held = True
+        return held
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Return whether the program has set `.data` of `managed.parameter`, which was bound."""

@@ -248,14 +248,15 @@ class Uses:
         measured, uncounted = self._tracer.measured, self._writes.uncounted
         if not (measured or uncounted or _functions_around()):
             for managed in used:
-                parameter = managed.parameter
                 if managed.data_taken or managed.counter._version != managed.version:
                     break
-                if type(parameter) is managed.kind and self._bindings.is_elsewhere(managed):
+                if type(managed.parameter) is managed.kind and self._bindings.is_elsewhere(managed):
                     break
             else:
-                self._bindings.unbind(used)
-                self.release(used)
+                if self._bindings.unbind(used) or type(used) is not Together:
+                    self.release(used)
+                else:
+                    self._traffic.release_all(used.uses or used.counted())
                 return
         with self._unwatched():
             data_set = [
