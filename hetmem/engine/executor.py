@@ -80,7 +80,7 @@ class Executor:
         self._working_copies: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
         self.workers: WeakList[Worker] = WeakList()
         """Pumped whenever something has ended."""
-        self._memory = memory
+        self._memory, self._device, self._pool = memory, memory.device, memory.device_pool
         self._residency = residency
         self._engine = engine
         self._bindings = bindings
@@ -99,12 +99,12 @@ class Executor:
         """Blocks in `_fetching` behind whose copy compute is ordered already."""
         self._compute_marks: dict[int, Any] = {}
         """By slot, marks behind the compute that last used the slot."""
-        self._log_change = events.copies.append
+        self._now, self._log_change = events.now, events.copies.append
         engine.observe = partial(_observe, events.transfers.append)
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Return `slot` of the device as a flat tensor of `chunk`'s elements."""
-        return self._memory.device_pool.views[slot][chunk.layout][0]
+        return self._pool.views[slot][chunk.layout][0]
 
     def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
         """Return `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
@@ -350,16 +350,16 @@ class Executor:
     def _carry_out(self, command: Command) -> None:
         if type(command) is Drop:
             block, tier, slot = command
-            self._log_change((self._events.now(), block, tier._value_, False))
+            self._log_change((self._now(), block, tier._value_, False))
             if tier is DEVICE:
                 self._bindings.close_device(self.chunk_of_block[block][0])
                 if self._sanitize:
-                    self._memory.device_pool.poison(slot)
+                    self._pool.poison(slot)
                     self.mark_use(slot)
             return
         if type(command) is Fetch:
             block, _, tier, slot = command
-            self._log_change((self._events.now(), block, tier._value_, True))
+            self._log_change((self._now(), block, tier._value_, True))
             if tier is DEVICE:
                 self._fetch_to_device(command, block, slot)
                 return
@@ -374,8 +374,7 @@ class Executor:
 
     def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> None:
         """Copy `block` into `slot`, or begin to."""
-        memory, engine = self._memory, self._engine
-        pool, copy_in = memory.device_pool, memory.device.copy_in
+        engine, pool, copy_in = self._engine, self._pool, self._device.copy_in
         chunk, role = self.chunk_of_block[block]
         tier = chunk.homes[role].tier
         try:
@@ -403,11 +402,12 @@ class Executor:
             self._fetched(block)
             self.execute(self._residency.failed(command))
             raise
-        self._commands += self._residency.done(command)
+        if following := self._residency.done(command):
+            self._commands += following
 
     def _prepare(self, slot: int, span: int) -> None:
         """Allocate memory for `span` slots at `slot`; launched compute may still use that memory."""
-        pool, keep = self._memory.device_pool, self._residency.allowed_slots(DEVICE) - span
+        pool, keep = self._pool, self._residency.allowed_slots(DEVICE) - span
         if pool.held_slots > keep:
             pool.give_back(self._residency.free_slots(DEVICE), keep)
         pool.prepare(slot, span)

@@ -89,10 +89,11 @@ class Bindings:
         """Set the device views of all parameters of `chunk`, which gets device slot `slot`, and return the slot as a
         flat tensor. Making a view takes some ten calls of torch, so all are kept for chunks of one layout as long as
         `slot` has its memory. Call it `unwatched`."""
-        views, layout = pool.views[slot], chunk.layout
-        if layout not in views:
-            views[layout] = pool.flat(slot, chunk.compute_dtype, chunk.numel), [SlotView() for _ in chunk.parameters]
-        flat, known = views[layout]
+        try:
+            flat, known = pool.views[slot][chunk.layout]
+        except KeyError:
+            flat, known = pool.flat(slot, chunk.compute_dtype, chunk.numel), [SlotView() for _ in chunk.parameters]
+            pool.views[slot][chunk.layout] = flat, known
         for managed, view in zip(chunk.parameters, known, strict=True):
             if managed.device is None:
                 if view.tensor.data_ptr() != view.address:  # it is new, or its storage was given other memory

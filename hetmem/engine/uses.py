@@ -69,7 +69,7 @@ class Uses:
         self._now, self._log, self._none_finished = events.now, events.moments.append, traffic.engine.none_finished
         self._slots, self._slot_bytes = traffic.residency.taken[DEVICE], memory.device_pool.slot_bytes
         self._watched, self._buffer_bytes = memory.device.watched, memory.buffer_bytes
-        self._reach = traffic.residency.reach_on_device
+        self._peaks, self._reach = room.statistics, traffic.residency.reach_on_device
         self.give_leases_up: Callable[[], bool | None] = lambda: False
         """Called if copies that are used at once have no room: ends some uses, and returns whether it did."""
         self._held: dict[ManagedParameter, None] = {}
@@ -100,7 +100,7 @@ class Uses:
 
     def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
-        expected, peaks = moment.non_model_bytes, self._room.statistics
+        expected, peaks = moment.non_model_bytes, self._peaks
         if not self._watched:  # the allocator's peak counts in the end
             expected = int(expected / self._tracer.growth)
         chunk_bytes = self._slots.used * self._slot_bytes + self._memory.device_home_bytes
@@ -126,9 +126,10 @@ class Uses:
                 if not unseen or managed.counter._version != managed.version:
                     with self._unwatched():
                         self._notice_write(managed)
-            together = used if type(used) is Together else Together(used)
-            uses = together.uses or together.counted()
-            if not (self._moment(operator, together.blocks) and unseen and self._traffic.use(uses)):
+            if type(used) is not Together:
+                used = Together(used)
+            uses = used.uses or used.counted()
+            if not (self._moment(operator, used.blocks) and unseen and self._traffic.use(uses)):
                 with self._unwatched():
                     self._acquire_all(operator, used)
         except BaseException:
