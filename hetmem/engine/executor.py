@@ -91,7 +91,7 @@ class Executor:
         self._at_work: Callable[[], set[object] | None] = lambda: None
         self._commands: deque[Command] = deque()
         self._urgent: int | None = None
-        self._executing = False
+        """The urgent block of the commands that are being carried out, -1 if there is none; None: nothing is."""
         self._jobs: dict[int, Callable[[BaseException | None], None]] = {}
         self._tags = itertools.count()
         self._fetching: dict[int, Fetch] = {}
@@ -100,7 +100,7 @@ class Executor:
         self._compute_marks: dict[int, Any] = {}
         """By slot, marks behind the compute that last used the slot."""
         self._now, self._log_change = events.now, events.copies.append
-        engine.observe = partial(_observe, events.transfers.append)
+        engine.log = events.transfers.append  # which refers to no model: the engine's threads must not keep one alive
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Return `slot` of the device as a flat tensor of `chunk`'s elements."""
@@ -290,7 +290,7 @@ class Executor:
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
-    def execute(self, commands: list[Command], urgent: int | None = None) -> None:
+    def execute(self, commands: list[Command], urgent: int = -1) -> None:
         """Carry out `commands`, in the order in which the residency gave them. The fetch of the block `urgent` to the
         device runs on this thread if another one gains nothing.
 
@@ -300,9 +300,9 @@ class Executor:
         """
         waiting = self._commands
         waiting += commands
-        if self._executing or not waiting:
+        if self._urgent is not None or not waiting:
             return
-        self._executing, self._urgent = True, urgent
+        self._urgent = urgent
         try:
             if is_unseen():
                 self._carry_out_all()
@@ -310,7 +310,7 @@ class Executor:
                 with self.unwatched():
                     self._carry_out_all()
         finally:
-            self._executing = False
+            self._urgent = None
 
     def _note(self, finished: Finished) -> None:
         command = finished.tag
@@ -412,9 +412,3 @@ class Executor:
             pool.give_back(self._residency.free_slots(DEVICE), keep)
         pool.prepare(slot, span)
         self.mark_use(slot)
-
-
-def _observe(log: Callable[[Any], None], link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
-    """Log a transfer; refers to the log alone, as the engine's threads must not keep a model alive."""
-    block = -1 if tag is None or type(tag) is int else tag.block
-    log((link._value_, block, start, end, nbytes))

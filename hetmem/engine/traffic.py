@@ -125,7 +125,7 @@ class Traffic:
         if not commands:
             return
         try:
-            self.execute(commands, urgent=block if urgent else None)
+            self.execute(commands, urgent=block if urgent else -1)
         except BaseException:
             self.abandon(block, tier)
             raise

@@ -246,8 +246,7 @@ class Uses:
     def end_call(self, used: list[ManagedParameter]) -> None:
         """End uses of code whose functions are not seen, as `end_use`. In a region `.data` is not seen either: writes
         through it are looked for in measured segments, and later in weights that had any."""
-        measured, uncounted = self._tracer.measured, self._writes.uncounted
-        if not (measured or uncounted or _functions_around()):
+        if not (self._tracer.measured or self._writes.uncounted or _functions_around()):
             for managed in used:
                 if managed.data_taken or managed.counter._version != managed.version:
                     break
@@ -267,7 +266,9 @@ class Uses:
             ]
             for managed, _ in data_set:
                 self._bindings.show_home(managed, managed.device)
-            self.end_use(used, writes=used if measured else [each for each in used if id(each) in uncounted])
+            uncounted = self._writes.uncounted
+            among = used if self._tracer.measured else [each for each in used if id(each) in uncounted]
+            self.end_use(used, writes=among)
             for managed, value in data_set:
                 self.data_set(managed, value)
 
