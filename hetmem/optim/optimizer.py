@@ -106,15 +106,19 @@ class OffloadedOptimizer(Optimizer):
     def state(self) -> Any:
         """The states of each parameter, as tensors at home. Waits until all updates have been written there.
 
-        Raises `ManageError` in a forked process, which has none of that memory.
+        Raises RuntimeError between a backward that has updated some and the end of its step, and `ManageError` in a
+        forked process, which has none of that memory.
         """
-        for interception in self._steppers:
+        for interception, stepper in self._steppers.items():
             refuse_a_fork("reading optimizer states", interception.process)
+            stepper.refuse_states()
         self.synchronize()
         return self.states.hand_out()
 
     @state.setter
     def state(self, value: Any) -> None:
+        for stepper in self._steppers.values():
+            stepper.refuse_states()
         self.synchronize()  # updates under way use the old states
         self.states.replace(value)
 
@@ -246,9 +250,8 @@ class OffloadedOptimizer(Optimizer):
         return {**state_dict, "state": {**saved, **numbers}}
 
     def __getstate__(self) -> dict[str, Any]:
-        self.synchronize()
         own = {name: self.__dict__[name] for name in _SETTINGS}
-        return {"defaults": self.defaults, "state": self.states.shown, "param_groups": self.param_groups, **own}
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)

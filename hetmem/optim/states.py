@@ -134,9 +134,10 @@ class States:
             self._seen = facts
             self._clean.clear()
 
-    def written(self, chunk: Chunk) -> bool:
+    def written(self, chunk: Chunk, is_home: Callable[[int], bool]) -> bool:
         """Return whether the program may have written to states of `chunk` since the last call, as far as `look` has
-        detected. A tensor that replaces a home in an entry is copied home."""
+        detected. A tensor that replaces a home in an entry is copied home. Raises RuntimeError if it lies in another
+        home, as `is_home` says of its address: that may have got other values by then."""
         if chunk in self._clean:
             return False
         self._clean.add(chunk)
@@ -146,7 +147,13 @@ class States:
                 if not (role.is_state and managed.numel) or state.get(role.name) is None:
                     continue
                 for name, offset in managed.byte_offsets(role).items():
-                    if state[name].data_ptr() != address_of(home.memory) + offset:
+                    if (at := state[name].data_ptr()) != address_of(home.memory) + offset:
+                        if is_home(at):
+                            self._clean.discard(chunk)
+                            raise RuntimeError(
+                                f"optimizer.state has a tensor of another parameter as {name} of {managed.name}: "
+                                f"assign a clone of it, or copy into the tensor that was there"
+                            )
                         state[name], self._seen = managed.views(role)[name].copy_(state[name]), ()
         return True
 

@@ -162,6 +162,16 @@ class Stepper:
                 f"{updated_already(self._progress.values())}"
             )
 
+    def refuse_states(self) -> None:
+        """Raise RuntimeError if the program uses states before the end of a step that has updated some already."""
+        if not self.failed and any(update.begun for update in self._progress.values()):
+            raise RuntimeError(
+                f"optimizer states are used before step(), after updates had begun during backward "
+                f"(overlap={self._optimizer.overlap.value!r}), which change them: use them before backward() or after "
+                f"step() (to leave it out, forget_step() and zero_grad()), or set overlap='off'. "
+                f"{updated_already(self._progress.values())}"
+            )
+
     # ---- homes that move -------------------------------------------------------------------------------------------
 
     def updates_on_device(self) -> set[int]:

@@ -137,7 +137,8 @@ class Passes:
 
     def notice_states(self, chunk: Chunk) -> None:
         """Take over writes of the program to states of `chunk` at home."""
-        if self._states.written(chunk):
+        memory = self._runtime.memory
+        if self._states.written(chunk, lambda at: memory.is_home_address(at) or memory.is_device_address(at)):
             self._runtime.traffic.wait_for_update(chunk)  # of another optimizer, which has staged its states
             self.prepared.pop(chunk, None)
             for role in chunk.homes:

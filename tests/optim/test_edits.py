@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hetmem
 from hetmem.testing import is_consumed
-from tests.engine.harness import assert_same_weights, loss_of, mlp, pair, streamed, vector_batches
+from tests.engine.harness import assert_same_weights, everywhere, loss_of, mlp, pair, streamed, vector_batches
 from tests.optim.stories import OVERLAPS, Twins, on_either, one, overlaps, twins
 from tests.pairs import mostly
 
@@ -87,6 +87,32 @@ PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
         [gradient], torch.zeros(1), torch.tensor(0.25)
     ),
 }
+
+
+@streamed
+@overlaps
+def test_states_written_before_the_step_count(overlap: str, placement: str, tmp_path: Path) -> None:
+    """The update that was begun in the backward has read and changed them."""
+    both = twins(pair(mlp, placement, tmp_path), overlap=overlap)
+    optimizers = {id(module): optimizer for module, optimizer in both.sides}
+
+    def write(module: Any) -> None:
+        optimizers[id(module)].state[module[2].weight]["exp_avg"].mul_(0.5)
+
+    assert_counts_or_is_refused(write, both)
+
+
+@everywhere
+def test_states_that_two_parameters_exchange_are_refused(placement: str, tmp_path: Path) -> None:
+    """Copied home one after the other, the second would be a copy of the first."""
+    both = twins(pair(mlp, placement, tmp_path), overlap="off")
+    both.train(vector_batches(2, 4, 64))
+    first, second = both.managed[0].weight, both.managed[2].weight
+    state = both.right.state
+    state[first], state[second] = state[second], state[first]
+    loss_of(both.managed, vector_batches(1, 4, 64)[0]).backward()
+    with pytest.raises(RuntimeError, match="tensor of another parameter as exp_avg of"):
+        both.right.step()
 
 
 @pytest.mark.each
