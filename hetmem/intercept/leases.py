@@ -156,7 +156,7 @@ class Leases:
             managed.bound += 1
         if not call.used:
             self._bound.append(call)
-        call.used = [*call.used, *used]  # `bind` may have given it a list of `_known`
+        call.used = Together((*call.used, *used))  # `bind` may have given it a list of `_known`
 
     def end(self, call: Call) -> None:
         """Unbind what is bound for `call` alone. Called on its thread, or on any if that one was interrupted."""
