@@ -155,16 +155,11 @@ class Order:
             touched.clear()
         ranks, rank_of = self._ranks, self._rank_of
         for block in touched:
-            rank = self._rank(block) if block in copies else None
             if block in rank_of:
-                if rank == rank_of[block]:
-                    continue
-                del ranks[bisect_left(ranks, rank_of[block])]
-            if rank is None:
-                rank_of.pop(block, None)
-            else:
+                del ranks[bisect_left(ranks, rank_of.pop(block))]
+            if block in copies:
+                rank = rank_of[block] = self._rank(block)
                 insort(ranks, rank)
-                rank_of[block] = rank
         touched.clear()
         return ranks
 
