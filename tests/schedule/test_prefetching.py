@@ -152,6 +152,15 @@ def test_what_is_late_to_be_overwritten_is_not_read_ahead() -> None:
     assert r.counts.fetches[HOST] == 1
 
 
+def test_what_was_late_and_has_been_overwritten_is_read_ahead_again() -> None:
+    schedule = Schedule(UseSequence([(0,), (1,), (0,)], overwritten=[0]))
+    r = residency(NVME, NVME, host=2)
+    r.expect({HOST: schedule})
+    for block, again in ((1, False), (0, True)):
+        r.reach((block,), HOST)
+        assert schedule.reads(5) == again
+
+
 def test_what_was_overwritten_and_given_up_is_read_for_its_next_use() -> None:
     r = residency(NVME, NVME, host=2, lookahead=2)
     assert r.expect({HOST: Schedule(UseSequence([(0,), (1,), (0,)], overwritten=[0]))}) == [read(1, 0)]

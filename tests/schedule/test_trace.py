@@ -169,6 +169,15 @@ def test_what_segments_overwrite_lies_at_the_same_places_of_their_schedule() -> 
     assert [schedule.reads(at) for at in range(10)] == [False, True, True, False, True] * 2
 
 
+def test_a_use_that_comes_twice_needs_its_block_now_both_times() -> None:
+    schedule = Schedule([(0,), (1,)])
+    for _ in range(2):
+        schedule.reach((0,))
+        assert (schedule.position, schedule.next_use(0)) == (1, 0)
+        schedule.meet((0,))
+        assert schedule.next_use(0) == 2
+
+
 def test_what_is_skipped_still_overwrites_its_block_and_until_then_nobody_reads_that_ahead() -> None:
     """Block 1 is written, then read; the use of 2, which came between, is early this time."""
     schedule = Schedule(UseSequence([(0,), (1,), (2,), (1,), (3,)], overwritten=[1]))

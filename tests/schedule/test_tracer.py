@@ -40,3 +40,20 @@ def test_a_segment_that_leaves_its_trace_expects_the_worst_that_was_seen() -> No
     assert tracer.known is not None
     assert tracer.known.opening.non_model_bytes == 70
     assert [moment.non_model_bytes for moment in tracer.known.moments] == [180, 180]
+
+
+def test_a_segment_that_leaves_its_trace_for_one_moment_is_known_as_a_whole() -> None:
+    tracer = StepTracer()
+    for second, measured in ((1, True), (3, False)):
+        tracer.begin(BACKWARD, measured=measured)
+        for block in (0, second, 2):
+            tracer.moment("mm", (block,), 0)
+    tracer.begin(BACKWARD, measured=False)
+    assert tracer.known is not None
+    assert [moment.blocks for moment in tracer.known.moments] == [(0,), (3,), (2,)]
+
+
+def test_what_a_segment_needs_that_is_measured_again_is_what_it_needs_now() -> None:
+    tracer = traced()
+    tracer.begin(BACKWARD, measured=True)
+    assert tracer.moment("mm", (0,), 30).non_model_bytes == 30
