@@ -170,12 +170,12 @@ def test_what_segments_overwrite_lies_at_the_same_places_of_their_schedule() -> 
 
 
 def test_a_use_that_comes_twice_needs_its_block_now_both_times() -> None:
-    schedule = Schedule([(0,), (1,)])
+    schedule = Schedule([(0,), (1,), (2,)])
     for _ in range(2):
         schedule.reach((0,))
         assert (schedule.position, schedule.next_use(0)) == (1, 0)
         schedule.meet((0,))
-        assert schedule.next_use(0) == 2
+        assert schedule.next_use(0) == 3
 
 
 def test_what_is_skipped_still_overwrites_its_block_and_until_then_nobody_reads_that_ahead() -> None:

@@ -55,5 +55,6 @@ def test_a_segment_that_leaves_its_trace_for_one_moment_is_known_as_a_whole() ->
 
 def test_what_a_segment_needs_that_is_measured_again_is_what_it_needs_now() -> None:
     tracer = traced()
+    tracer.moment("mm", (0,), 0)
     tracer.begin(BACKWARD, measured=True)
     assert tracer.moment("mm", (0,), 30).non_model_bytes == 30
