@@ -108,9 +108,9 @@ class Interception:
         """Bind weights for the call of `module` that begins, and return its new arguments, or None to keep them."""
         compiles = compiler = set_compiler(None)
         try:
-            frame: FrameType | None = sys._getframe(2)
+            frame: Any = sys._getframe(2)
             here = self.stretches.here
-            if compiler is None and here and frame is not None and frame.f_code is CALLS:
+            if compiler is None and here and frame.f_code is CALLS:
                 innermost = here[-1]
                 plain = not (self._regions.may_begin or "forward" in module.__dict__)
                 if plain and innermost.is_computing(frame):  # an ordinary nested call, as most are
@@ -119,7 +119,7 @@ class Interception:
                         calls += (Call(module, frame),)
                     self.leases.begin(calls[-1], module, recomputed=innermost.task >= 0)
                     return None
-            if frame is not None and frame.f_code is not CALLS:
+            if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:
                 if self._regions.encloses(frame):
@@ -288,9 +288,8 @@ class Interception:
         """Unbind the weights of the call of `module` that has returned or raised; the outermost leaves the modes."""
         compiles = set_compiler(None)
         try:
-            frame: FrameType | None = sys._getframe(2)
+            frame: Any = sys._getframe(2)
             here = self.stretches.here
-            assert frame is not None
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             elif here and not self._regions.may_end and (call := here[-1].pop(module, frame)) is not None:
