@@ -29,7 +29,6 @@ from hetmem.torch_private import TorchDispatchMode
 
 _AUTOGRAD: Any = torch_private.autograd
 _get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
-_graph_task: Any = torch_private.current_graph_task
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Called instead of a function or operator, with it, its types, arguments and keyword arguments."""
@@ -121,10 +120,12 @@ class Compute:
     """
 
     def __init__(self, began: Call, ended: Callable[[Compute], None], on_interrupted: Callable[[Call], None]) -> None:
-        self.task, self.thread = _graph_task(), get_ident()
+        self.task, self.thread = torch_private.current_graph_task(), get_ident()
         self.calls, self.on_interrupted, self.is_over = [began], on_interrupted, False
         self.enclosed = False
-        """Whether a frame of hetmem's is around the outermost `forward`, which sees every end of that."""
+        """Whether a frame of hetmem's is around the outermost `forward`, which sees every end of that: a module called
+        on its thread, in the same backward if in any, is called within the stretch. A call within that an interrupt has
+        ended may stay among `calls` meanwhile, and its weights bound."""
         self.functions_running = 0
         """Number of calls of `functions` that have not returned: while there is one, the stretch runs."""
         self.functions: Handler | None = None
@@ -159,13 +160,6 @@ class Compute:
         while self.calls and not self.calls[-1].is_on(top):
             self.on_interrupted(self.calls.pop())
         return not self.calls
-
-    def is_computing(self, frame: FrameType) -> bool:
-        """Return whether this stretch computes as a call in `frame` begins: on this thread, in the same backward if in
-        any, and with its innermost call on the stack. One that an interrupt ended while `enclosed` ends later."""
-        if self.task != _graph_task():
-            return False
-        return self.enclosed or (bool(self.calls) and self.calls[-1].is_on(frame.f_back))
 
     def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
         """Remove and return the innermost call if `frame` makes it, of `module`, and it did not begin the stretch."""
@@ -291,7 +285,7 @@ class Hook:
     def is_over(self) -> bool:
         """Return whether the hook will not be in effect again."""
         if self._compute is None:
-            return bool(_graph_task() == -1)
+            return bool(torch_private.current_graph_task() == -1)
         compute = self._compute()
         return compute is None or compute.is_over
 

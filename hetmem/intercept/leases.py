@@ -71,15 +71,16 @@ class Leases:
             used = self._known[keys]
         except KeyError:
             used = self._learn(keys)
-        if self._forward is not None:
-            used = [managed for managed in used if not managed.bound]
-            call = self._forward
+        whole = self._forward
+        if whole is not None:
+            call, used = whole, [managed for managed in used if not managed.bound]
         if used and self._memory.uses_copies:
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
-                if call is not self._forward and _is_autocast(self._device_type):
-                    call.left = self.casts.leave_cache()
-                if self._unbound:
+                if whole is None:
+                    if _is_autocast(self._device_type):
+                        call.left = self.casts.leave_cache()
+                elif self._unbound:
                     self._unbound.difference_update(used)
                     self._quieten_hooks()
             except DeviceOutOfMemoryError as error:
@@ -141,9 +142,11 @@ class Leases:
         top = _top_hooks(True)
         if top is not None and type(top[0]) is not Pack and call is not self._forward:
             call.displaced = self._saved.displace_others(used)
-        if not call.used:
+        if call.used:
+            call.used = [*call.used, *used]
+        else:
             self._bound += (call,)
-        call.used = [*call.used, *used] if call.used else used
+            call.used = used
         for managed in used:
             managed.bound += 1
         if self.casts.alive:
