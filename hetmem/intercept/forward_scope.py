@@ -161,16 +161,6 @@ class Compute:
             self.on_interrupted(self.calls.pop())
         return not self.calls
 
-    def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
-        """Remove and return the innermost call if `frame` makes it, of `module`, and it did not begin the stretch."""
-        calls = self.calls
-        if len(calls) > 1:
-            call = calls[-1]
-            if call.number == id(frame) and call.module() is module:
-                del calls[-1]
-                return call
-        return None
-
     @staticmethod
     def enter_forward(frame: FrameType | None, around: Callable[..., Any]) -> bool:
         """Have `frame`, of the code `CALLS`, call `around(forward, …)` instead of `forward(…)`, as torch calls no hooks

@@ -295,9 +295,13 @@ class Interception:
             here = self.stretches.here
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
-            elif here and not self._regions.may_end and (call := here[-1].pop(module, frame)) is not None:
-                self.leases.end(call)  # a nested call; the stretch goes on
-                return
+            elif here and here[-1].enclosed and not self._regions.may_end:
+                calls = here[-1].calls
+                call = calls[-1]
+                if call.number == id(frame) and call.module() is module:  # a nested call; the stretch goes on
+                    del calls[-1]
+                    self.leases.end(call)
+                    return
             with HELD_BACK:
                 explain(sys.exc_info()[1], module, self._model() or module, self.runtime.bindings.by_id)
                 if self._regions.encloses(frame):
