@@ -112,15 +112,16 @@ class Interception:
         try:
             frame: Any = sys._getframe(2)
             here = self.stretches.here
-            compute: Compute | None = here[-1] if here else None
-            if compute is not None and compute.enclosed and compiler is None and frame.f_code is CALLS:
-                plain = not (self._regions.may_begin or "forward" in module.__dict__)
-                if plain and compute.task == _graph_task():  # an ordinary nested call, as most are
-                    calls = compute.calls
-                    if self._tracing.where is None:
-                        calls += (Call(module, frame),)
-                    self.leases.begin(calls[-1], module, recomputed=compute.task >= 0)
-                    return None
+            if (
+                (here and (around := here[-1]).enclosed and around.task == _graph_task())
+                and (compiler is None and frame.f_code is CALLS)
+                and not (self._regions.may_begin or "forward" in module.__dict__)
+            ):  # an ordinary nested call, as most are
+                calls = around.calls
+                if self._tracing.where is None:
+                    calls += (Call(module, frame),)
+                self.leases.begin(calls[-1], module, recomputed=around.task >= 0)
+                return None
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:

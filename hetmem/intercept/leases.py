@@ -133,10 +133,11 @@ class Leases:
         if recomputed or self._gradients.within_step:
             self._gradients.notify_use(used)
         fresh = used
-        for managed in used:
-            if managed.bound:
-                fresh = [managed for managed in used if not managed.bound]
-                break
+        if self._bound:
+            for managed in used:
+                if managed.bound:
+                    fresh = [managed for managed in used if not managed.bound]
+                    break
         if fresh:
             self._uses.use(name, fresh)
         top = _top_hooks(True)
