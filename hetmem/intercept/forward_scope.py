@@ -2,7 +2,8 @@
 
 Note "interrupts": Ctrl-C ends a forward without torch's hooks, and not always within `forward_within`, so modes can
 stay on the stacks of a thread that never calls the model again. So a mode holds no strong reference, and first
-checks whether the calls it was entered for are still on the stack of their thread; if not, it does nothing.
+checks whether the calls it was entered for are still on the stack of their thread; if not, it does nothing. While a
+frame of hetmem's is around the outermost `forward` (`Compute.enclosed`) there is nothing to check.
 
 Note "compiled functions": a function compiled by `torch.compile` and called by a forward (attention with a user's
 score function, say) is traced through the function modes on the stack, as if they were a part of it. So the mode passes
