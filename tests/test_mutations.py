@@ -74,8 +74,8 @@ MUTATIONS = {
     ),
     "read before the write is done": Mutation(
         "schedule/ledger.py",
-        "        copy.writing = True\n        self.in_flight += 1",
-        "        copy.dirty = False\n        self.in_flight += 1",
+        "        copy.writing = True\n        self.caches",
+        "        copy.dirty = False\n        self.caches",
         STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
     ),
     "use a copy before its fetch is done": Mutation(
@@ -310,8 +310,8 @@ MUTATIONS = {
     ),
     "bind a module's weights for one function instead of its call": Mutation(
         "intercept/leases.py",
-        "            managed.bound += 1\n        call.used += used\n        if self.casts.alive:\n",
-        "            pass\n        self._runtime.uses.end_call(used)\n        if self.casts.alive:\n",
+        "        for managed in used:\n            managed.bound += 1\n        if self.casts.alive:\n",
+        "        call.used = []\n        self._uses.end_call(used)\n        if self.casts.alive:\n",
         "tests/intercept/test_pointers.py::test_an_extension_in_cpp_that_keeps_the_address_of_a_weight_finds_it_there",
     ),
     "manage a model that keeps a view of a weight": Mutation(

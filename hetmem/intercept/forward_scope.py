@@ -29,6 +29,7 @@ from hetmem.torch_private import TorchDispatchMode
 
 _AUTOGRAD: Any = torch_private.autograd
 _get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
+_graph_task: Any = torch_private.current_graph_task
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Called instead of a function or operator, with it, its types, arguments and keyword arguments."""
@@ -45,12 +46,11 @@ class Call:
     """A call of a module; it keeps neither the module nor a frame alive. `used` are the weights bound until it ends,
     `displaced` the saved-tensor hooks of the program replaced meanwhile, `left` the autocast cache's state before."""
 
-    __slots__ = ("_plain", "displaced", "left", "module", "number", "used")
+    __slots__ = ("displaced", "left", "module", "number", "used")
 
     def __init__(self, module: object, frame: FrameType | None) -> None:
         """Describe the call that torch's `frame` makes, see `calling_frame`."""
         self.module, self.number = weakref.ref(module), id(frame)
-        self._plain = frame is not None and frame.f_code is CALLS
         self.used: list[ManagedParameter] = []
         self.displaced: Any = None
         self.left: Any = None
@@ -62,13 +62,8 @@ class Call:
 
     def is_on(self, frame: FrameType | None) -> bool:
         """Return whether this call is on the stack that has `frame` on top."""
-        plain = self._plain  # compare the `id` of fewer frames
         while frame is not None:
-            if (
-                (not plain or frame.f_code is CALLS)
-                and id(frame) == self.number
-                and frame.f_locals.get("self", self) is self.module()  # as in `is_made_in`
-            ):
+            if id(frame) == self.number and frame.f_locals.get("self", self) is self.module():  # as in `is_made_in`
                 return True
             frame = frame.f_back
         return False
@@ -126,8 +121,10 @@ class Compute:
     """
 
     def __init__(self, began: Call, ended: Callable[[Compute], None], on_interrupted: Callable[[Call], None]) -> None:
-        self.task, self.thread = torch_private.current_graph_task(), get_ident()
+        self.task, self.thread = _graph_task(), get_ident()
         self.calls, self.on_interrupted, self.is_over = [began], on_interrupted, False
+        self.enclosed = False
+        """Whether a frame of hetmem's is around the outermost `forward`, which sees every end of that."""
         self.functions_running = 0
         """Number of calls of `functions` that have not returned: while there is one, the stretch runs."""
         self.functions: Handler | None = None
@@ -145,7 +142,7 @@ class Compute:
 
     def runs(self) -> bool:
         """Return whether the stretch runs, for a mode on any thread; if its own thread finds that not so, end it."""
-        if self.is_over or self.functions_running:
+        if self.is_over or self.functions_running or self.enclosed:
             return not self.is_over
         if self.thread != get_ident():
             return _runs_elsewhere(tuple(self.calls), self.thread, self._bottom)
@@ -163,25 +160,21 @@ class Compute:
             self.on_interrupted(self.calls.pop())
         return not self.calls
 
-    def is_computing(self, top: FrameType | None) -> bool:
-        """Return whether this stretch computes now: whether its innermost call is on the stack below `top`."""
-        calls = self.calls
-        if not calls or self.task != torch_private.current_graph_task():
+    def is_computing(self, frame: FrameType) -> bool:
+        """Return whether this stretch computes as a call in `frame` begins: on this thread, in the same backward if in
+        any, and with its innermost call on the stack. One that an interrupt ended while `enclosed` ends later."""
+        if self.task != _graph_task():
             return False
-        call, frame = calls[-1], top
-        while frame is not None and frame.f_code is not CALLS:
-            frame = frame.f_back
-        if frame is not None and id(frame) == call.number and frame.f_locals["self"] is call.module():
-            return True  # the usual case: the innermost call of a module with hooks on the stack
-        return call.is_on(top)
+        return self.enclosed or (bool(self.calls) and self.calls[-1].is_on(frame.f_back))
 
     def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
         """Remove and return the innermost call if `frame` makes it, of `module`, and it did not begin the stretch."""
         calls = self.calls
-        if calls[1:2] and calls[-1].number == id(frame) and calls[-1].module() is module:
+        if len(calls) > 1:
             call = calls[-1]
-            del calls[-1]
-            return call
+            if call.number == id(frame) and call.module() is module:
+                del calls[-1]
+                return call
         return None
 
     @staticmethod
@@ -298,7 +291,7 @@ class Hook:
     def is_over(self) -> bool:
         """Return whether the hook will not be in effect again."""
         if self._compute is None:
-            return bool(torch_private.current_graph_task() == -1)
+            return bool(_graph_task() == -1)
         compute = self._compute()
         return compute is None or compute.is_over
 

@@ -111,12 +111,13 @@ class Interception:
             frame: FrameType | None = sys._getframe(2)
             here = self.stretches.here
             if compiler is None and here and frame is not None and frame.f_code is CALLS:
+                innermost = here[-1]
                 plain = not (self._regions.may_begin or "forward" in module.__dict__)
-                if plain and here[-1].is_computing(frame.f_back):  # an ordinary nested call, as most are
-                    calls = here[-1].calls
+                if plain and innermost.is_computing(frame):  # an ordinary nested call, as most are
+                    calls = innermost.calls
                     if self._tracing.where is None:
                         calls += (Call(module, frame),)
-                    self.leases.begin(calls[-1], module, recomputed=here[-1].task >= 0)
+                    self.leases.begin(calls[-1], module, recomputed=innermost.task >= 0)
                     return None
             if frame is not None and frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
@@ -161,7 +162,11 @@ class Interception:
                     self.leases.begin_all(call, module)
                 if not compute.working_weights:
                     self.leases.begin(call, module, recomputed=compute.task >= 0)
-            output = forward(*args, **kwargs)
+            compute.enclosed = True
+            try:
+                output = forward(*args, **kwargs)
+            finally:
+                compute.enclosed = False  # in one instruction: an interrupt cannot prevent it
             with HELD_BACK:
                 self.leases.end(call)
             return output
@@ -296,7 +301,7 @@ class Interception:
                 if self._regions.encloses(frame):
                     return
                 compiles = self._regions.end(frame, compiles)
-                compute = self.current(sys._getframe())
+                compute = self.current(frame or sys._getframe())
                 if compute is None or not compute.calls or not compute.calls[-1].is_made_in(frame):
                     return
                 self.leases.end(compute.calls.pop())

@@ -40,6 +40,7 @@ from hetmem.memory.chunk import ManagedParameter
 
 _NONE = id(None)  # what a module without a bias has in `_parameters`
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
+_is_autocast = torch.is_autocast_enabled
 
 
 class Leases:
@@ -53,7 +54,7 @@ class Leases:
         """Weights that `_forward` uses and that are not bound yet."""
         self._departed: set[Hashable] = set()
         """Trace keys of forwards that used weights missing from their trace."""
-        self._by_id = runtime.bindings.by_id
+        self._memory, self._uses, self._by_id = runtime.memory, runtime.uses, runtime.bindings.by_id
         self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
         """Results of `_learn`, by the `id`s of a module's parameters."""
         self._bound: list[Call] = []
@@ -66,14 +67,17 @@ class Leases:
         """Bind the own weights of `module`, which `call` calls, if all fit at once. Binds nothing if it raises.
         `recomputed`: within a backward."""
         keys = (*map(id, module._parameters.values()),)
-        used = self._known[keys] if keys in self._known else self._learn(keys)
+        try:
+            used = self._known[keys]
+        except KeyError:
+            used = self._learn(keys)
         if self._forward is not None:
             used = [managed for managed in used if not managed.bound]
             call = self._forward
-        if used and self._runtime.memory.uses_copies:
+        if used and self._memory.uses_copies:
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
-                if call is not self._forward and torch.is_autocast_enabled(self._device_type):
+                if call is not self._forward and _is_autocast(self._device_type):
                     call.left = self.casts.leave_cache()
                 if self._unbound:
                     self._unbound.difference_update(used)
@@ -133,25 +137,25 @@ class Leases:
                 fresh = [managed for managed in used if not managed.bound]
                 break
         if fresh:
-            self._runtime.uses.use(name, fresh)
+            self._uses.use(name, fresh)
         top = _top_hooks(True)
         if top is not None and type(top[0]) is not Pack and call is not self._forward:
             call.displaced = self._saved.displace_others(used)
         if not call.used:
             self._bound += (call,)
+        call.used = [*call.used, *used] if call.used else used
         for managed in used:
             managed.bound += 1
-        call.used += used
         if self.casts.alive:
             self.casts.renew(fresh)
 
     def keep(self, call: Call, used: list[ManagedParameter]) -> None:
         """Keep `used`, which are bound, bound until `end(call)`."""
-        if not call.used:
-            self._bound.append(call)
         for managed in used:
             managed.bound += 1
-        call.used += used
+        if not call.used:
+            self._bound.append(call)
+        call.used = [*call.used, *used]  # `bind` may have given it a list of `_known`
 
     def end(self, call: Call) -> None:
         """Unbind what is bound for `call` alone. Called on its thread, or on any if that one was interrupted."""
@@ -162,23 +166,21 @@ class Leases:
             call.left = None
         if call is self._forward:
             self.end_all()
-        used = call.used
-        if not used:
+        over, call.used = call.used, []
+        if not over:
             return
-        call.used = []
         if self._bound[-1] is call:
             del self._bound[-1]
         else:
             self._bound.remove(call)
-        for managed in used:
-            managed.bound -= 1
-        over = used if not used[1:] else [*dict.fromkeys(used)]
+        others = 0
         for managed in over:
-            if managed.bound:
-                over = [managed for managed in over if not managed.bound]
-                break
+            managed.bound -= 1
+            others += managed.bound
+        if others:
+            over = [managed for managed in dict.fromkeys(over) if not managed.bound]
         if over:
-            self._runtime.uses.end_call(over)
+            self._uses.end_call(over)
             if self.casts.alive:
                 self.casts.drop(over)
 

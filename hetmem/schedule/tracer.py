@@ -159,11 +159,11 @@ class StepTracer:
             expected = known.moments[at] if at < self._count else Moment(operator, blocks, *known.worst)
             if self.growth != 1.0:
                 expected = expected.times(self.growth)
-            as_expected = expected.blocks == blocks and expected.operator == operator
-            if not as_expected or at >= self._count:
+            departs = expected.blocks != blocks or expected.operator != operator
+            if departs or at >= self._count:
                 self._leave_trace()
             if not self._follows:
-                self._moments.append(expected if as_expected else Moment(operator, blocks, live_bytes))
+                self._moments.append(Moment(operator, blocks, live_bytes) if departs else expected)
         self.position = at + 1
         self._expected = expected
         return expected
