@@ -17,7 +17,7 @@ from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.errors import ManageError
 from hetmem.intercept.saved_tensors import SavedTensors
-from hetmem.intercept.watched import Bound, Watched, classes_of
+from hetmem.intercept.watched import Bound, Watched, classes_of, refuse_set
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
@@ -180,6 +180,8 @@ class Faults:
     ) -> Any:
         if func == set_data and used[0].parameter is args[0]:
             return self._set_data(used[0], args[1])
+        if _name(func).partition(".")[0] == "set_" and used[0].parameter is args[0]:
+            refuse_set()
         if self._gradients.within_step or in_backward():
             self._gradients.notify_use(used)
         if in_backward():

@@ -421,6 +421,6 @@ def _is_ours(hooks: tuple[Any, Any]) -> bool:
 
 def _set_since(weight: str) -> str:
     return (
-        f"{weight}.data was set within a forward for the first time after this graph had used it, and what it was "
-        f"then is not kept: compute the forward again, whose backward will find it"
+        f"{weight}.data was set within a forward or backward for the first time after this graph had used it, and "
+        f"what it was then is not kept: compute the forward again, whose backward will find it"
     )

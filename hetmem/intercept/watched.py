@@ -16,12 +16,13 @@ to `intercept.faults`. Of that class ("watched") are:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data
+from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.torch_private import tree_leaves
 
@@ -103,11 +104,23 @@ class Bound:
         else:
             faults.set_data_of_bound(self, value)
 
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Raise `ManageError`: the parameter would leave its device copy, and its home, behind."""
+        refuse_set()
+
     def __deepcopy__(self, memo: Any) -> Any:
         return _call_unbound(self, "__deepcopy__", memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _call_unbound(self, "__reduce_ex__", protocol)
+
+
+def refuse_set() -> NoReturn:
+    """Raise `ManageError` for `p.set_(…)` within compute."""
+    raise ManageError(
+        "p.set_(…) of a managed parameter within a forward or backward: write p.data = tensor, or p.copy_(tensor) with "
+        "torch.no_grad()"
+    )
 
 
 def _call_unbound(parameter: Any, method: str, argument: Any) -> Any:
