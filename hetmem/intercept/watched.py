@@ -74,6 +74,13 @@ class Watched:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._call_own("__reduce_ex__", protocol)
 
+    def set_(self: Any, *given: Any, **named: Any) -> Any:
+        """Do what torch's method does, which calls no `__torch_function__`. Raises `ManageError` within compute."""
+        faults = type(self).hetmem_faults()
+        if faults is not None and faults.computes():
+            refuse_set()
+        return torch.Tensor.set_(self, *given, **named)
+
     def _call_own(self, method: str, argument: Any) -> Any:
         """Call `method` of the parameter's own class, as a torch function would be called."""
 
