@@ -149,7 +149,7 @@ class SavedTensors:
                 return others(tensor)
             managed = place.managed
             with self.runtime.unwatched():
-                bound = tensor.untyped_storage().data_ptr() == managed.device_address
+                bound = tensor.untyped_storage().data_ptr() == managed.slot_view.address
                 alias = tensor.detach() if bound and managed.device is not None else self.unpack(place)
                 given = torch.nn.Parameter(alias, False) if tensor is managed.parameter else alias
                 given.requires_grad_(tensor.requires_grad)
@@ -260,7 +260,7 @@ class Pack(Hook):
                 return self._saved, tensor.detach(), tensor._version
             if storage in saved.by_storage:
                 managed = saved.by_storage[storage]
-                if managed.bound and not managed.data_sets and storage == managed.device_storage:
+                if managed.bound and not managed.data_sets and storage == managed.slot_view.storage:
                     return saved, _place_of(managed, tensor, tensor.stride()), 0
                 return self._pack(tensor)
             address = tensor.untyped_storage().data_ptr()
