@@ -131,8 +131,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`ctx.w = w`": Mutation(
         "engine/param_views.py",
-        "            parameter.data = managed.rest\n            parameter.__class__ = managed.watched_kind\n",
-        "            parameter.data = managed.rest\n",
+        "                parameter.data = managed.rest\n                parameter.__class__ = managed.watched_kind\n",
+        "                parameter.data = managed.rest\n",
         "tests/intercept/test_saved_by_others.py::test_a_function_that_keeps_weights_on_its_context_finds_them[bf16-host]",
     ),
     "`module.to(dtype)` in forward": Mutation(
@@ -241,8 +241,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "the identity of every parameter stay": Mutation(
         "engine/param_views.py",
-        "            parameter.__class__ = managed.kind\n            if not self._away:\n",
-        "            if not self._away:\n",
+        "            parameter.__class__ = managed.kind\n            if self._away:\n",
+        "            if self._away:\n",
         "tests/intercept/test_identity.py::test_parameters_keep_shape_and_dtype_inside_forward[host]",
     ),
 }

@@ -34,10 +34,6 @@ hetmem.cuda.kernels."""
 _OPTIONS: Any = {"fastmath": False, "error_model": "numpy"}
 """Options of Numba. error_model: no check for x / 0, which would prevent vectorization."""
 
-LINE_BYTES = 64
-AHEAD_BYTES = 2048
-"""Distance of prefetches. Measured: 0.98 of the read bandwidth with them, 0.70 without, on one Zen 3 core."""
-
 
 # ---- AdamW ----
 
@@ -129,20 +125,12 @@ def square_sums(values: Any, sums: Any) -> None:
         whole = part.size // BLOCK * BLOCK
         blocks = part[:whole].reshape(-1, ROWS, LANES)
         lanes[:] = 0.0
-        for index in range(blocks.shape[0]):
-            _fetch_ahead(part, index * BLOCK)
+        for index in range(blocks.shape[0]):  # a loop over `blocks` itself is not vectorized
             _add_squares(lanes, blocks[index])
         for i in range(whole, part.size):
             x = np.float64(_widen(part[i]))
             lanes[i % LANES] += x * x
         sums[run] = _by_halves(lanes)
-
-
-def _fetch_ahead(values: Any, start: Any) -> None:
-    """Prefetch a later block to the cache: the CPU's own prefetcher stops at the end of a page."""
-    line = LINE_BYTES // values.itemsize
-    for at in range(0, BLOCK, line):
-        _prefetch(values, start + AHEAD_BYTES // values.itemsize + at)
 
 
 def _add_squares(lanes: Any, block: Any) -> None:
@@ -258,11 +246,6 @@ def _code(x: Any, scale: Any, noise: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
-def _prefetch(array: Any, index: Any) -> None:
-    """Prefetch the element to the cache. It may lie beyond the end: nothing is read or written."""
-    raise NotImplementedError
-
-
 @cache
 def _teach_numba() -> None:
     """Register with Numba the operations above, in Python or LLVM's terms, and let it inline what loops call."""
@@ -271,7 +254,7 @@ def _teach_numba() -> None:
     from numba.extending import lower_builtin, register_jitable, type_callable
 
     f64, f32, bf16, f16 = types.float64, types.float32, types.uint16, types.int16
-    byte, word, half = ir.IntType(8), ir.IntType(32), ir.HalfType()
+    half = ir.HalfType()
 
     def python(function: Loop) -> Any:
         return lambda context, build, sig, args: context.compile_internal(build, function, sig, args)
@@ -290,20 +273,11 @@ def _teach_numba() -> None:
         _need_float16()
         return build.bitcast(build.fptrunc(args[0], half), ir.IntType(16))
 
-    def prefetch(context: Any, build: Any, sig: Any, args: Any) -> Any:
-        data = context.make_array(sig.args[0])(context, build, args[0]).data
-        address = build.bitcast(build.gep(data, [args[1]]), byte.as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [address.type, word, word, word])
-        function = build.module.declare_intrinsic("llvm.prefetch", [address.type], kind)
-        build.call(function, [address, word(0), word(3), word(1)])  # to read, into the nearest cache
-        return context.get_dummy_value()
-
     type_callable(_fma)(lambda context: lambda a, b, c: c)
     type_callable(_widen)(lambda context: lambda x: f32)
     type_callable(_narrow)(lambda context: lambda x, like: like)
     type_callable(_dither)(lambda context: lambda x, like, noise: like)
     type_callable(_code)(lambda context: lambda x, scale, noise, like: like)
-    type_callable(_prefetch)(lambda context: lambda array, index: types.void)
     for operation, operands, lower in (
         (_fma, (f32, f32, f32), fma),
         (_fma, (f64, f64, f64), fma),
@@ -317,13 +291,9 @@ def _teach_numba() -> None:
         (_dither, (f32, bf16, types.uint32), python(_dither_bfloat16)),
         (_code, (f32, f32, types.uint32, types.int8), python(_code_int8)),
         (_code, (f32, f32, types.uint32, types.uint8), python(_code_uint8)),
-        (_prefetch, (types.Array, types.Integer), prefetch),
     ):
         lower_builtin(operation, *operands)(lower)
-    for function in (
-        *(element, _fetch_ahead, _add_squares, _by_halves),
-        *(_mix, _upper, _magnitude, _scale, _coded),
-    ):
+    for function in (element, _add_squares, _by_halves, _mix, _upper, _magnitude, _scale, _coded):
         register_jitable(**_OPTIONS)(function)
 
 

@@ -49,6 +49,7 @@ class DeviceRoom(ChunkLimit):
         """Device bytes of activations in flight to host memory, by number of the storage."""
         self.ahead: dict[int, int] = {}
         """Device bytes of activations that are fetched, or in flight back, before a node needs them."""
+        self._watched = memory.device.watched
         self._most_non_model = 0
         self._harmless = 0
         """Bytes that anything but chunks may take without reducing the chunk limit, or the room of all copies."""
@@ -133,7 +134,7 @@ class DeviceRoom(ChunkLimit):
         """Return whether `before_moment` would change nothing: the chunk limit is the largest, and stays so."""
         if self._left != self._memory.device_home_bytes:
             return False
-        return (expected.non_model_bytes if self._memory.device.watched else self._room_wanted) <= self._harmless
+        return (expected.non_model_bytes if self._watched else self._room_wanted) <= self._harmless
 
     def has_room_for(self, expected: Moment, slots: int | None = None) -> bool:
         """Return whether chunks may have `slots` slots (None: one for each copy) beside the bytes `expected`."""

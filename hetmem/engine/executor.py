@@ -30,6 +30,8 @@ from hetmem.schedule.blocks import SMALL_BYTES, Command, CopyState, Drop, Fetch,
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, NVME, Tier
 
+_IN = Link.HOST_TO_DEVICE
+
 
 class _ClearsFrames(ContextDecorator):
     """Clears the frames of an error that a transfer raises: some of their variables refer to the error, and such a
@@ -78,7 +80,7 @@ class Executor:
         self._working_copies: tuple[list[Chunk], list[int], list[torch.Tensor], list[torch.Tensor]] = [], [], [], []
         self.workers: WeakList[Worker] = WeakList()
         """Pumped whenever something has ended."""
-        self._memory = memory
+        self._memory, self._device, self._pool = memory, memory.device, memory.device_pool
         self._residency = residency
         self._engine = engine
         self._bindings = bindings
@@ -89,7 +91,7 @@ class Executor:
         self._at_work: Callable[[], set[object] | None] = lambda: None
         self._commands: deque[Command] = deque()
         self._urgent: int | None = None
-        self._executing = False
+        """The urgent block of the commands that are being carried out, -1 if there is none; None: nothing is."""
         self._jobs: dict[int, Callable[[BaseException | None], None]] = {}
         self._tags = itertools.count()
         self._fetching: dict[int, Fetch] = {}
@@ -97,11 +99,12 @@ class Executor:
         """Blocks in `_fetching` behind whose copy compute is ordered already."""
         self._compute_marks: dict[int, Any] = {}
         """By slot, marks behind the compute that last used the slot."""
-        engine.observe = partial(_observe, events)
+        self._now, self._log_change = events.now, events.copies.append
+        engine.log = events.transfers.append  # which refers to no model: the engine's threads must not keep one alive
 
     def on_device(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """Return `slot` of the device as a flat tensor of `chunk`'s elements."""
-        return self._memory.device_pool.whole(slot, chunk.compute_dtype, chunk.numel)
+        return self._pool.views[slot][chunk.layout][0]
 
     def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
         """Return `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
@@ -287,7 +290,7 @@ class Executor:
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
-    def execute(self, commands: list[Command], urgent: int | None = None) -> None:
+    def execute(self, commands: list[Command], urgent: int = -1) -> None:
         """Carry out `commands`, in the order in which the residency gave them. The fetch of the block `urgent` to the
         device runs on this thread if another one gains nothing.
 
@@ -297,9 +300,9 @@ class Executor:
         """
         waiting = self._commands
         waiting += commands
-        if self._executing or not waiting:
+        if self._urgent is not None or not waiting:
             return
-        self._executing, self._urgent = True, urgent
+        self._urgent = urgent
         try:
             if is_unseen():
                 self._carry_out_all()
@@ -307,7 +310,7 @@ class Executor:
                 with self.unwatched():
                     self._carry_out_all()
         finally:
-            self._executing = False
+            self._urgent = None
 
     def _note(self, finished: Finished) -> None:
         command = finished.tag
@@ -345,29 +348,20 @@ class Executor:
             del first  # the error would refer to itself, by this function's variables
 
     def _carry_out(self, command: Command) -> None:
-        events = self._events
         if type(command) is Drop:
             block, tier, slot = command
-            events.copies.append((events.now(), block, int(tier), False))
+            self._log_change((self._now(), block, tier._value_, False))
             if tier is DEVICE:
-                pool = self._memory.device_pool
-                self._bindings.close_device(self.chunk_of_block[block][0], pool, slot)
+                self._bindings.close_device(self.chunk_of_block[block][0])
                 if self._sanitize:
-                    pool.poison(slot)
+                    self._pool.poison(slot)
                     self.mark_use(slot)
             return
         if type(command) is Fetch:
             block, _, tier, slot = command
-            events.copies.append((events.now(), block, int(tier), True))
+            self._log_change((self._now(), block, tier._value_, True))
             if tier is DEVICE:
-                try:
-                    arrived = self._fetch_to_device(command, block, slot)
-                except BaseException:  # it cannot begin: the allocator has no memory for the slot, say
-                    self._fetched(block)
-                    self.execute(self._residency.failed(command))
-                    raise
-                if arrived:
-                    self._commands += self._residency.done(command)
+                self._fetch_to_device(command, block, slot)
                 return
         chunk, role = self.chunk_of_block[command.block]
         extent = chunk.homes[role].extent
@@ -378,44 +372,43 @@ class Executor:
         else:
             self._engine.read(command, extent, memory)
 
-    def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> bool:
-        """Begin to copy `block` into `slot`; return whether the copy has ended already."""
-        memory, engine, pool = self._memory, self._engine, self._memory.device_pool
+    def _fetch_to_device(self, command: Fetch, block: int, slot: int) -> None:
+        """Copy `block` into `slot`, or begin to."""
+        engine, pool, copy_in = self._engine, self._pool, self._device.copy_in
         chunk, role = self.chunk_of_block[block]
         tier = chunk.homes[role].tier
-        if tier is not NVME:
-            source = chunk.flat(role)
-        else:
-            source = self.staged(chunk, role, self._residency.slot(block, Tier.HOST))
-        if not pool.holds_place(slot):
-            self._prepare(slot, chunk.spec.span)
-        work = partial(memory.device.copy_in, pool.whole(slot, chunk.compute_dtype, chunk.numel), source)
-        now, nbytes = block == self._urgent, source.nbytes
-        if tier is DEVICE:  # a cast on the compute stream; nothing crosses a link
-            work()
-            self.mark_use(slot)
-        elif (now or nbytes < SMALL_BYTES) and engine.unlimited(Link.HOST_TO_DEVICE):
-            before = self._events.here() if now else None
-            engine.copy_now(Link.HOST_TO_DEVICE, work, nbytes, command)
-            if before is not None:
-                self._events.waited(before)
-        else:
-            self._fetching[block] = command
-            marks = self._compute_marks
-            engine.copy(command, Link.HOST_TO_DEVICE, work, nbytes, (marks[slot],) if slot in marks else ())
-            return False
-        return True
+        try:
+            if tier is not NVME:
+                source = chunk.flat(role)
+            else:
+                source = self.staged(chunk, role, self._residency.slot(block, Tier.HOST))
+            if not pool.holds_place(slot):
+                self._prepare(slot, chunk.spec.span)
+            target, nbytes, now = self._bindings.open_device(chunk, pool, slot), source.nbytes, block == self._urgent
+            if tier is DEVICE:  # a cast on the compute stream; nothing crosses a link
+                copy_in(target, source)
+                self.mark_use(slot)
+            elif (now or nbytes < SMALL_BYTES) and engine.unlimited(_IN):
+                before = self._events.here() if now else None
+                engine.copy_now(_IN, copy_in, nbytes, command, target, source)
+                if before is not None:
+                    self._events.waited(before)
+            else:
+                self._fetching[block] = command
+                marks, work = self._compute_marks, partial(copy_in, target, source)
+                engine.copy(command, _IN, work, nbytes, (marks[slot],) if slot in marks else ())
+                return
+        except BaseException:  # it cannot begin: the allocator has no memory for the slot, say
+            self._fetched(block)
+            self.execute(self._residency.failed(command))
+            raise
+        if following := self._residency.done(command):
+            self._commands += following
 
     def _prepare(self, slot: int, span: int) -> None:
         """Allocate memory for `span` slots at `slot`; launched compute may still use that memory."""
-        pool, keep = self._memory.device_pool, self._residency.allowed_slots(DEVICE) - span
+        pool, keep = self._pool, self._residency.allowed_slots(DEVICE) - span
         if pool.held_slots > keep:
             pool.give_back(self._residency.free_slots(DEVICE), keep)
         pool.prepare(slot, span)
         self.mark_use(slot)
-
-
-def _observe(events: EventLog, link: Link, tag: Any, start: float, end: float, nbytes: int) -> None:
-    """Log a transfer; refers to the log alone, as the engine's threads must not keep a model alive."""
-    block = -1 if tag is None or type(tag) is int else tag.block
-    events.transfers.append((link._value_, block, start, end, nbytes))

@@ -10,8 +10,8 @@ count of its storage is above what it was when the view was made.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import compress
 from operator import attrgetter, gt
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, give_away
+from hetmem.memory.chunk import NO_MEMORY, NO_VIEW, Chunk, ManagedParameter, SlotView, give_away
 from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
@@ -38,16 +38,15 @@ class Bindings:
         self._away, self.rests = 0, False
         self.resting: list[ManagedParameter] = []
         """Parameters that rest in a backward: see `end_rest`."""
-        self.unwatched: Callable[[], AbstractContextManager[None]] = nullcontext
-        """See `DeviceMonitor.unwatched`."""
-        self._layouts: dict[Chunk, int] = {}
-        self._numbers: dict[Any, int] = {}
-        """Numbers of layouts of parameters in a chunk: chunks of one layout reuse the views of a slot."""
         self._watching = self._stands_in = False
         """Whether `watch` was called; and whether `rest` is another tensor than the home for any parameter."""
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)
+        layouts: dict[Any, int] = {}
+        for chunk in dict.fromkeys(managed.chunk for managed in self.by_id.values()):
+            fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
+            chunk.layout = layouts.setdefault((chunk.compute_dtype, chunk.numel, *fields), len(layouts))
         self.exposed = {*self.by_id.values()}
         """Those that the program may have met as ordinary parameters since `watch`: it may hold their memory."""
         self.met = {*self.exposed}
@@ -86,65 +85,51 @@ class Bindings:
         except RuntimeError:  # it has no storage: sparse, of a transform, or traced
             return None
 
-    def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Set the device views of all parameters of `chunk`, whose copy is in device slot `slot`: cached or new
-        ones."""
-        layout = self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)
-        known: Any = pool.views[slot].pop(layout, ()) if slot in pool.views else ()
-        for at, managed in enumerate(chunk.parameters):
+    def open_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> torch.Tensor:
+        """Set the device views of all parameters of `chunk`, which gets device slot `slot`, and return the slot as a
+        flat tensor. Making a view takes some ten calls of torch, so all are kept for chunks of one layout as long as
+        `slot` has its memory. Call it `unwatched`."""
+        try:
+            flat, known = pool.views[slot][chunk.layout]
+        except KeyError:
+            flat, known = pool.flat(slot, chunk.compute_dtype, chunk.numel), [SlotView() for _ in chunk.parameters]
+            pool.views[slot][chunk.layout] = flat, known
+        for managed, view in zip(chunk.parameters, known, strict=True):
             if managed.device is None:
-                view = known[at] if known and known[at] is not None else self._view(managed, pool, slot)
-                managed.device, managed.device_view, storage, address, managed.device_references = view
-                managed.device_storage, managed.device_address = storage, address
+                if view.tensor.data_ptr() != view.address:  # it is new, or its storage was given other memory
+                    self._make(view, managed, pool, slot)
+                managed.slot_view, managed.device = view, view.tensor
                 if managed.numel:
-                    self.by_address[address] = self.by_storage[storage] = managed
+                    self.by_address[view.address] = self.by_storage[view.storage] = managed
+        return flat
 
-    def _view(self, managed: ManagedParameter, pool: DevicePool, slot: int) -> tuple[torch.Tensor, None, int, int, int]:
-        with self.unwatched():
-            flat = pool.flat(slot, managed.chunk.compute_dtype, managed.numel, managed.offset)
-            view = managed.shaped(flat)
-            del flat
-            storage = view.untyped_storage()
-            handle, address = storage._cdata, storage.data_ptr()
-            del storage  # a reference; the Python object stays counted
-        return view, None, handle, address, references(handle)
+    @staticmethod
+    def _make(view: SlotView, managed: ManagedParameter, pool: DevicePool, slot: int) -> None:
+        flat = pool.flat(slot, managed.chunk.compute_dtype, managed.numel, managed.offset)
+        view.tensor, view.reshaped = managed.shaped(flat), None
+        del flat
+        storage = view.tensor.untyped_storage()
+        view.storage, view.address = storage._cdata, storage.data_ptr()
+        del storage  # a reference; the Python object stays counted
+        view.references = references(view.storage)
 
-    def close_device(self, chunk: Chunk, pool: DevicePool, slot: int) -> None:
-        """Clear the device views of `chunk`, whose `slot` another chunk gets. Making a view takes some ten calls of
-        torch, so views that the program does not hold are cached for the next chunk of this layout, as long as `slot`
-        has its memory."""
-        views: list[Any] = [None] * len(chunk.parameters)
-        for at, managed in enumerate(chunk.parameters):
-            view, made = managed.device, managed.device_view
-            if view is None:
-                continue
-            storage, address, count = managed.device_storage, managed.device_address, managed.device_references
-            managed.device = managed.device_view = None
-            if managed.numel:
-                del self.by_address[address], self.by_storage[storage]
-                if references(storage) > count or view.data_ptr() != address:
-                    continue
-            views[at] = view, made, storage, address, count
-        if slot in pool.views:
-            pool.views[slot][self._layouts[chunk] if chunk in self._layouts else self._layout(chunk)] = views
-
-    def _layout(self, chunk: Chunk) -> int:
-        """Return the number of the layout of `chunk`; chunks with equal layouts have one number."""
-        fields = [(each.offset, each.numel, each.shape, each.stride) for each in chunk.parameters]
-        number = self._numbers.setdefault((chunk.compute_dtype, *fields), len(self._numbers))
-        self._layouts[chunk] = number
-        return number
+    def close_device(self, chunk: Chunk) -> None:
+        """Clear the device views of `chunk`, whose slot another chunk gets."""
+        for managed in chunk.parameters:
+            if managed.device is not None:
+                view, managed.slot_view, managed.device = managed.slot_view, NO_VIEW, None
+                if managed.numel:
+                    del self.by_address[view.address], self.by_storage[view.storage]
 
     @staticmethod
     def device_view(managed: ManagedParameter, *shaped: Any) -> torch.Tensor:
         """Return `as_strided(*shaped)` of the device copy of `managed`. The first view is cached, as most calls ask for
         the same one."""
-        known, device = managed.device_view, managed.device
-        assert device is not None
-        if known is None:
-            known = managed.device_view = shaped, device.as_strided(*shaped)
-            managed.device_references += 1
-        return known[1] if known[0] == shaped else device.as_strided(*shaped)
+        view = managed.slot_view
+        if (known := view.reshaped) is None:
+            known = view.reshaped = shaped, view.tensor.as_strided(*shaped)
+            view.references += 1
+        return known[1] if known[0] == shaped else view.tensor.as_strided(*shaped)
 
     # ---- data and class ---------------------------------------------------------------------------------------
 
@@ -194,19 +179,24 @@ class Bindings:
         now = map(references, map(_HOME, among))  # C++ is asked without a call of Python for each
         return [each for each in compress(among, map(gt, now, map(_EXPECTED, among))) if each.numel]
 
-    def unbind(self, used: Iterable[ManagedParameter]) -> None:
-        """End `bind`: each of `used` rests, or is its home outside of compute."""
+    def unbind(self, used: Iterable[ManagedParameter]) -> bool:
+        """End `bind`: each of `used` rests, or is its home outside of compute. Returns whether a tensor holds the copy
+        of any."""
+        held = False
         for managed in used:
-            parameter = managed.parameter
+            parameter, view = managed.parameter, managed.slot_view
             parameter.__class__ = managed.kind
-            if not self._away:
+            if self._away:
+                parameter.data = managed.rest
+                parameter.__class__ = managed.watched_kind
+                if not self.rests and managed.rest is not managed.home:
+                    self.resting.append(managed)
+            else:
                 parameter.data = managed.home
                 self.exposed.add(managed)
-                continue
-            parameter.data = managed.rest
-            parameter.__class__ = managed.watched_kind
-            if not self.rests and managed.rest is not managed.home:
-                self.resting.append(managed)
+            if references(view.storage) > view.references:
+                held = True
+        return held
 
     def is_elsewhere(self, managed: ManagedParameter) -> bool:
         """Return whether the program has set `.data` of `managed.parameter`, which was bound."""
@@ -293,23 +283,21 @@ class Bindings:
     def leave_to_holders(self, managed: ManagedParameter) -> None:
         """Give the memory of the device view of `managed`, which gets other values, to tensors of the program that show
         it. Raises `ManageError` where that is impossible."""
-        if managed.device is None or not managed.numel:
+        view = managed.slot_view
+        if references(view.storage) <= view.references or not managed.numel:
             return
-        if references(managed.device_storage) <= managed.device_references:
-            return
-        if not give_away(managed.device):
+        if not give_away(view.tensor):
             raise ManageError(
                 f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
                 f"`kept = self.weight.data`): keep a clone of it"
             )
-        del self.by_address[managed.device_address], self.by_storage[managed.device_storage]
-        managed.device = managed.device_view = None
+        del self.by_address[view.address], self.by_storage[view.storage]
+        managed.device, managed.slot_view, view.tensor, view.reshaped = None, NO_VIEW, NO_MEMORY, None
 
 
 get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 set_data: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """Access `.data` of a bound parameter, whose own `data` property notes each access."""
-_NO_MEMORY = torch.empty(0, device="cpu")
 references: Any = torch_private.storage_references
 storage_address: Any = torch_private.storage_address
 
@@ -381,7 +369,7 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
     managed.parameter.data = home
     with torch_private.NoFunctionsOfSubclasses():
         managed.counter = managed.parameter.detach()
-        managed.counter.data = _NO_MEMORY
+        managed.counter.data = NO_MEMORY
     managed.version = managed.counter._version
     managed.home_storage = storage_address(home)
     managed.home_references = storage_references(home)

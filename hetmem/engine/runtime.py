@@ -60,7 +60,7 @@ class Runtime:
         self.writes = WriteCheck(self.parameters, self.bindings, self.traffic)
         self.room = DeviceRoom(memory, self.traffic, self.tracer, self.statistics, sanitize=sanitize)
         self.monitor = self.room.monitor
-        self.unwatched = self.traffic.executor.unwatched = self.bindings.unwatched = self.monitor.unwatched
+        self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
         self.turn = Turn()
         self.in_backward = False

@@ -43,7 +43,7 @@ class Traffic:
         *,
         sanitize: bool,
     ) -> None:
-        self.residency, self.engine = residency, engine
+        self.residency, self.engine, self._ordered = residency, engine, engine.ordered
         self._memory, self._tracer, self._events = memory, tracer, events
         self.executor = Executor(memory, residency, engine, bindings, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
@@ -98,20 +98,20 @@ class Traffic:
     def use(self, uses: Mapping[int, int]) -> bool:
         """Begin leases of copies on the device, by block their number. Returns False, with none begun, if compute
         launched from now on may not see one of the copies. None is begun if this raises."""
-        ordered = self.engine.ordered
+        ordered = self._ordered
         commands = self.residency.use(uses, DEVICE, coming=ordered)
         if commands is None:
             return False
-        seen = False
         try:
             if commands:
                 self.execute(commands)
-            seen = not ordered or all(map(self._order_compute, uses))
-        finally:
-            if not seen:
-                for block, count in uses.items():
-                    self.release(block, DEVICE, uses=count)
-        return seen
+            if not ordered or all(map(self._order_compute, uses)):
+                return True
+        except BaseException:
+            self.release_all(uses)
+            raise
+        self.release_all(uses)
+        return False
 
     def _order_compute(self, block: int) -> bool:
         """Order compute behind the copy of `block` on the device, VALID or in flight; return False if impossible."""
@@ -125,7 +125,7 @@ class Traffic:
         if not commands:
             return
         try:
-            self.execute(commands, urgent=block if urgent else None)
+            self.execute(commands, urgent=block if urgent else -1)
         except BaseException:
             self.abandon(block, tier)
             raise
@@ -147,7 +147,7 @@ class Traffic:
 
     def release(self, block: int, tier: Tier, *, dirty: bool = False, uses: int = 1) -> None:
         """End `uses` leases; the slot is free behind all launched compute that uses the copy."""
-        if tier is Tier.DEVICE and self.engine.ordered:
+        if tier is Tier.DEVICE and self._ordered:
             self._mark_use(block)
         commands = self.residency.release(block, tier, dirty=dirty, uses=uses)
         if commands:
@@ -168,7 +168,7 @@ class Traffic:
 
     def release_all(self, uses: Mapping[int, int]) -> None:
         """End leases on the device, by block their number; slots are free behind launched compute that uses them."""
-        if self.engine.ordered:
+        if self._ordered:
             for block in uses:
                 self._mark_use(block)
         commands = self.residency.release_all(uses)
@@ -195,7 +195,7 @@ class Traffic:
 
     def _mark_use(self, block: int) -> None:
         """Mark the use of a copy, also of one superseded while in use: the slot's next copy comes behind the mark."""
-        if self.engine.ordered and (slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:
+        if self._ordered and (slot := self.residency.slot_taken(block, Tier.DEVICE)) >= 0:
             self.executor.mark_use(slot)
 
     # ---- the device --------------------------------------------------------------------------------------------

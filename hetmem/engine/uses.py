@@ -6,7 +6,7 @@ brings copies, `device_limit` limits them, and `write_check` handles writes by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -29,6 +29,27 @@ _BLOCKS = attrgetter("blocks")
 _functions_around: Any = torch_private.function_modes_around
 
 
+class Together(list[ManagedParameter]):
+    """Parameters that are used together, often the same ones: `blocks` are theirs, and `uses` says how many each has.
+    Both are counted at the first use, as only then blocks have their numbers for good."""
+
+    __slots__ = ("blocks", "uses")
+
+    def __init__(self, used: Iterable[ManagedParameter] = ()) -> None:
+        super().__init__(used)
+        self.uses: dict[int, int] = {}
+        self.blocks: tuple[int, ...] = ()
+
+    def counted(self) -> dict[int, int]:
+        """Set `uses` and `blocks`; return `uses`."""
+        uses: dict[int, int] = {}
+        for managed in self:
+            block = managed.chunk.operand_block
+            uses[block] = uses[block] + 1 if block in uses else 1
+        self.blocks, self.uses = (*uses,), uses
+        return uses
+
+
 class Uses:
     """Tracks the uses of one model's parameters: each begins with `use` or `saved`, and ends once nothing holds the
     copy."""
@@ -44,8 +65,11 @@ class Uses:
         events: EventLog,
     ) -> None:
         self._memory, self._bindings, self._traffic, self._tracer = memory, bindings, traffic, tracer
-        self._writes, self._room, self._events = writes, room, events
-        self._unwatched = room.monitor.unwatched
+        self._writes, self._room, self._unwatched = writes, room, room.monitor.unwatched
+        self._now, self._log, self._none_finished = events.now, events.moments.append, traffic.engine.none_finished
+        self._slots, self._slot_bytes = traffic.residency.taken[DEVICE], memory.device_pool.slot_bytes
+        self._watched, self._buffer_bytes = memory.device.watched, memory.buffer_bytes
+        self._peaks, self._reach = room.statistics, traffic.residency.reach_on_device
         self.give_leases_up: Callable[[], bool | None] = lambda: False
         """Called if copies that are used at once have no room: ends some uses, and returns whether it did."""
         self._held: dict[ManagedParameter, None] = {}
@@ -57,57 +81,57 @@ class Uses:
         self._untracked: set[int] = set()
         """`id`s of parameters with a view whose writes count no version."""
 
-    def _moment(self, operator: str, blocks: tuple[int, ...]) -> None:
-        memory, residency, room = self._memory, self._traffic.residency, self._room
-        measured, leaving_bytes = self._tracer.measured, 0
-        if self._traffic.gradients.leaving or room.leaving or room.ahead:
-            leaving_bytes = room.leaving_bytes
-        live = room.look_at_allocator() if measured else memory.buffer_bytes
-        moment = self._tracer.moment(operator, blocks, live, leaving_bytes)
-        if measured or leaving_bytes or not room.is_as_left(moment):
+    def _moment(self, operator: str, blocks: tuple[int, ...]) -> bool:
+        """Begin a moment that uses `blocks`. Returns whether it is the usual one: nothing is measured, and no bytes in
+        flight off the device count."""
+        tracer, room, gradients = self._tracer, self._room, self._traffic.gradients
+        usual = not (tracer.measured or room.leaving or room.ahead or (gradients.leaving and self._watched))
+        if usual:
+            moment = tracer.moment(operator, blocks, self._buffer_bytes)
+        else:
+            live = room.look_at_allocator() if tracer.measured else self._buffer_bytes
+            moment = tracer.moment(operator, blocks, live, room.leaving_bytes)
+        if not (usual and room.is_as_left(moment)):
             with self._unwatched():
                 room.before_moment(moment)
-        residency.reach(blocks, DEVICE)
+        self._reach(blocks)
         self.log_moment(moment, operator, blocks)
+        return usual
 
     def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
-        memory, residency, expected = self._memory, self._traffic.residency, moment.non_model_bytes
-        if not memory.device.watched:  # the allocator's peak counts in the end
+        expected, peaks = moment.non_model_bytes, self._peaks
+        if not self._watched:  # the allocator's peak counts in the end
             expected = int(expected / self._tracer.growth)
-        chunk_bytes = residency.taken[DEVICE].used * memory.device_pool.slot_bytes + memory.device_home_bytes
-        peaks = self._room.statistics
+        chunk_bytes = self._slots.used * self._slot_bytes + self._memory.device_home_bytes
         if (
             chunk_bytes > peaks.chunk_peak_bytes
             or expected > peaks.non_model_peak_bytes
             or chunk_bytes + expected > peaks.device_peak_bytes
         ):
             peaks.device_in_use(chunk_bytes, expected)
-        self._events.moments.append((self._events.now(), operator, blocks, chunk_bytes, expected))
+        self._log((self._now(), operator, blocks, chunk_bytes, expected))
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Begin a moment, fetch the copies of `used`, and bind these. Binds nothing if it raises."""
-        if self._held or not self._traffic.engine.none_finished():
+        if self._held or not self._none_finished():
             with self._unwatched():
                 self.release_unheld()
                 self._traffic.executor.poll()
         unseen = not _functions_around()
-        as_seen = unseen
-        for managed in used if unseen else ():
-            if managed.counter._version != managed.version:
-                as_seen = False
         try:
-            if not as_seen:
-                with self._unwatched():
-                    for managed in used:
+            for managed in used:
+                if not unseen or managed.counter._version != managed.version:
+                    with self._unwatched():
                         self._notice_write(managed)
-            if not (unseen and self._acquire_again(operator, used)):
+            if type(used) is not Together:
+                used = Together(used)
+            uses = used.uses or used.counted()
+            if not (self._moment(operator, used.blocks) and unseen and self._traffic.use(uses)):
                 with self._unwatched():
-                    blocks = [managed.chunk.operand_block for managed in used]
-                    self._moment(operator, tuple(dict.fromkeys(blocks)))
-                    self._acquire_all(operator, used, blocks)
+                    self._acquire_all(operator, used)
         except BaseException:
             if self._bindings.away:
                 with self._unwatched():
@@ -118,32 +142,6 @@ class Uses:
             return
         with self._unwatched():
             self._bindings.bind(used)
-
-    def _acquire_again(self, operator: str, used: Sequence[ManagedParameter]) -> bool:
-        """Begin a moment, and one more use of each of `used`, the fast way. Returns False, with nothing begun, in a
-        measured segment, or if bytes in flight off the device count."""
-        tracer, traffic, room = self._tracer, self._traffic, self._room
-        if tracer.measured or room.leaving or room.ahead or (traffic.gradients.leaving and self._memory.device.watched):
-            return False
-        uses: dict[int, int] = {}
-        for managed in used:
-            block = managed.chunk.operand_block
-            uses[block] = uses[block] + 1 if block in uses else 1
-        blocks = (*uses,)
-        moment = tracer.moment(operator, blocks, self._memory.buffer_bytes)
-        if not room.is_as_left(moment):
-            with self._unwatched():
-                room.before_moment(moment)
-        self.log_moment(moment, operator, blocks)
-        traffic.residency.reach_on_device(blocks)
-        if traffic.use(uses):
-            for managed in used:
-                if managed.device is None:
-                    self._open(used)
-                    break
-        else:
-            self._acquire_all(operator, used, [managed.chunk.operand_block for managed in used])
-        return True
 
     def begin_all(self, operator: str) -> tuple[list[ManagedParameter], list[ManagedParameter]] | None:
         """Treat the segment that has just begun, called `operator`, as one moment: request all copies in its trace
@@ -174,7 +172,6 @@ class Uses:
             leased = used
             if len(present) < len(uses):
                 leased = [managed for managed in used if managed.chunk.operand_block in present]
-            self._open(leased)
         tracer.all_at_once(moment)
         self.log_moment(moment, operator, blocks)
         return used, leased
@@ -192,22 +189,16 @@ class Uses:
                 self.release([*leased])
         return bool(leased)
 
-    def _open(self, used: Iterable[ManagedParameter]) -> None:
-        """Set the device views of `used`, whose copies are VALID."""
-        for managed in used:
-            if managed.device is None:
-                slot = self._traffic.residency.place(managed.chunk.operand_block, DEVICE)
-                self._bindings.open_device(managed.chunk, self._memory.device_pool, slot)
-
-    def _acquire_all(self, operator: str, used: Sequence[ManagedParameter], blocks: Sequence[int]) -> None:
-        """Begin one more use of each of `blocks`, those of `used`; none if this raises."""
-        acquired = 0
+    def _acquire_all(self, operator: str, used: Iterable[ManagedParameter]) -> None:
+        """Begin one more use of the block of each of `used`; none if this raises."""
+        acquired: list[int] = []
         try:
-            for managed, block in zip(used, blocks, strict=True):
+            for managed in used:
+                block = managed.chunk.operand_block
                 self._acquire_device(managed, block, operator)
-                acquired += 1
+                acquired.append(block)
         except BaseException:
-            for block in blocks[:acquired]:
+            for block in acquired:
                 self._traffic.release(block, DEVICE)
             raise
 
@@ -239,33 +230,33 @@ class Uses:
 
     def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
         """End one lease of each of `used`; if a tensor holds the copy, `release_unheld` ends it later."""
-        over: dict[int, int] = {}
+        over = used if type(used) is Together else Together(used)
         for managed in used:
-            if managed.device is not None and references(managed.device_storage) > managed.device_references:
+            view = managed.slot_view
+            if references(view.storage) > view.references:
                 if untracked or managed.data_taken:
                     self._untracked.add(id(managed))
                 if managed not in self._held:
                     self._held[managed] = None
+                    over = Together(each for each in over if each is not managed)
                     continue
             managed.data_taken = False
-            block = managed.chunk.operand_block
-            over[block] = over[block] + 1 if block in over else 1
-        self._traffic.release_all(over)
+        self._traffic.release_all(over.uses or over.counted())
 
     def end_call(self, used: list[ManagedParameter]) -> None:
         """End uses of code whose functions are not seen, as `end_use`. In a region `.data` is not seen either: writes
         through it are looked for in measured segments, and later in weights that had any."""
-        measured, uncounted = self._tracer.measured, self._writes.uncounted
-        if not (measured or uncounted or _functions_around()):
+        if not (self._tracer.measured or self._writes.uncounted or _functions_around()):
             for managed in used:
-                parameter = managed.parameter
                 if managed.data_taken or managed.counter._version != managed.version:
                     break
-                if type(parameter) is managed.kind and self._bindings.is_elsewhere(managed):
+                if type(managed.parameter) is managed.kind and self._bindings.is_elsewhere(managed):
                     break
             else:
-                self._bindings.unbind(used)
-                self.release(used)
+                if self._bindings.unbind(used) or type(used) is not Together:
+                    self.release(used)
+                else:
+                    self._traffic.release_all(used.uses or used.counted())
                 return
         with self._unwatched():
             data_set = [
@@ -275,7 +266,9 @@ class Uses:
             ]
             for managed, _ in data_set:
                 self._bindings.show_home(managed, managed.device)
-            self.end_use(used, writes=used if measured else [each for each in used if id(each) in uncounted])
+            uncounted = self._writes.uncounted
+            among = used if self._tracer.measured else [each for each in used if id(each) in uncounted]
+            self.end_use(used, writes=among)
             for managed, value in data_set:
                 self.data_set(managed, value)
 
@@ -300,32 +293,29 @@ class Uses:
             return managed.home
         if self._held:
             self.release_unheld()
-        if not self._traffic.engine.none_finished():
+        if not self._none_finished():
             self._traffic.executor.poll()
         if managed in self._for_backward:
             assert managed.device is not None
             return managed.device
         operator = f"backward of {managed.name}"
         block = managed.chunk.operand_block
-        if managed in self._held:
-            self._moment(operator, (block,))
-        elif not self._acquire_again(operator, (managed,)):
-            self._moment(operator, (block,))
-            self._acquire_device(managed, block, operator)
-        self._held[managed] = None
+        self._moment(operator, (block,))
+        if managed not in self._held:
+            if not self._traffic.use({block: 1}):
+                self._acquire_device(managed, block, operator)
+            self._held[managed] = None
         assert managed.device is not None
         return managed.device
 
     def _acquire_device(self, managed: ManagedParameter, block: int, operator: str) -> None:
-        """Begin a lease of the copy of `managed`, and set its device view; none is begun if this raises."""
-        with self._unwatched():
-            if not self._traffic.use({block: 1}):
-                try:
-                    self._acquire_with_more_room(block)
-                except CapacityError as error:
-                    wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
-                    raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
-            self._open((managed,))
+        """Begin a lease of the copy of `managed`, in `block`; none is begun if this raises. Call it `unwatched`."""
+        if not self._traffic.use({block: 1}):
+            try:
+                self._acquire_with_more_room(block)
+            except CapacityError as error:
+                wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
+                raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
 
     def _acquire_with_more_room(self, block: int) -> int:
         """Begin a lease of `block` on the device and return its slot, after freeing what other memory can be freed."""
@@ -377,7 +367,9 @@ class Uses:
         self._bindings.exposed.update(used)
         with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
             for managed in used:
-                if managed.counter._version != managed.version or self._bindings.is_elsewhere(managed):
+                set_anew = self._bindings.is_elsewhere(managed)
+                if set_anew or managed.counter._version != managed.version:
+                    managed.data_sets += set_anew
                     self.end_backward()
                     self._writes.by_user(managed)
             if self._bindings.away:
@@ -404,15 +396,16 @@ class Uses:
                 self._writes.by_view(managed)
             if managed.counter._version != managed.version:
                 self._notice_write(managed)
-            if managed.device is None or references(managed.device_storage) <= managed.device_references:
+            view = managed.slot_view
+            if references(view.storage) <= view.references:
                 del self._held[managed]
                 if self._untracked:
                     self._untracked.discard(id(managed))
                 self._traffic.release(managed.chunk.operand_block, DEVICE)
 
     def renew_held_copies(self) -> None:
-        """Fetch stale copies anew of which the program holds a view, outside compute. A module may keep one
-        (`self.turned = self.weight.T`) and use that alone in its next forward: it must show the weight's new values."""
+        """Fetch stale copies anew of which the program holds a view, outside compute and `unwatched`. A module may
+        keep one (`self.turned = self.weight.T`) and use that alone in its next forward: it must show new values."""
         self.release_unheld()
         for managed in list(self._held):
             if not self._traffic.copy_counts(managed.chunk):

@@ -32,6 +32,7 @@ from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import hide_gradients, show_gradient
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.uses import Together
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.intercept.dynamo import Tracing, can_compile, compiles_itself, has_compiled_forward
 from hetmem.intercept.forward_scope import Call, Compute
@@ -120,7 +121,7 @@ class Leases:
         """Return the managed ones of the parameters with the `id`s `keys`, or none if they are in several chunks that
         never fit on the device together."""
         memory = self._runtime.memory
-        used = [*dict.fromkeys(self._by_id[key] for key in keys if key in self._by_id)]
+        used = Together(dict.fromkeys(self._by_id[key] for key in keys if key in self._by_id))
         chunks = {managed.chunk for managed in used}
         slots = sum(chunk.spec.span for chunk in chunks)
         fit = len(chunks) < 2 or slots * memory.device_pool.slot_bytes <= memory.device_chunk_bytes
@@ -159,7 +160,7 @@ class Leases:
             managed.bound += 1
         if not call.used:
             self._bound.append(call)
-        call.used = [*call.used, *used]  # `bind` may have given it a list of `_known`
+        call.used = Together((*call.used, *used))  # `bind` may have given it a list of `_known`
 
     def end(self, call: Call) -> None:
         """Unbind what is bound for `call` alone. Called on its thread, or on any if that one was interrupted."""

@@ -149,7 +149,7 @@ class SavedTensors:
                 return others(tensor)
             managed = place.managed
             with self.runtime.unwatched():
-                bound = tensor.untyped_storage().data_ptr() == managed.device_address
+                bound = tensor.untyped_storage().data_ptr() == managed.slot_view.address
                 alias = tensor.detach() if bound and managed.device is not None else self.unpack(place)
                 given = torch.nn.Parameter(alias, False) if tensor is managed.parameter else alias
                 given.requires_grad_(tensor.requires_grad)
@@ -254,7 +254,7 @@ class Pack(Hook):
             storage = _storage_of(tensor)
             if storage in saved.by_storage:
                 managed = saved.by_storage[storage]
-                if managed.bound and not managed.data_sets and storage == managed.device_storage:
+                if managed.bound and not managed.data_sets and storage == managed.slot_view.storage:
                     return saved, _place_of(managed, tensor, tensor.stride()), 0
                 return self._pack(tensor)
             node = tensor.grad_fn
@@ -417,6 +417,6 @@ def _is_ours(hooks: tuple[Any, Any]) -> bool:
 
 def _set_since(weight: str) -> str:
     return (
-        f"{weight}.data was set within a forward for the first time after this graph had used it, and what it was "
-        f"then is not kept: compute the forward again, whose backward will find it"
+        f"{weight}.data was set within a forward or backward for the first time after this graph had used it, and "
+        f"what it was then is not kept: compute the forward again, whose backward will find it"
     )

@@ -6,6 +6,7 @@ reference count shows whether the program holds it.
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -190,8 +191,8 @@ class Home:
     written: bool = False
     """Whether it was ever written (a state of an optimizer)."""
     away: Home | None = None
-    flat: tuple[torch.dtype | None, int, torch.Tensor] | None = None
-    """The last result of `Chunk.flat`, with the chunk's `gradient_dtype` and `numel` at that time."""
+    flat: torch.Tensor | None = None
+    """The result of `Chunk.flat`: neither the number nor the dtype of elements changes while it is a home."""
 
 
 @dataclass(slots=True, eq=False)
@@ -214,6 +215,8 @@ class Chunk:
     homes: dict[Role, Home] = field(default_factory=dict)
     operand_block: int = -1
     """The number in the residency of the role that operators use; -1: they use the home itself."""
+    layout: int = 0
+    """The number of the layout of its parameters: chunks of one layout share the views of a slot."""
 
     @property
     def operand(self) -> Role:
@@ -258,13 +261,12 @@ class Chunk:
         return self.numel * self.compute_dtype.itemsize
 
     def flat(self, role: Role) -> torch.Tensor:
-        """Return the used part of the home of `role` as a 1-D tensor with a storage of its own; cached while it is
-        valid."""
+        """Return the used part of the home of `role` as a 1-D tensor with a storage of its own; cached."""
         home = self.homes[role]
-        if (known := home.flat) is None or known[0] is not self.gradient_dtype or known[1] != self.numel:
+        if home.flat is None:
             with torch.inference_mode(False):
-                known = home.flat = self.gradient_dtype, self.numel, self.over(role, home.memory)
-        return known[2]
+                home.flat = self.over(role, home.memory)
+        return home.flat
 
     def over(self, role: Role, memory: RawMemory) -> torch.Tensor:
         """Return `memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
@@ -284,6 +286,25 @@ class Chunk:
         return f"{role.name} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
 
 
+NO_MEMORY = torch.empty(0, device="cpu")
+
+
+@dataclass(slots=True, eq=False)
+class SlotView:
+    """A view of a device slot, `tensor`, with a storage of its own: the handle `storage`, at `address`, to which hetmem
+    itself has `references`. `reshaped` is a view of it given to autograd, usually transposed. Until it is made it is of
+    `NO_MEMORY`."""
+
+    tensor: torch.Tensor = NO_MEMORY
+    storage: int = NO_MEMORY.untyped_storage()._cdata
+    address: int = -1
+    references: int = sys.maxsize
+    reshaped: tuple[Any, torch.Tensor] | None = None
+
+
+NO_VIEW = SlotView()
+
+
 @dataclass(slots=True, eq=False)
 class ManagedParameter:
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
@@ -291,15 +312,14 @@ class ManagedParameter:
     `home` is `.data` outside compute; `rest` is `.data` between the operators of a forward: the home, or, if that
     differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address` is the home's
     address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a view of the slot
-    while the chunk has a device copy, `device_storage` the handle of its storage, which begins at `device_address`, and
-    `device_references` counts hetmem's own references to that; `device_view` is a view of it given to autograd, usually
-    transposed. `grad_home` is the home of the gradient, and `grad_view` stands in `p.grad` for one in 16 bits;
-    `grad_spare` has both of the last step, to be reused. `version` is the last known version counter of the parameter:
-    another value means that it was written to; `counter` is a tensor without memory that shares the counter and is
-    independent of the parameter's class. `data_sets` counts assignments to `.data` within a forward or backward. `kind`
-    is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it
-    may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it is bound for, and
-    `data_taken` says that `.data` was read within one. `stepped_by` is the token of the hetmem optimizer that steps it.
+    while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`. `grad_home` is the home of the
+    gradient, and `grad_view` stands in `p.grad` for one in 16 bits; `grad_spare` has both of the last step, to be
+    reused. `version` is the last known version counter of the parameter: another value means that it was written to;
+    `counter` is a tensor without memory that shares the counter and is independent of the parameter's class.
+    `data_sets` counts assignments to `.data` within a forward or backward. `kind` is the parameter's class; it is
+    `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it may not be used as it is (see
+    `intercept.watched`). `bound` counts the module calls that it is bound for, and `data_taken` says that `.data` was
+    read within one. `stepped_by` is the token of the hetmem optimizer that steps it.
     """
 
     parameter: torch.nn.Parameter
@@ -319,10 +339,7 @@ class ManagedParameter:
     counter: torch.Tensor = field(init=False)
     data_sets: int = 0
     device: torch.Tensor | None = None
-    device_storage: int = 0
-    device_address: int = 0
-    device_references: int = 0
-    device_view: tuple[Any, torch.Tensor] | None = None
+    slot_view: SlotView = NO_VIEW
     grad_home: torch.Tensor | None = None
     grad_view: HiddenGradient | None = None
     grad_spare: tuple[torch.Tensor, HiddenGradient | None] | None = None

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
-from hetmem.memory.chunk import RawMemory, address_of, elements
+from hetmem.memory.chunk import RawMemory, SlotView, address_of, elements
 from hetmem.memory.host_memory import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
@@ -55,8 +54,8 @@ class DevicePool:
         self._memory: dict[int, RawMemory] = {}
         self._spans: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # addresses of that memory
-        self.views: dict[int, dict[Any, Any]] = {}
-        """By place, views of its memory that callers cache until it is given back."""
+        self.views: dict[int, dict[int, tuple[torch.Tensor, list[SlotView]]]] = {}
+        """By place that has memory, views of it that callers keep until it is given back."""
         self.held_slots = 0
         """How many slots hold memory."""
         _POOLS.add(self)
@@ -72,6 +71,7 @@ class DevicePool:
     def prepare(self, place: int, span: int) -> None:
         """Allocate memory for `span` slots at `place`, which has none. Earlier compute may still be using it."""
         self._memory[place] = self._empty(span * self.slot_bytes)
+        self.views[place] = {}
         self._starts[place] = address_of(self._memory[place])
         self._spans[place] = span
         self.held_slots += span
@@ -81,15 +81,6 @@ class DevicePool:
         if numel == 0:
             return torch.empty(0, dtype=dtype, device=self._device)
         return elements(self._memory[place], dtype, numel, offset_elements * dtype.itemsize)
-
-    def whole(self, place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return what `flat` does, for copies: the same tensor as long as `place` keeps its memory."""
-        views, key = self.views.setdefault(place, {}), (dtype, numel)
-        found: torch.Tensor | None = views.get(key)
-        if found is None:
-            with torch.inference_mode(False):
-                found = views[key] = self.flat(place, dtype, numel)
-        return found
 
     def poison(self, place: int) -> None:
         """Overwrite `place`, on the stream of compute, so that a stale reader gets NaN."""
@@ -105,7 +96,7 @@ class DevicePool:
             if place in self._memory:
                 self.held_slots -= self._spans.pop(place)
                 del self._starts[place]
-                self.views.pop(place, None)
+                del self.views[place]
                 del self._memory[place]
 
     def holds(self, address: int) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -172,8 +173,9 @@ class ThreadCopier(Copier):
 class TransferEngine:
     """All links of one managed module: the device's copier, and the store's own threads for NVMe.
 
-    `copier` makes the copier between host memory and the device. `observe` is called with every transfer, on any
-    thread: link, tag, start and end in seconds, bytes. One to or from NVMe starts when it is submitted.
+    `copier` makes the copier between host memory and the device. `log` is called with every transfer, on any
+    thread: the name of the link, the block (-1: of none), start and end in seconds, bytes. One to or from NVMe starts
+    when it is submitted.
 
     Jobs are submitted, and finished ones `take`n, by one thread (the one that trains). A job owns its buffers from
     submission to its `Finished`.
@@ -200,24 +202,24 @@ class TransferEngine:
         self.clock = self._copier.clock
         self.none_finished: Callable[[], bool] = self._finished.empty if not self.ordered else self._none_finished
         """Whether `take` would return None. Called at each use of a weight: usually it would."""
-        self.observe: Callable[[Link, Any, float, float, int], None] | None = None
+        self.log: Callable[[tuple[str, int, float, float, int]], object] = deque[Any](maxlen=0).append  # forgets it
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int, after: Sequence[Any] = ()) -> None:
         """Begin `work`, which moves `nbytes` over `link`, once the marks in `after` are passed."""
         self._copier.start(Job(tag, link, work, nbytes), after)
 
-    def copy_now(self, link: Link, work: Callable[[], None], nbytes: int, tag: Any = None) -> None:
-        """Run `work` on this thread, at the link's speed, behind all compute so far."""
+    def copy_now(self, link: Link, work: Callable[..., None], nbytes: int, tag: Any = None, *given: Any) -> None:
+        """Run `work(*given)` on this thread, at the link's speed, behind all compute so far."""
         if link not in self._by_caller:
-            self._copier.now(Job(tag, link, work, nbytes))
+            self._copier.now(Job(tag, link, partial(work, *given), nbytes))
             return
         start = time.perf_counter()
-        work()
-        end, use = time.perf_counter(), self._by_caller[link]
+        work(*given)
+        end = time.perf_counter()
+        use = self._by_caller[link]
         use.bytes += nbytes
         use.seconds += end - start
-        if self.observe is not None:
-            self.observe(link, tag, start, end, nbytes)
+        self.log((link._value_, getattr(tag, "block", -1), start, end, nbytes))
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""
@@ -304,8 +306,7 @@ class TransferEngine:
         with self._counting:  # the thread that trains makes some copies itself
             use.bytes += job.nbytes
             use.seconds += end - start
-        if self.observe is not None:
-            self.observe(job.link, job.tag, start, end, job.nbytes)
+        self.log((job.link._value_, getattr(job.tag, "block", -1), start, end, job.nbytes))
 
     def _submit(self, tag: Any, begin: Callable[[], Future[Any]], link: Link, nbytes: int) -> None:
         start, finished = time.perf_counter(), self._finished
@@ -318,8 +319,7 @@ class TransferEngine:
         def done(ended: Future[Any]) -> None:
             error = ended.exception()
             try:
-                if self.observe is not None:
-                    self.observe(link, tag, start, time.perf_counter(), nbytes)
+                self.log((link._value_, getattr(tag, "block", -1), start, time.perf_counter(), nbytes))
             except Exception as failure:  # no memory, say: a job must be reported, or it is waited for for ever
                 error = error or failure
             finished.put(Finished(tag, error, external=True))

@@ -151,13 +151,10 @@ class WorkingWeights:
         return True
 
     def _lease(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        """Begin a lease of each copy for each of its parameters, and create all views of them."""
+        """Begin a lease of each copy for each of its parameters."""
         runtime, chunks = self._runtime, self._runtime.chunks
         runtime.uses.release_unheld()
         slots = runtime.traffic.residency.use_all(blocks, [len(chunk.parameters) for chunk in chunks])
-        for chunk, slot in zip(chunks, slots, strict=True):
-            if any(managed.device is None for managed in chunk.parameters):
-                runtime.bindings.open_device(chunk, runtime.memory.device_pool, slot)
         runtime.traffic.executor.set_working_copies(chunks, slots)
         return blocks
 

@@ -154,8 +154,7 @@ class Order:
             self._outdated = False
             touched.clear()
         ranks, rank_of = self._ranks, self._rank_of
-        while touched:
-            block = touched.pop()
+        for block in touched:
             rank = self._rank(block) if block in copies else None
             if block in rank_of:
                 if rank == rank_of[block]:
@@ -166,6 +165,7 @@ class Order:
             else:
                 insort(ranks, rank)
                 rank_of[block] = rank
+        touched.clear()
         return ranks
 
 

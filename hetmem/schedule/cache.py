@@ -30,6 +30,7 @@ from hetmem.schedule.blocks import (
 )
 from hetmem.schedule.trace import DEVICE, HOST, NEVER, Schedule, Tier, UseSequence
 
+_AHEAD_IN_A_SCAN = 2
 _RETAINED = -1
 """First number of the rank of a retained copy: less than that of any use."""
 
@@ -39,8 +40,8 @@ _AHEAD = 16
 _MORE = 9 / 8
 """Nothing is retained if that streams this many times what MIN fetches, as where few slots are missing."""
 
-_ALMOST = 0.9
-"""Share of the distance to the furthest use: a copy used that late is as good a victim as the one used last."""
+_ALMOST = 9
+"""Tenths of the distance to the furthest use: a copy used that late is as good a victim as the one used last."""
 
 
 class Cache:
@@ -57,8 +58,8 @@ class Cache:
         self._row = SlotMap(count) if tier is HOST else None
         self.slots = PlaceMap(count) if self._row is None else self._row
         self.limit = self._least = count
-        self.most_ahead = 0
-        """How many prefetched copies may wait for their uses."""
+        self.most_ahead = self.at_once = 0
+        """How many prefetched copies may wait for their uses, and how many with the present schedule."""
         self.retained: set[int] = set()
         """Blocks that a scan keeps for whole rounds, evicted last: see note "scans"."""
         self._retained_for: tuple[UseSequence, int] | None = None
@@ -83,6 +84,11 @@ class Cache:
         """Whether the last search for victims took the last copy that is used late enough to be evicted."""
         self.is_known = True
         """Whether the schedule contains the use just reached."""
+        self.needed: Callable[[int], int] = self.schedule.next_use if nearer is None else self._needed_on_either
+        """Returns when a copy of a block on this tier is used next; NEVER if unknown. The device counts uses of the
+        schedule; staging, which feeds a device without a copy, uses the clock of both tiers."""
+        self._rank_next = self.needed
+        """The first number of a rank of a block by its next use."""
         self._order = Order(self.copies, self._rank)
         self.touch = self._order.touch
         if nearer is not None and count:
@@ -99,16 +105,17 @@ class Cache:
             self._farther.touch(block)
         return copy
 
-    def remove(self, block: int) -> Copy:
-        """Remove the copy of `block` from this tier, and return it."""
-        self.unused.discard(block)
+    def remove(self, block: int) -> None:
+        """Remove the copy of `block` from this tier."""
+        if block in self.unused:
+            self.unused.remove(block)
         self.prefetch_at = 0
         self.touch(block)
         if self.complete and (next_use := self.schedule.next_use(block)) < self.complete:
             self.complete = next_use
         if self._farther is not None:
             self._farther.touch(block)
-        return self.copies.pop(block)
+        del self.copies[block]
 
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
@@ -135,6 +142,7 @@ class Cache:
         """Make `schedule` the one that is expected next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
         self.schedule, self.complete, self.prefetch_at = schedule, 0, 0
+        self.at_once = min(self.most_ahead, _AHEAD_IN_A_SCAN) if schedule.scan else self.most_ahead
         self._choose_retained(within)
         self._order.renew()
         if self._farther is not None:
@@ -154,6 +162,9 @@ class Cache:
                 count = bisect_right(*need, key=lambda at: taken[at] + self._passage(order[at:], slots)) - 1
             few = taken[-1] - taken[count] > _MORE * missing
             self.retained, self._retained_for = set() if few else set(order[: max(0, count)]), (known, slots)
+        if self._nearer is None:
+            self.needed = self.schedule.next_use
+            self._rank_next = self._visited_next if self.retained else self.needed
 
     def _passage(self, blocks: Sequence[int], slots: int) -> int:
         """Return how many of `slots` slots streaming `blocks` takes in a scan: the most that they take at one time,
@@ -170,16 +181,21 @@ class Cache:
     def reach(self, blocks: tuple[int, ...]) -> None:
         """Begin a use of `blocks`. Skipped blocks, and those without copies in the use before, are ranked again."""
         schedule = self.schedule
-        passed, first = schedule.absent, schedule.position
-        if passed:
-            self._change(passed)
+        first = schedule.position
+        if schedule.absent:
+            self._change(schedule.absent)
+        if first < schedule.segment and schedule.uses[first % schedule.count] == blocks and not schedule.skipped:
+            schedule.position = first + 1  # inlines `Schedule.reach` for the expected use
+            schedule.absent = blocks
+            self.is_known = True
+            return
         self.is_known = schedule.reach(blocks)
         if not self.is_known:
             self.prefetch_at = 0
             return
         last = schedule.position
         if last == first + 1:
-            return  # the expected use
+            return
         self.complete = self.prefetch_at = 0
         if last < first:
             first, last = last, first
@@ -197,12 +213,9 @@ class Cache:
         self.unused.difference_update(blocks)
         self._order.touch_all(blocks)
 
-    def needed(self, block: int) -> int:
-        """Return when a copy of `block` on this tier is used next; NEVER if unknown. The device counts uses of the
-        schedule; staging, which feeds a device without a copy, uses the clock of both tiers."""
+    def _needed_on_either(self, block: int) -> int:
         schedule, nearer = self.schedule, self._nearer
-        if nearer is None:
-            return schedule.next_use(block)
+        assert nearer is not None
         here = schedule.time(schedule.next_use(block)) if schedule.uses else NEVER
         if block in nearer.copies:
             return here
@@ -222,25 +235,30 @@ class Cache:
         """Yield, in order, the blocks that the next `lookahead` uses read and that have no copy on this tier; not those
         that one of these uses overwrites before they are read."""
         schedule, copies = self.schedule, self.copies
-        start, end = schedule.position, schedule.horizon(lookahead)
-        if start < self.complete:
-            start = self.complete
-        if start >= end:
+        at = schedule.position
+        end = at + lookahead
+        if end > schedule.barrier:
+            end = schedule.barrier
+        if at < self.complete:
+            at = self.complete
+        if at >= end:
             return
-        comes_by_itself: set[int] = set()
+        uses, count = schedule.uses, schedule.count
+        comes_by_itself: tuple[int, ...] = ()
         complete = True
-        for at, blocks in enumerate(schedule.between(start, end), start):
-            for block in blocks:
+        while at < end:
+            for block in uses[at % count]:
                 if block in copies:
                     continue
                 if complete:
                     complete, self.complete = False, at
                 if schedule.overwrites and not schedule.reads(at):
-                    comes_by_itself.add(block)
+                    comes_by_itself += (block,)
                 elif block not in comes_by_itself:
                     yield block
             if self.complete == at:  # no block that is used sooner was evicted meanwhile
-                complete = all(map(copies.__contains__, blocks))
+                complete = all(map(copies.__contains__, uses[at % count]))
+            at += 1
         if complete:
             self.complete = self._complete_from(end, 4 * lookahead)
 
@@ -271,7 +289,7 @@ class Cache:
         """Return the first block that comes through staging, that the next `fed_ahead` uses read, and that is neither
         on this tier nor `staged`; None if there is none."""
         schedule, copies = self.schedule, self.copies
-        start, end = max(schedule.position, self.complete), schedule.horizon(self.fed_ahead)
+        start, end = max(schedule.position, self.complete), min(schedule.position + self.fed_ahead, schedule.barrier)
         for blocks in schedule.between(start, end) if start < end else ():
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):
@@ -297,15 +315,15 @@ class Cache:
         if needed_at >= NEVER:
             return []
         if self.tier is HOST or self.retained:
-            return self._victims(span, spared, needed_at + 1, arrived=True)
+            return self._victims(span, spared, needed_at + 1)
         schedule = self.schedule
         position = schedule.position
         before = position - 1 if position else 0
         awaited = schedule.furthest(before, needed_at)
-        least = position + int(_ALMOST * (awaited - position))
+        least = position + _ALMOST * (awaited - position) // 10
         if least <= needed_at:
             least = needed_at + 1
-        victims = self._victims(span, spared, least, arrived=True)
+        victims = self._first(self.slots.used + span - self.limit, spared, least)
         if not victims and needed_at <= self.complete:  # nothing that is needed sooner is missing
             self.prefetch_at = min(schedule.first_with(least, before, needed_at) + 2, needed_at + 1)
         return victims
@@ -315,14 +333,14 @@ class Cache:
         excess = self.slots.used - self.limit
         if excess > 0:
             excess -= self.writing_slots(excess)
-        return self._first(excess, (), None, arrived=True) if excess > 0 else []
+        return self._first(excess, (), None, partly=True) if excess > 0 else []
 
-    def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
+    def _victims(self, span: int, spared: Collection[int], least: int | None, *, arrived: bool = True) -> list[int]:
         """Return what has to be evicted for `span` slots; empty if that cannot free enough. See `_first`."""
         missing = self.slots.used + span - self.limit
         victims: list[int] = []
         if self._row is not None and span > 1 and self._row.find(span) is None:
-            may_go = {*self._first(self._row.count, spared, least, arrived=arrived)}
+            may_go = {*self._first(self._row.count, spared, least, arrived=arrived, partly=True)}
             victims = self._row.cheapest_row({r[-1]: r[:-2] for r in self._order.ranks() if r[-1] in may_go}, span)
             if not victims:
                 return []
@@ -331,36 +349,37 @@ class Cache:
         if missing <= 0:
             return victims
         more = self._first(missing, spared, least, arrived=arrived)
-        if missing > 1 and sum(map(self._span, more)) < missing:
-            return []
-        return victims + more
+        return victims + more if more else []
 
-    def _first(self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool) -> list[int]:
-        """Return idle copies in the order of eviction, until they take `slots` slots together, or all if that is not
-        enough. Copies in flight are among them unless they must have `arrived`; `spared` ones are not. Smaller copies
-        that the last, larger one makes unnecessary are left out. With `least`, only clean copies that were used since
-        they were fetched and are not used before `least`."""
+    def _first(
+        self, slots: int, spared: Collection[int], least: int | None, *, arrived: bool = True, partly: bool = False
+    ) -> list[int]:
+        """Return idle copies in the order of eviction, until they take `slots` slots together; if all are not enough,
+        all (`partly`) or none. Copies in flight are among them unless they must have `arrived`; `spared` ones are not.
+        Smaller copies that the last, larger one makes unnecessary are left out. With `least`, only clean copies that
+        were used since they were fetched and are not used before `least`."""
         copies, by_next_use = self.copies, self._by_next_use
+        lowest = least if by_next_use and least is not None else -NEVER
         chosen: list[int] = []
         ranks = reversed(self._order.ranks())
         for rank in ranks:
-            if least is not None and by_next_use and rank[0] < least:
+            if rank[0] < lowest:
                 break
             block = rank[-1]
             copy = copies[block]
-            if copy.uses or copy.writing or block in spared:
+            if copy.uses or block in spared or (copy.dirty and (copy.writing or least is not None)):
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
                 continue
-            if least is not None and (copy.dirty or block in self.unused):
-                continue
-            if least is not None and not (by_next_use or self._next_use(block) >= least):
+            if least is not None and (block in self.unused or (not by_next_use and self._rank_next(block) < least)):
                 continue
             chosen.append(block)
             slots -= self._blocks[block].span
             if slots <= 0:
-                self.exhausted = not slots and by_next_use and least is not None and next(ranks, (0,))[0] < least
+                self.exhausted = not slots and next(ranks, (0,))[0] < lowest
                 break
+        if slots > 0:
+            return chosen if partly else []
         for block in reversed(chosen) if slots < 0 else ():
             if slots + self._span(block) <= 0:
                 slots += self._span(block)
@@ -370,21 +389,18 @@ class Cache:
     def _span(self, block: int) -> int:
         return self._blocks[block].span
 
-    def _next_use(self, block: int) -> int:
-        """Return the next use for a rank; retained copies, and those used again in this visit, rank lowest."""
-        if self._nearer is not None:
-            return self.needed(block)
+    def _visited_next(self, block: int) -> int:
+        """Return the next use for a rank in a scan; retained copies, and those used again in this visit, rank
+        lowest."""
         at = self.schedule.next_use(block)
-        if self.retained and at < NEVER:
-            visits = self.schedule.known.visits()[block]
-            return at if block not in self.retained and at % len(self.schedule.uses) in visits else _RETAINED
-        return at
+        if at == NEVER:
+            return at
+        visits = self.schedule.known.visits()[block]
+        return at if block not in self.retained and at % len(self.schedule.uses) in visits else _RETAINED
 
     def _rank(self, block: int) -> Rank:
         copy = self.copies[block]
-        plain = self._nearer is None and not self.retained  # saves a call in the most frequent case
-        next_use = self.schedule.next_use(block) if plain else self._next_use(block)
         if self._by_next_use:  # inlines `NextUse.rank`
-            return next_use, 0 if copy.dirty else 1, -copy.last_use, -copy.number, block
-        facts = CopyFacts(next_use, copy.last_use, copy.fetched, copy.dirty)
+            return self._rank_next(block), not copy.dirty, -copy.last_use, -copy.number, block
+        facts = CopyFacts(self._rank_next(block), copy.last_use, copy.fetched, copy.dirty)
         return (*self._policy.rank(facts), -copy.number, block)

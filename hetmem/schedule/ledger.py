@@ -29,8 +29,8 @@ _tuple: Any = tuple.__new__
 
 
 class Ledger:
-    """Records of all copies: `caches` by tier, `in_flight` commands without an answer, and the last events of every
-    block for error messages. `tick` counts uses.
+    """Records of all copies: `caches` by tier, and the last events of every block for error messages. `tick` counts
+    uses.
 
     A `Fetch` or `Write` that is begun ends with one `done` or `failed`; a `Drop` is complete at once. A staged copy is
     in use while the device is fed from it.
@@ -42,7 +42,6 @@ class Ledger:
         device = Cache(DEVICE, slots.get(DEVICE, 0), self.blocks, policy)
         host = Cache(HOST, slots.get(HOST, 0), self.blocks, policy, nearer=device)
         self.caches = (device, host)
-        self.in_flight = 0
         self.tick = 0
         self._history: list[deque[tuple[int, str, Tier | None]]] = []
 
@@ -50,6 +49,12 @@ class Ledger:
         """Break the reference cycle between the tiers, so that no garbage collection is needed."""
         for cache in self.caches:
             vars(cache).clear()
+
+    @property
+    def in_flight(self) -> int:
+        """How many commands have no answer."""
+        device, host = self.caches
+        return device.loading + host.loading + len(host.writing)
 
     def add(self, block: Block) -> int:
         """Register `block`; returns its number."""
@@ -77,59 +82,54 @@ class Ledger:
         copy.waiting = 0
         copy.state = VALID
 
-    def fetch(self, block: int, source: Tier, tier: Tier, copy: Copy, commands: list[Command]) -> None:
-        """Begin to fill `copy` of `block` on `tier`, which has a slot, from `source`."""
-        copy.fetched = self.tick
+    def fetch(self, block: int, source: Tier, cache: Cache, copy: Copy, commands: list[Command]) -> None:
+        """Begin to fill `copy` of `block` in `cache`, which has a slot, from `source`."""
+        tier, copy.fetched = cache.tier, self.tick
         copy.waiting = 0
         copy.state = LOADING
         copy.load = True
-        self.in_flight += 1
-        cache = self.caches[tier]
         cache.loading += 1
         cache.touch(block)
         self.counts.fetches[tier] += 1
         if source is HOST and self.blocks[block].home is NVME:  # in use while the device is fed from it
             self.caches[HOST].copies[block].uses += 1
-        self._history[block].append((self.tick, "fetch to", tier))
-        commands += (_tuple(Fetch, (block, source, tier, copy.slot)),)
+        self._history[block].append((copy.fetched, "fetch to", tier))
+        commands.append(_tuple(Fetch, (block, source, tier, copy.slot)))
 
     def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
         """Begin to write home `copy`, the dirty one of `block` in HOST staging."""
         copy.writing = True
-        self.in_flight += 1
         self.caches[HOST].writing[block] = copy
         self.note(block, "write")
         commands.append(Write(block, copy.slot))
 
-    def drop(self, block: int, tier: Tier, commands: list[Command], *, evicted: bool = False) -> None:
-        """Forget the copy of `block` on `tier`, and count it if it was `evicted`. Raise `StateError` for a dirty one,
+    def drop(self, block: int, cache: Cache, commands: list[Command], *, evicted: bool = False) -> None:
+        """Forget the copy of `block` in `cache`, and count it if it was `evicted`. Raise `StateError` for a dirty one,
         whose changes would be lost."""
-        cache = self.caches[tier]
-        if cache.copies[block].dirty:
+        tier, copy = cache.tier, cache.copies[block]
+        if copy.dirty:
             raise self.illegal(block, tier, "dropping a dirty copy")
         self.counts.evictions[tier] += evicted
-        copy = cache.remove(block)
+        cache.remove(block)
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
-            commands += (_tuple(Drop, (block, tier, copy.slot)),)
+            commands.append(_tuple(Drop, (block, tier, copy.slot)))
         self._history[block].append((self.tick, "dropped on", tier))
 
-    def answered(self, command: Fetch | Write, event: str) -> Copy:
-        """Return the copy that `command` moved, which is no longer in flight: `event` is "done" or "failed"."""
-        block, fetched = command.block, command if type(command) is Fetch else None
-        tier = HOST if fetched is None else fetched.target
+    def answered(self, command: Fetch | Write, event: str) -> tuple[Copy, Cache]:
+        """Return the copy that `command` moved, which is no longer in flight, and the cache that has it: `event` is
+        "done" or "failed"."""
+        block, source, tier, slot = command if type(command) is Fetch else (command.block, None, HOST, command.slot)
         cache = self.caches[tier]
         copy = cache.copies.get(block)
-        in_flight = copy is not None and (copy.writing if fetched is None else copy.state is LOADING)
-        if copy is None or not in_flight or copy.slot != command.slot:
+        if copy is None or copy.slot != slot or not (copy.writing if source is None else copy.state is LOADING):
             raise self.illegal(block, tier, f"{command} {event}")
-        self.in_flight -= 1
-        if fetched is None:
+        if source is None:
             copy.writing = False
             del cache.writing[block]
         else:
             cache.loading -= 1
-            if fetched.source is HOST and self.blocks[block].home is NVME:
+            if source is HOST and self.blocks[block].home is NVME:
                 self.caches[HOST].copies[block].uses -= 1
         self._history[block].append((self.tick, event, tier))
-        return copy
+        return copy, cache

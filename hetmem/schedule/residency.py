@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import (
     LOADING,
+    PLACED,
     STALE,
     VALID,
     WAITING,
@@ -99,7 +100,7 @@ class Residency:
     def place(self, block: int, tier: Tier) -> int:
         """Return the first slot of the copy of `block` on `tier`, which must be VALID or LOADING."""
         copy = self._caches[tier].copies.get(block)
-        if copy is None or copy.state not in (VALID, LOADING):
+        if copy is None or copy.state not in PLACED:
             raise self._ledger.illegal(block, tier, "place asked for")
         return copy.slot
 
@@ -198,8 +199,7 @@ class Residency:
         for block in uses:
             if block not in copies:
                 return None
-            state = copies[block].state
-            if state is not VALID and not (coming and state is LOADING):
+            if (state := copies[block].state) is not VALID and not (coming and state is LOADING):
                 return None
         schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # inlines `Cache.meet`
         if schedule.absent == (*uses,):
@@ -242,24 +242,24 @@ class Residency:
             self._ledger.note(block, "dirty")
         commands: list[Command] = []
         if not left and (copy.state is STALE or not copy.load):
-            self._ledger.drop(block, tier, commands)
+            self._ledger.drop(block, cache, commands)
         if self._supply.waiting or tier is HOST or cache.slots.used > cache.limit:
             self._supply.go_on(cache, commands)
         return commands
 
     def release_all(self, uses: Mapping[int, int]) -> list[Command]:
         """Release each block on the device as often as `uses` says; requests and evictions follow once, at the end."""
-        cache = self._device
+        cache, copies = self._device, self._device.copies
         commands: list[Command] = []
         for block in uses:
-            if block not in cache.copies or (copy := cache.copies[block]).uses - uses[block] < copy.waiting:
+            if block not in copies or (left := (copy := copies[block]).uses - uses[block]) < copy.waiting:
                 raise self._ledger.illegal(block, DEVICE, "release")
-            copy.uses = left = copy.uses - uses[block]
+            copy.uses = left
             if not left:
                 if copy.last_use < cache.prefetched_at:
                     cache.prefetch_at = 0
                 if copy.state is STALE or not copy.load:
-                    self._ledger.drop(block, DEVICE, commands)
+                    self._ledger.drop(block, cache, commands)
         if self._supply.waiting or cache.slots.used > cache.limit:
             self._supply.go_on(cache, commands)
         return commands
@@ -282,7 +282,7 @@ class Residency:
             raise self._ledger.illegal(block, tier, "invalidate")
         commands: list[Command] = []
         if copy.uses == 0:
-            self._ledger.drop(block, tier, commands)
+            self._ledger.drop(block, cache, commands)
             self._supply.serve(commands)
         else:
             copy.state = STALE
@@ -325,16 +325,16 @@ class Residency:
 
     def done(self, command: Fetch | Write) -> list[Command]:
         """Take note that `command` was carried out: a written copy is clean, a fetched one VALID."""
-        copy, block = self._ledger.answered(command, "done"), command.block
+        copy, cache = self._ledger.answered(command, "done")
+        block, supply, (device, host) = command.block, self._supply, self._caches
         commands: list[Command] = []
-        supply, (device, host) = self._supply, self._caches
         if type(command) is Fetch:
-            copy.state, cache = VALID, self._caches[command.target]
+            copy.state = VALID
             if not copy.uses and block not in cache.unused:
                 cache.prefetch_at = 0
         else:
             copy.dirty = False
-            host.touch(block)
+            cache.touch(block)
         if device.slots.used > device.limit:
             supply.trim(device, commands)
         if host.slots.used > host.limit:
@@ -348,12 +348,12 @@ class Residency:
     def failed(self, command: Fetch | Write) -> list[Command]:
         """Take note that `command` failed. Its source is unchanged, and the copy of a failed write stays dirty. A
         failed fetch leaves no copy, or a STALE one until its uses are released (its slot may still be read)."""
-        copy = self._ledger.answered(command, "failed")
+        copy, cache = self._ledger.answered(command, "failed")
         commands: list[Command] = []
         if type(command) is Fetch:
             copy.state = STALE
             if not copy.uses:
-                self._ledger.drop(command.block, command.target, commands)
+                self._ledger.drop(command.block, cache, commands)
             for cache in self._caches:
                 self._supply.trim(cache, commands)
         self._supply.serve(commands)

@@ -14,7 +14,6 @@ from hetmem.schedule.cache import Cache
 from hetmem.schedule.ledger import Ledger
 from hetmem.schedule.trace import DEVICE, HOST, NVME, Tier
 
-_AHEAD_IN_A_SCAN = 2
 _FED_AHEAD = 4  # times the lookahead of the device: beyond that, staged copies are evicted before they are used
 
 
@@ -92,7 +91,7 @@ class Supply:
                 continue
             self.waiting.remove((tier, block))
             if copy.load:
-                self._ledger.fetch(block, source, tier, copy, commands)
+                self._ledger.fetch(block, source, self._caches[tier], copy, commands)
             else:
                 self._ledger.let_overwrite(block, tier, copy)
 
@@ -113,7 +112,7 @@ class Supply:
                 return False
             if (HOST, block) in self.waiting:
                 self.waiting.remove((HOST, block))
-            self._ledger.fetch(block, NVME, HOST, staged, commands)
+            self._ledger.fetch(block, NVME, staging, staged, commands)
         return staged.state is VALID
 
     def go_on(self, cache: Cache, commands: list[Command]) -> None:
@@ -130,14 +129,32 @@ class Supply:
 
     def prefetch(self, cache: Cache, commands: list[Command]) -> None:
         """Begin to fetch what the schedule uses next and is missing, as far as that evicts nothing of more use."""
-        if self.waiting:
+        if self.waiting or cache.schedule.position < cache.prefetch_at:
             return
-        device, staging = self._caches
-        if cache is device and device.schedule.position < device.prefetch_at:
-            return
-        self._begin(cache, commands)
-        if cache is device and staging.slots.count:  # reads that `_comes_later` has postponed
-            self._begin(staging, commands)
+        if cache.fed_ahead:
+            self._feed(commands)
+        staging = self._caches[HOST]
+        if cache.retained:
+            self._scan(cache, commands)
+        else:
+            on_device, at_once = cache is not staging, cache.at_once
+            cache.exhausted = False
+            for block in cache.missing(self.lookahead):
+                if len(cache.unused) + cache.loading >= at_once and self._has_enough(cache, at_once):
+                    break
+                if not on_device and self._comes_later(block):
+                    break
+                if not self._bring_in(block, cache, commands):
+                    break
+                if on_device and cache.exhausted and cache.slots.used >= cache.limit:
+                    break  # no room for the next block: try at the next use
+            else:
+                cache.prefetch_at = cache.complete - self.lookahead + 1
+            cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # see `Cache.prefetch_at`
+        if staging.slots.count:
+            cache.prefetch_at = 0  # reads that end make room at any time
+            if cache is not staging:  # reads that `_comes_later` has postponed
+                self.prefetch(staging, commands)
 
     def _has_enough(self, cache: Cache, at_once: int) -> bool:
         """Return whether `at_once` copies are ahead of their use. On the device prefetched copies count until used, so
@@ -147,39 +164,11 @@ class Supply:
             return cache.loading >= at_once
         return len(cache.unused) >= at_once and cache.fetched_ahead(self.lookahead) >= at_once
 
-    def _begin(self, cache: Cache, commands: list[Command]) -> None:
-        device, staging = self._caches
-        if cache.retained:
-            self._scan(cache, commands)
-            return
-        at_once = cache.most_ahead
-        if cache.schedule.scan:
-            at_once = min(at_once, _AHEAD_IN_A_SCAN)
-        if cache is device and device.fed_ahead:
-            self._feed(commands)
-        cache.exhausted = False
-        for block in cache.missing(self.lookahead):
-            if cache is staging and self._comes_later(block):
-                break
-            if len(cache.unused) + cache.loading >= at_once and self._has_enough(cache, at_once):
-                break
-            if not self._prefetch(block, cache, commands):
-                break
-            if cache is device and device.exhausted and device.slots.used >= device.limit:
-                break  # no room for the next block: try at the next use
-        else:
-            cache.prefetch_at = cache.complete - self.lookahead + 1
-        cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # see `Cache.prefetch_at`
-        if staging.slots.count:  # reads that end make room at any time
-            cache.prefetch_at = 0
-
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
         """Fetch what the device lacks as far ahead as the streaming slots allow: see note "scans" in `cache`."""
-        if cache.fed_ahead:
-            self._feed(commands)
         while len(cache.unused) < self._at_once[cache.tier]:
             block = next(cache.missing(len(cache.schedule.uses)), None)
-            if block is None or not self._prefetch(block, cache, commands) or block not in cache.copies:
+            if block is None or not self._bring_in(block, cache, commands) or block not in cache.copies:
                 break
 
     def _comes_later(self, block: int) -> bool:
@@ -191,39 +180,38 @@ class Supply:
         """Begin to bring `block` to `tier` without a use, if it has no copy and nothing of more use is evicted."""
         cache = self._caches[tier]
         if not self.waiting and block not in cache.copies:
-            self._prefetch(block, cache, commands)
+            self._bring_in(block, cache, commands)
             cache.unused.discard(block)  # renewed for any later use, so it may be evicted
             cache.prefetch_at = 0  # the next missing block may be needed sooner
 
-    def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
-        """Fetch `block`, which `cache` lacks; False if there is no room for it now."""
-        tier, home = cache.tier, self._blocks[block].home
-        if home <= tier or (tier is DEVICE and block in self._suspended):
-            return True
-        if tier is DEVICE and home is NVME:
+    def _bring_in(self, block: int, cache: Cache, commands: list[Command]) -> bool:
+        """Fetch `block`, which `cache` lacks, if it comes from the next tier; False if there is no room for it now."""
+        known, slots, on_device = self._blocks[block], cache.slots, cache.tier is DEVICE
+        span, home = known.span, known.home
+        if home is not NVME:
+            if not on_device or home is DEVICE or block in self._suspended:
+                return True
+        elif on_device:
+            if block in self._suspended:
+                return True
             cache.fed_ahead = self._fed_ahead
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
-                return self._has_enough(staging, self._at_once[HOST]) or self._bring_in(block, NVME, staging, commands)
+                return self._has_enough(staging, self._at_once[HOST]) or self._bring_in(block, staging, commands)
             if staged.state is not VALID:
                 return True
-        return self._bring_in(block, HOST if tier is DEVICE else NVME, cache, commands)
-
-    def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> bool:
-        """Fetch `block` from `source` into `cache`; False if there is no room."""
-        span, slots = self._blocks[block].span, cache.slots
         slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is None:
             for victim in cache.harmless_victims(span, cache.needed(block)):
-                self._ledger.drop(victim, cache.tier, commands, evicted=True)
+                self._ledger.drop(victim, cache, commands, evicted=True)
             slot = slots.take(span, block) if slots.used + span <= cache.limit else None
             if slot is None:
                 return False
         copy = cache.add(block, Copy(WAITING, slot, last_use=self._ledger.tick))
-        if cache.tier is DEVICE:
+        if on_device:
             cache.unused.add(block)
-        self._ledger.fetch(block, source, cache.tier, copy, commands)
+        self._ledger.fetch(block, HOST if on_device else NVME, cache, copy, commands)
         return True
 
     def _feed(self, commands: list[Command]) -> None:
@@ -232,7 +220,7 @@ class Supply:
         staging = self._caches[HOST]
         while not self._has_enough(staging, self._at_once[HOST]):
             block = self._unfed()
-            if block is None or not self._bring_in(block, NVME, staging, commands):
+            if block is None or not self._bring_in(block, staging, commands):
                 break
 
     def _unfed(self) -> int | None:
@@ -250,7 +238,7 @@ class Supply:
             if cache.copies[block].dirty:
                 self._ledger.write(block, cache.copies[block], commands)
             else:
-                self._ledger.drop(block, cache.tier, commands, evicted=True)
+                self._ledger.drop(block, cache, commands, evicted=True)
 
     def _find_place(
         self, block: int, tier: Tier, copy: Copy, refused: dict[Tier, int], commands: list[Command]
@@ -291,7 +279,7 @@ class Supply:
         if waits:
             return None
         for victim in victims:
-            self._ledger.drop(victim, cache.tier, commands, evicted=True)
+            self._ledger.drop(victim, cache, commands, evicted=True)
         return slots.take(span, block)
 
     def _no_room(self, block: int, tier: Tier) -> str:

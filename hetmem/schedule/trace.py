@@ -92,10 +92,10 @@ class SegmentTrace:
 
 
 class UseSequence:
-    """A sequence of uses, `blocks[i]` at once, with the indices of each block (`positions`) and of each use
-    (`indices`). Uses with indices in `overwritten` write their blocks without reading them, so nothing is prefetched
-    for them. `times` has the time of each use on a clock of both tiers; one round takes `period`. Building it takes
-    O(uses)."""
+    """A sequence of uses, `blocks[i]` at once, with the indices of each block (`positions`, of this round and the first
+    of the next) and of each use (`indices`). Uses with indices in `overwritten` write their blocks without reading
+    them, so nothing is prefetched for them. `times` has the time of each use on a clock of both tiers; one round takes
+    `period`. Building it takes O(uses)."""
 
     __slots__ = ("_visits", "blocks", "furthest", "indices", "overwritten", "period", "positions", "times")
 
@@ -121,6 +121,8 @@ class UseSequence:
         self.furthest = [0] * count
         """By use, when all of its blocks have been used again, counted from the start of its round."""
         again = {block: count + positions[0] for block, positions in self.positions.items()}
+        for block, positions in self.positions.items():
+            positions.append(again[block])
         for at in range(count - 1, -1, -1):
             for block in self.blocks[at]:
                 if again[block] > self.furthest[at]:
@@ -136,7 +138,7 @@ class UseSequence:
             for block, positions in self.positions.items():
                 rows = self._visits[block] = {}
                 first = last = positions[0]
-                for at in positions:
+                for at in positions[:-1]:
                     if at - last > near:
                         first = at
                     rows[first] = last = at
@@ -173,55 +175,48 @@ class Schedule:
         known = uses if isinstance(uses, UseSequence) else UseSequence(uses)
         self.known, self.scan = known, scan
         self.uses = known.blocks
-        self._count = len(self.uses)
-        self.barrier = barrier
+        self.count = len(self.uses)
+        self.barrier = (NEVER if barrier is None else barrier) if self.count else 0
         self.position = 0
-        self._segment = segment
+        self.segment = segment if self.count else 0
         self._overwritten = known.overwritten
         self.overwrites = bool(known.overwritten)
         """Whether any use writes its blocks without reading them, so that `reads` must be called."""
         self.absent: tuple[int, ...] = ()
         """The blocks of the use just reached that have no copy yet: their next use is this one."""
-        self._skipped: set[int] = set()
+        self.skipped: set[int] = set()
         self._next: dict[int, int] = {}  # cached next uses; valid as long as they lie ahead
         self._positions, self._indices = known.positions, known.indices
         self._times, self._period = known.times, known.period
 
     def time(self, at: int) -> int:
         """Return the time of the use number `at` on the clock of `UseSequence`; NEVER if `at` is NEVER."""
-        if at >= NEVER or not self._count:
+        if at >= NEVER or not self.count:
             return NEVER
-        lap, inside = divmod(at, self._count)
+        lap, inside = divmod(at, self.count)
         return lap * self._period + self._times[inside]
 
     def reach(self, blocks: tuple[int, ...]) -> bool:
         """Begin a use of `blocks`: move `position` past the nearest such use, ahead or behind, which is the next one as
         long as the trace is followed. Return False, and move nothing, if no such use is known."""
-        count = self._count
-        if not count:
-            return False
-        at = self.position % count
-        if self._skipped:
-            self._skipped.difference_update(blocks)
-        if self.uses[at] == blocks and self.position < self._segment:  # as expected
-            self.position += 1
-            self.absent = blocks
-            return True
+        position, count = self.position, self.count
+        if self.skipped:
+            self.skipped.difference_update(blocks)
         found = self._indices.get(blocks)
         if found is None:
             return False
-        lap, inside = divmod(self.position, count)
+        lap, inside = divmod(position, count)
         index = bisect_left(found, inside)
         behind = lap * count + found[index - 1] if index else -1
         ahead = lap * count + found[index] if index < len(found) else (lap + 1) * count + found[0]
-        near = [at for at in (ahead, behind) if 0 <= at < self._segment]
+        near = [at for at in (ahead, behind) if 0 <= at < self.segment]
         if not near:
             return False
-        before, self.position = self.position, 1 + min(near, key=lambda at: abs(at - self.position))
-        if self.position < before:
+        self.position = 1 + min(near, key=lambda at: abs(at - position))
+        if self.position <= position:
             self._next.clear()
         elif self._overwritten:
-            self._skip(before, self.position - 1)
+            self._skip(position, self.position - 1)
         self.absent = blocks
         return True
 
@@ -229,7 +224,7 @@ class Schedule:
         """Record the uses from `start` up to `end` as skipped: what they overwrite will still be overwritten."""
         for at, blocks in enumerate(self.between(start, end), start):
             if at % len(self.uses) in self._overwritten:
-                self._skipped.update(blocks)
+                self.skipped.update(blocks)
 
     def next_use(self, block: int) -> int:
         """Return the first use of `block` at or after `position`, counted in uses from the start; NEVER if unknown.
@@ -237,16 +232,15 @@ class Schedule:
         A block of the use just reached counts as used now until it has a copy: otherwise it might be evicted for a far
         next use while the other blocks of that use are fetched.
         """
-        if block in self.absent:
-            return self.position - 1
         known = self._next[block] if block in self._next else -1  # noqa: SIM401 - saves a call
         position = self.position
-        if known < position:
-            where, known = self._positions[block] if block in self._positions else None, NEVER  # noqa: SIM401
-            if where is not None:
-                inside = position % self._count
-                index = bisect_left(where, inside)
-                known = position - inside + (where[index] if index < len(where) else self._count + where[0])
+        if known < position:  # as for all blocks of the use just reached
+            if block in self.absent:
+                return position - 1
+            known = NEVER
+            if block in self._positions:
+                inside, where = position % self.count, self._positions[block]
+                known = position - inside + where[bisect_left(where, inside)]
             self._next[block] = known
         return known
 
@@ -260,7 +254,7 @@ class Schedule:
 
     def furthest(self, start: int, end: int) -> int:
         """Return when the blocks of the uses from `start` up to `end`, at most a round, have all been used again."""
-        furthest, count = self.known.furthest, self._count
+        furthest, count = self.known.furthest, self.count
         if start >= end:
             return start
         first = start % count
@@ -273,17 +267,12 @@ class Schedule:
     def first_with(self, least: int, start: int, end: int) -> int:
         """Return the first of the uses from `start` up to `end` that has a block whose next use is at `least` or later;
         `end` if none has."""
-        furthest, count = self.known.furthest, self._count
+        furthest, count = self.known.furthest, self.count
         for at in range(start, end):
             place = at % count
             if at - place + furthest[place] >= least:
                 return at
         return end
-
-    def horizon(self, count: int) -> int:
-        """Return the end of the next `count` uses that are known and not behind the barrier."""
-        end = self.position + (count if self._count else 0)
-        return end if self.barrier is None or end < self.barrier else self.barrier
 
     def reads(self, at: int) -> bool:
         """Return whether the use number `at`, counted as `position` is, needs the present content of its blocks: not if
@@ -291,11 +280,11 @@ class Schedule:
         if not self._overwritten:
             return True
         place = at % len(self.uses)
-        return place not in self._overwritten and not self._skipped.issuperset(self.uses[place])
+        return place not in self._overwritten and not self.skipped.issuperset(self.uses[place])
 
     def between(self, start: int, end: int) -> Sequence[tuple[int, ...]]:
         """Return the uses from `start` up to `end`, both counted as `position` is."""
-        count = self._count
+        count = self.count
         if end <= count or not count:
             return self.uses[start:end]
         first = start % count

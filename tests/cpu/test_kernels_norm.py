@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Iterator
 from fractions import Fraction
 
@@ -65,6 +66,21 @@ def by_halves(numbers: list[float]) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numba_is_what_runs_here(dtype: torch.dtype) -> None:
     assert not isinstance(norm._verified_loop(dtype), str)
+
+
+def test_loops_of_16_bits_are_vectorized() -> None:
+    """Without vectors float16 takes 16 times as long as with them, and no bit changes."""
+
+    def fastest(dtype: torch.dtype) -> float:
+        tasks, seconds = square_sum_tasks(randn(1 << 20, dtype))[0], []
+        for _ in range(8):
+            start = time.thread_time()
+            for task in tasks:
+                task()
+            seconds.append(time.thread_time() - start)
+        return min(seconds)
+
+    assert fastest(torch.float16) < 3 * fastest(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import hetmem
 from hetmem.engine.param_views import stand_in
 from hetmem.intercept import registry
 from hetmem.memory.chunk import elements, give_away
@@ -50,3 +53,38 @@ def test_what_is_given_away_has_memory_of_its_own() -> None:
         assert give_away(view(tensor))
         memory[:] = bytes(64)
         assert held.tolist() == [20, 21, 22, 23]
+
+
+class Shares(nn.Linear):
+    """Gives the memory of its weight to other processes as it computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, 64]."""
+        self.weight.share_memory_()
+        return super().forward(x)
+
+
+ROOM = hetmem.Budget(device="64MiB", host="64MiB", device_chunks="64KiB", home_copies=False)
+
+
+def test_no_view_of_a_slot_is_used_again_once_its_storage_was_given_other_memory(tmp_path: Path) -> None:
+    plain = nn.Sequential(*(Shares(64, 64, bias=False) for _ in range(8)))
+    managed, x = manage(deepcopy(plain), ROOM, tmp_path), torch.randn(4, 64)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(managed(x), plain(x))
+
+
+def test_no_view_of_a_slot_outlives_its_memory(tmp_path: Path) -> None:
+    managed = manage(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), ROOM, tmp_path)
+    runtime = registry.of_module(managed).runtime
+    with torch.no_grad():
+        managed(torch.randn(4, 64))
+    pool = runtime.memory.device_pool
+    views = [
+        weakref.ref(view.tensor) for layouts in pool.views.values() for _, known in layouts.values() for view in known
+    ]
+    assert len(views) == 4
+    runtime.uses.out_of_memory()
+    assert not pool.held_bytes()
+    assert [view() for view in views] == [None] * 4

@@ -126,7 +126,7 @@ def test_a_transfer_of_the_disk_is_told_of_although_nobody_could_note_it(tmp_pat
     def fails(*_: object) -> None:
         raise MemoryError
 
-    engine.observe = fails
+    engine.log = fails
     extent, memory = store.reserve(BLOCK), Mapping(BLOCK).buffer(0, BLOCK)
     for begin in (engine.read, engine.write):
         begin("job", extent, memory)

@@ -274,6 +274,16 @@ def test_a_large_block_waits_for_the_dirty_ones_in_its_place() -> None:
     assert r.done(Write(0, 0)) == [Drop(0, HOST, 0), Drop(1, HOST, 1), read(2, 0)]
 
 
+def test_nothing_goes_for_a_large_block_that_has_no_room_even_so() -> None:
+    r = residency(NVME, NVME, NVME, NVME, Block("large", NVME, span=2), host=4)
+    for block in range(4):
+        bring(r, block, HOST)
+    r.release(0, HOST)
+    assert (r.release(1, HOST), r.invalidate(1, HOST)) == ([], [Drop(1, HOST, 1)])
+    assert r.limit(HOST, 3) == []
+    assert r.acquire(4, HOST) == []
+
+
 def test_a_limit_drops_what_is_needed_last_at_once_and_what_is_in_use_later() -> None:
     r = residency(HOST, HOST, HOST, device=3)
     bring(r, 0, DEVICE)
