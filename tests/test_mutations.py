@@ -68,8 +68,8 @@ MUTATIONS = {
     ),
     "give up a copy before its write is done": Mutation(
         "schedule/cache.py",
-        "if copy.uses or copy.writing or block in spared:",
-        "if copy.uses or block in spared:",
+        "(copy.dirty and (copy.writing or least is not None))",
+        "(copy.dirty and least is not None)",
         STORIES + "test_a_copy_on_its_way_home_is_neither_given_up_nor_written_again",
     ),
     "read before the write is done": Mutation(

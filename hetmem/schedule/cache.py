@@ -40,8 +40,8 @@ _AHEAD = 16
 _MORE = 9 / 8
 """Nothing is retained if that streams this many times what MIN fetches, as where few slots are missing."""
 
-_ALMOST = 0.9
-"""Share of the distance to the furthest use: a copy used that late is as good a victim as the one used last."""
+_ALMOST = 9
+"""Tenths of the distance to the furthest use: a copy used that late is as good a victim as the one used last."""
 
 
 class Cache:
@@ -105,16 +105,17 @@ class Cache:
             self._farther.touch(block)
         return copy
 
-    def remove(self, block: int) -> Copy:
-        """Remove the copy of `block` from this tier, and return it."""
-        self.unused.discard(block)
+    def remove(self, block: int) -> None:
+        """Remove the copy of `block` from this tier."""
+        if block in self.unused:
+            self.unused.remove(block)
         self.prefetch_at = 0
         self.touch(block)
         if self.complete and (next_use := self.schedule.next_use(block)) < self.complete:
             self.complete = next_use
         if self._farther is not None:
             self._farther.touch(block)
-        return self.copies.pop(block)
+        del self.copies[block]
 
     def set_limit(self, slots: int) -> None:
         """Allow at most `slots` slots to be taken."""
@@ -234,12 +235,15 @@ class Cache:
         """Yield, in order, the blocks that the next `lookahead` uses read and that have no copy on this tier; not those
         that one of these uses overwrites before they are read."""
         schedule, copies = self.schedule, self.copies
-        at, end = schedule.position, schedule.horizon(lookahead)
+        at = schedule.position
+        end = at + lookahead
+        if end > schedule.barrier:
+            end = schedule.barrier
         if at < self.complete:
             at = self.complete
         if at >= end:
             return
-        uses, count = schedule.uses, len(schedule.uses)
+        uses, count = schedule.uses, schedule.count
         comes_by_itself: tuple[int, ...] = ()
         complete = True
         while at < end:
@@ -285,7 +289,7 @@ class Cache:
         """Return the first block that comes through staging, that the next `fed_ahead` uses read, and that is neither
         on this tier nor `staged`; None if there is none."""
         schedule, copies = self.schedule, self.copies
-        start, end = max(schedule.position, self.complete), schedule.horizon(self.fed_ahead)
+        start, end = max(schedule.position, self.complete), min(schedule.position + self.fed_ahead, schedule.barrier)
         for blocks in schedule.between(start, end) if start < end else ():
             for block in blocks:
                 if block not in copies and block not in staged and comes_from_there(block):
@@ -316,7 +320,7 @@ class Cache:
         position = schedule.position
         before = position - 1 if position else 0
         awaited = schedule.furthest(before, needed_at)
-        least = position + int(_ALMOST * (awaited - position))
+        least = position + _ALMOST * (awaited - position) // 10
         if least <= needed_at:
             least = needed_at + 1
         victims = self._first(self.slots.used + span - self.limit, spared, least)
@@ -363,13 +367,11 @@ class Cache:
                 break
             block = rank[-1]
             copy = copies[block]
-            if copy.uses or copy.writing or block in spared:
+            if copy.uses or block in spared or (copy.dirty and (copy.writing or least is not None)):
                 continue
             if copy.state is not VALID and copy.state is not STALE and (arrived or copy.state is not LOADING):
                 continue
-            if least is not None and (copy.dirty or block in self.unused):
-                continue
-            if least is not None and not by_next_use and self._rank_next(block) < least:
+            if least is not None and (block in self.unused or (not by_next_use and self._rank_next(block) < least)):
                 continue
             chosen.append(block)
             slots -= self._blocks[block].span

@@ -144,7 +144,7 @@ class Supply:
                     break
                 if not on_device and self._comes_later(block):
                     break
-                if not self._prefetch(block, cache, commands):
+                if not self._bring_in(block, cache, commands):
                     break
                 if on_device and cache.exhausted and cache.slots.used >= cache.limit:
                     break  # no room for the next block: try at the next use
@@ -168,7 +168,7 @@ class Supply:
         """Fetch what the device lacks as far ahead as the streaming slots allow: see note "scans" in `cache`."""
         while len(cache.unused) < self._at_once[cache.tier]:
             block = next(cache.missing(len(cache.schedule.uses)), None)
-            if block is None or not self._prefetch(block, cache, commands) or block not in cache.copies:
+            if block is None or not self._bring_in(block, cache, commands) or block not in cache.copies:
                 break
 
     def _comes_later(self, block: int) -> bool:
@@ -180,30 +180,27 @@ class Supply:
         """Begin to bring `block` to `tier` without a use, if it has no copy and nothing of more use is evicted."""
         cache = self._caches[tier]
         if not self.waiting and block not in cache.copies:
-            self._prefetch(block, cache, commands)
+            self._bring_in(block, cache, commands)
             cache.unused.discard(block)  # renewed for any later use, so it may be evicted
             cache.prefetch_at = 0  # the next missing block may be needed sooner
 
-    def _prefetch(self, block: int, cache: Cache, commands: list[Command]) -> bool:
-        """Fetch `block`, which `cache` lacks; False if there is no room for it now."""
-        home = self._blocks[block].home
-        if cache.tier is HOST:
-            return home is not NVME or self._bring_in(block, NVME, cache, commands)
-        if home is DEVICE or block in self._suspended:
-            return True
-        if home is NVME:
+    def _bring_in(self, block: int, cache: Cache, commands: list[Command]) -> bool:
+        """Fetch `block`, which `cache` lacks, if it comes from the next tier; False if there is no room for it now."""
+        known, slots, on_device = self._blocks[block], cache.slots, cache.tier is DEVICE
+        span, home = known.span, known.home
+        if home is not NVME:
+            if not on_device or home is DEVICE or block in self._suspended:
+                return True
+        elif on_device:
+            if block in self._suspended:
+                return True
             cache.fed_ahead = self._fed_ahead
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:
-                return self._has_enough(staging, self._at_once[HOST]) or self._bring_in(block, NVME, staging, commands)
+                return self._has_enough(staging, self._at_once[HOST]) or self._bring_in(block, staging, commands)
             if staged.state is not VALID:
                 return True
-        return self._bring_in(block, HOST, cache, commands)
-
-    def _bring_in(self, block: int, source: Tier, cache: Cache, commands: list[Command]) -> bool:
-        """Fetch `block` from `source` into `cache`; False if there is no room."""
-        span, slots = self._blocks[block].span, cache.slots
         slot = slots.take(span, block) if slots.used + span <= cache.limit else None
         if slot is None:
             for victim in cache.harmless_victims(span, cache.needed(block)):
@@ -212,9 +209,9 @@ class Supply:
             if slot is None:
                 return False
         copy = cache.add(block, Copy(WAITING, slot, last_use=self._ledger.tick))
-        if cache.tier is DEVICE:
+        if on_device:
             cache.unused.add(block)
-        self._ledger.fetch(block, source, cache, copy, commands)
+        self._ledger.fetch(block, HOST if on_device else NVME, cache, copy, commands)
         return True
 
     def _feed(self, commands: list[Command]) -> None:
@@ -223,7 +220,7 @@ class Supply:
         staging = self._caches[HOST]
         while not self._has_enough(staging, self._at_once[HOST]):
             block = self._unfed()
-            if block is None or not self._bring_in(block, NVME, staging, commands):
+            if block is None or not self._bring_in(block, staging, commands):
                 break
 
     def _unfed(self) -> int | None:

@@ -176,7 +176,7 @@ class Schedule:
         self.known, self.scan = known, scan
         self.uses = known.blocks
         self.count = len(self.uses)
-        self.barrier = NEVER if barrier is None else barrier
+        self.barrier = (NEVER if barrier is None else barrier) if self.count else 0
         self.position = 0
         self.segment = segment if self.count else 0
         self._overwritten = known.overwritten
@@ -273,11 +273,6 @@ class Schedule:
             if at - place + furthest[place] >= least:
                 return at
         return end
-
-    def horizon(self, count: int) -> int:
-        """Return the end of the next `count` uses that are known and not behind the barrier."""
-        end = self.position + (count if self.count else 0)
-        return end if end < self.barrier else self.barrier
 
     def reads(self, at: int) -> bool:
         """Return whether the use number `at`, counted as `position` is, needs the present content of its blocks: not if

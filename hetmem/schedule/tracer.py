@@ -42,7 +42,9 @@ class StepTracer:
         self.position = 0
         self.known: SegmentTrace | None = None
         self._moments: list[Moment] = []
-        """Moments of the running segment; not filled while it `_follows` its known trace of `_count` moments."""
+        """Moments of the running segment; not filled while it `_follows` its known trace."""
+        self._ahead: tuple[Moment, ...] = ()
+        """The `_count` moments of the known trace, unless the segment is measured."""
         self._follows, self._at_once, self._count = False, False, 0
         self._opening = self._expected = _BEGIN
         self.gradients_sent = 0
@@ -101,7 +103,8 @@ class StepTracer:
         self.unseen_growth = _growth(size, self._sizes.get(key, 0))
         seen = self.has_seen(key, size) if self.known is None else size > self._measured_sizes.get(key, 0)
         self.is_unseen = measured and not seen
-        self._count = 0 if self.known is None else len(self.known.moments)
+        self._ahead = () if self.known is None or measured else self.known.moments
+        self._count = len(self._ahead)
         self.position = self.gradients_sent = 0
         self._moments, self._host, self._overwritten = [], [], set()
         self._follows, self._at_once = self.known is not None and not measured, False
@@ -152,18 +155,22 @@ class StepTracer:
             return self._expected
         at, known = self.position, self.known
         self.gradients_sent = 0
-        if known is None or self.measured:
-            expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
-            self._moments.append(expected)
-        else:
-            expected = known.moments[at] if at < self._count else Moment(operator, blocks, *known.worst)
+        if at < self._count:
+            expected = self._ahead[at]
             if self.growth != 1.0:
                 expected = expected.times(self.growth)
-            departs = expected.blocks != blocks or expected.operator != operator
-            if departs or at >= self._count:
+            if expected.blocks != blocks or expected.operator != operator:
                 self._leave_trace()
-            if not self._follows:
-                self._moments.append(Moment(operator, blocks, live_bytes) if departs else expected)
+                self._moments.append(Moment(operator, blocks, live_bytes))
+            elif not self._follows:
+                self._moments.append(expected)
+        else:
+            self._leave_trace()
+            if known is None or self.measured:
+                expected = Moment(operator, blocks, live_bytes, (live_bytes - leaving_bytes,))
+            else:
+                expected = Moment(operator, blocks, *known.worst).times(self.growth)
+            self._moments.append(expected)
         self.position = at + 1
         self._expected = expected
         return expected

@@ -59,7 +59,8 @@ class ComparedCache(Cache):
         super().reach(blocks)
 
     def first_missing(self, lookahead: int, beside: Container[int]) -> int | None:
-        schedule, end = self.schedule, self.schedule.horizon(lookahead)
+        schedule = self.schedule
+        end = min(schedule.position + lookahead, schedule.barrier)
         coming = [block for at in range(schedule.position, end) for block in schedule.uses[at % len(schedule.uses)]]
         return next((block for block in coming if block not in self.copies and block not in beside), None)
 
@@ -88,7 +89,7 @@ def scan_unfed(device: Cache) -> int | None:
     assert isinstance(device, ComparedCache)
     assert device._farther is not None
     schedule, supply, staging = device.schedule, device.supply, device._farther
-    for at in range(schedule.position, schedule.horizon(4 * supply.lookahead)):
+    for at in range(schedule.position, min(schedule.position + 4 * supply.lookahead, schedule.barrier)):
         for block in schedule.uses[at % len(schedule.uses)]:
             there = block in device.copies or block in staging.copies or block in supply._suspended
             if not there and device._blocks[block].home is Tier.NVME:

@@ -89,7 +89,7 @@ def test_between_now_and_the_horizon_lie_the_next_uses_in_order_up_to_the_barrie
     end = schedule.position + count
     end = min(end, end if barrier is None else barrier)
     expected = naive.uses[schedule.position : max(schedule.position, end)]
-    assert list(schedule.between(schedule.position, schedule.horizon(count))) == expected
+    assert list(schedule.between(schedule.position, min(schedule.position + count, schedule.barrier))) == expected
 
 
 def test_a_block_of_the_present_use_is_used_now_until_it_was_met() -> None:
@@ -132,7 +132,7 @@ def test_no_use_of_a_later_segment_is_taken_for_one_of_this() -> None:
 
 def test_an_empty_schedule_expects_nothing() -> None:
     schedule = Schedule()
-    assert (schedule.next_use(0), schedule.absent, schedule.horizon(8)) == (NEVER, (), 0)
+    assert (schedule.next_use(0), schedule.absent, schedule.barrier) == (NEVER, (), 0)
     assert not schedule.reach((0,))
 
 
