@@ -367,7 +367,9 @@ class Uses:
         self._bindings.exposed.update(used)
         with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
             for managed in used:
-                if managed.counter._version != managed.version or self._bindings.is_elsewhere(managed):
+                set_anew = self._bindings.is_elsewhere(managed)
+                if set_anew or managed.counter._version != managed.version:
+                    managed.data_sets += set_anew
                     self.end_backward()
                     self._writes.by_user(managed)
             if self._bindings.away:

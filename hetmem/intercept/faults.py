@@ -154,14 +154,18 @@ class Faults:
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs, used)
-        interception = self._interception()
-        if not computes or interception is None or not interception.computes():
+        if not self.computes():
             return self._at_home(func, args, kwargs, used)
         if func in _LAYOUT or func in _KIND:  # called more often than operators
             like = used[0].home if func in _LAYOUT else self._like[used[0].chunk.compute_dtype]
             return func(like, *args[1:], **kwargs)
         with HELD_BACK:
-            return self._operator(func, args, kwargs, used, interception)
+            return self._operator(func, args, kwargs, used, self._interception())
+
+    def computes(self) -> bool:
+        """Return whether this thread is within a forward of the model, or a node of its backward."""
+        interception = self._interception()
+        return bool(self._bindings.away and interception is not None and interception.computes())
 
     def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
         """Add the watched parameters among `values`, or in containers there, to `used`, once each."""

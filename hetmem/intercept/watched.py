@@ -16,12 +16,13 @@ to `intercept.faults`. Of that class ("watched") are:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data
+from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.torch_private import tree_leaves
 
@@ -73,6 +74,13 @@ class Watched:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._call_own("__reduce_ex__", protocol)
 
+    def set_(self: Any, *given: Any, **named: Any) -> Any:
+        """Do what torch's method does, which calls no `__torch_function__`. Raises `ManageError` within compute."""
+        faults = type(self).hetmem_faults()
+        if faults is not None and faults.computes():
+            refuse_set()
+        return torch.Tensor.set_(self, *given, **named)
+
     def _call_own(self, method: str, argument: Any) -> Any:
         """Call `method` of the parameter's own class, as a torch function would be called."""
 
@@ -103,11 +111,23 @@ class Bound:
         else:
             faults.set_data_of_bound(self, value)
 
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Raise `ManageError`: the parameter would leave its device copy, and its home, behind."""
+        refuse_set()
+
     def __deepcopy__(self, memo: Any) -> Any:
         return _call_unbound(self, "__deepcopy__", memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _call_unbound(self, "__reduce_ex__", protocol)
+
+
+def refuse_set() -> NoReturn:
+    """Raise `ManageError` for `p.set_(…)` within compute."""
+    raise ManageError(
+        "p.set_(…) of a managed parameter within a forward or backward: write p.data = tensor, or p.copy_(tensor) with "
+        "torch.no_grad()"
+    )
 
 
 def _call_unbound(parameter: Any, method: str, argument: Any) -> Any:

@@ -110,7 +110,7 @@ class Overlap(str, Enum):
     "off": all within `step`. "backward": chunk by chunk as gradients arrive; where a factor that needs all gradients
     (clipping, loss scaling) forbids it, in `step`. "forward": as "backward", and `step` returns before
     all is done: the next forward waits for what it needs, and so does a read or a write of a parameter;
-    `torch.tensor(p)` and `torch.nn.Parameter(p)`, which no hook of torch shows, need `synchronize` before. It uses
+    `torch.tensor(p)`, which no hook of torch shows, needs `synchronize` before. It uses
     gradients up: a backward before `zero_grad` raises, as torch would add to them.
 
     With all but "off", weights and gradients must stay as they are between the backward and `step`: `step` raises where

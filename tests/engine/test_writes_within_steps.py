@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,58 @@ def test_a_weight_that_is_left_the_memory_of_another_outside_of_forwards_is_an_e
     managed[0].weight.data = managed[4].weight.data
     with pytest.raises(ManageError, match=r"0.weight.data was set to the memory of 4.weight"):
         managed(*BATCHES[0])
+
+
+class Sets(nn.Module):
+    """Replaces the memory of a weight, before the call of the module that has it or within that."""
+
+    def __init__(self, *, within: bool) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        if within:
+            self.layer.register_forward_pre_hook(lambda *_: self.replace())
+        self.within, self.sets = within, False
+
+    def replace(self) -> None:
+        """Leave the weight the memory of another tensor."""
+        if self.sets:
+            with torch.no_grad():
+                self.layer.weight.set_(torch.full_like(self.layer.weight, 0.01))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if not self.within:
+            self.replace()
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@streamed
+@pytest.mark.parametrize("within", [False, True])
+def test_memory_that_a_forward_puts_below_a_weight_is_an_error(within: bool, placement: str, tmp_path: Path) -> None:
+    """It was lost when the weight went home."""
+    managed: Any = manage(Sets(within=within), placement, tmp_path)
+    for _ in range(2):
+        loss_of(managed, BATCHES[0]).backward()
+    managed.sets = True
+    with pytest.raises(ManageError, match=r"set_\(…\) of a managed parameter within a forward"):
+        managed(*BATCHES[0])
+
+
+@streamed
+def test_data_that_a_hook_of_a_backward_sets_is_not_used_by_nodes_before_it(placement: str, tmp_path: Path) -> None:
+    """Their graph has saved what was there: the bits of torch, or an error."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    gradients = []
+    for module in (plain, managed):
+        layers: Any = module
+        for _ in range(2):
+            loss_of(module, BATCHES[0]).backward()
+        layers[4].weight.register_hook(lambda _, weight=layers[2].weight: setattr(weight, "data", weight.data * 0.5))
+        module.zero_grad()
+        with contextlib.suppress(RuntimeError) if module is managed else contextlib.nullcontext():
+            loss_of(module, BATCHES[0]).backward()
+            gradients.append(layers[0].weight.grad)
+    assert len(gradients) == 1 or torch.equal(*gradients)
 
 
 class HandsOut(nn.Module):
