@@ -2,7 +2,8 @@
 
 Note "interrupts": Ctrl-C ends a forward without torch's hooks, and not always within `forward_within`, so modes can
 stay on the stacks of a thread that never calls the model again. So a mode holds no strong reference, and first
-checks whether the calls it was entered for are still on the stack of their thread; if not, it does nothing.
+checks whether the calls it was entered for are still on the stack of their thread; if not, it does nothing. While a
+frame of hetmem's is around the outermost `forward` (`Compute.enclosed`) there is nothing to check.
 
 Note "compiled functions": a function compiled by `torch.compile` and called by a forward (attention with a user's
 score function, say) is traced through the function modes on the stack, as if they were a part of it. So the mode passes
@@ -29,7 +30,6 @@ from hetmem.torch_private import TorchDispatchMode
 
 _AUTOGRAD: Any = torch_private.autograd
 _get_compiler: Any = torch_private.eval_frame.get_eval_frame_callback
-_graph_task: Any = torch_private.current_graph_task
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 """Called instead of a function or operator, with it, its types, arguments and keyword arguments."""
@@ -43,17 +43,16 @@ CALLS: Any = next(
 
 
 class Call:
-    """A call of a module; it keeps neither the module nor a frame alive. `used` are the weights bound until it ends,
-    `displaced` the saved-tensor hooks of the program replaced meanwhile, `left` the autocast cache's state before."""
+    """A call of a module; it keeps neither the module nor a frame alive. `used` are the weights bound until it ends.
+    `changed` is what else it changed meanwhile: functions that restore that, and what each is called with, or None."""
 
-    __slots__ = ("displaced", "left", "module", "number", "used")
+    __slots__ = ("changed", "module", "number", "used")
 
     def __init__(self, module: object, frame: FrameType | None) -> None:
         """Describe the call that torch's `frame` makes, see `calling_frame`."""
         self.module, self.number = weakref.ref(module), id(frame)
         self.used: list[ManagedParameter] = []
-        self.displaced: Any = None
-        self.left: Any = None
+        self.changed: tuple[tuple[Callable[[Any], None], Any], ...] = ()
 
     def is_made_in(self, frame: FrameType | None) -> bool:
         """Return whether `frame` makes this call; after an error torch calls hooks in another frame. A new frame may
@@ -121,10 +120,12 @@ class Compute:
     """
 
     def __init__(self, began: Call, ended: Callable[[Compute], None], on_interrupted: Callable[[Call], None]) -> None:
-        self.task, self.thread = _graph_task(), get_ident()
+        self.task, self.thread = torch_private.current_graph_task(), get_ident()
         self.calls, self.on_interrupted, self.is_over = [began], on_interrupted, False
         self.enclosed = False
-        """Whether a frame of hetmem's is around the outermost `forward`, which sees every end of that."""
+        """Whether a frame of hetmem's is around the outermost `forward`, which sees every end of that: a module called
+        on its thread, in the same backward if in any, is called within the stretch. A call within that an interrupt has
+        ended may stay among `calls` meanwhile, and its weights bound."""
         self.functions_running = 0
         """Number of calls of `functions` that have not returned: while there is one, the stretch runs."""
         self.functions: Handler | None = None
@@ -159,23 +160,6 @@ class Compute:
         while self.calls and not self.calls[-1].is_on(top):
             self.on_interrupted(self.calls.pop())
         return not self.calls
-
-    def is_computing(self, frame: FrameType) -> bool:
-        """Return whether this stretch computes as a call in `frame` begins: on this thread, in the same backward if in
-        any, and with its innermost call on the stack. One that an interrupt ended while `enclosed` ends later."""
-        if self.task != _graph_task():
-            return False
-        return self.enclosed or (bool(self.calls) and self.calls[-1].is_on(frame.f_back))
-
-    def pop(self, module: torch.nn.Module, frame: FrameType) -> Call | None:
-        """Remove and return the innermost call if `frame` makes it, of `module`, and it did not begin the stretch."""
-        calls = self.calls
-        if len(calls) > 1:
-            call = calls[-1]
-            if call.number == id(frame) and call.module() is module:
-                del calls[-1]
-                return call
-        return None
 
     @staticmethod
     def enter_forward(frame: FrameType | None, around: Callable[..., Any]) -> bool:
@@ -291,7 +275,7 @@ class Hook:
     def is_over(self) -> bool:
         """Return whether the hook will not be in effect again."""
         if self._compute is None:
-            return bool(_graph_task() == -1)
+            return bool(torch_private.current_graph_task() == -1)
         compute = self._compute()
         return compute is None or compute.is_over
 

@@ -57,13 +57,10 @@ class BeforeForward(_OfThisModule):
             return None  # if it is the same module, an interrupt has ended that forward
         if kwargs is None:  # torch's quantization has moved the hook into another module
             return None
-        if self._tracing.region and torch.compiler.is_compiling():
+        if tracing.region and torch.compiler.is_compiling():
             return None
         hooked = self._hooked()
-        if hooked is None:
-            return None
-        called_with: tuple[Any, dict[str, Any]] | None = hooked.before_forward(module, args, kwargs)
-        return called_with
+        return None if hooked is None else hooked.before_forward(module, args, kwargs)
 
 
 class AfterForward(_OfThisModule):

@@ -34,6 +34,8 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.placing.rehome import ResidentShare
 from hetmem.placing.working import WorkingWeights
 
+_graph_task: Any = torch_private.current_graph_task
+
 
 class Interception:
     """Owns the hooks of one managed module, and the modes and saved-tensor hooks entered while it runs.
@@ -108,23 +110,24 @@ class Interception:
         """Bind weights for the call of `module` that begins, and return its new arguments, or None to keep them."""
         compiles = compiler = set_compiler(None)
         try:
-            frame: FrameType | None = sys._getframe(2)
+            frame: Any = sys._getframe(2)
             here = self.stretches.here
-            if compiler is None and here and frame is not None and frame.f_code is CALLS:
-                innermost = here[-1]
-                plain = not (self._regions.may_begin or "forward" in module.__dict__)
-                if plain and innermost.is_computing(frame):  # an ordinary nested call, as most are
-                    calls = innermost.calls
-                    if self._tracing.where is None:
-                        calls += (Call(module, frame),)
-                    self.leases.begin(calls[-1], module, recomputed=innermost.task >= 0)
-                    return None
-            if frame is not None and frame.f_code is not CALLS:
+            if (
+                (here and (around := here[-1]).enclosed and around.task == _graph_task())
+                and (compiler is None and frame.f_code is CALLS)
+                and not (self._regions.may_begin or "forward" in module.__dict__)
+            ):  # an ordinary nested call, as most are
+                calls = around.calls
+                if self._tracing.where is None:
+                    calls += (Call(module, frame),)
+                self.leases.begin(calls[-1], module, recomputed=around.task >= 0)
+                return None
+            if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
             with HELD_BACK:
                 if self._regions.encloses(frame):
                     return None
-                compute, call = self.current(None if frame is None else frame.f_back), Call(module, frame)
+                compute, call = self.current(frame and frame.f_back), Call(module, frame)
                 if compute is not None:
                     self.leases.end_all()
                     compute.calls.append(call)
@@ -132,9 +135,10 @@ class Interception:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
                 compiles = self._regions.begin(compute, call, module, compiler)
                 if not self._regions.runs:
-                    copies, begins = self.runtime.memory.uses_copies, compiles is None and not compute.calls[1:]
-                    begins = begins and copies and compute.enter_forward(frame, partial(self._run, compute, module))
-                    if compute.working_weights or (not copies and self._regions.are_none_in(compute)):
+                    alone = not self.runtime.memory.uses_copies and self._regions.are_none_in(compute)
+                    begins = compiles is None and not compute.calls[1:] and not alone
+                    begins = begins and compute.enter_forward(frame, partial(self._run, compute, module))
+                    if compute.working_weights or alone:
                         self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
                         asked = self._regions.any_asked or self.activations is not None
                         if module is self._model() and not asked:
@@ -288,14 +292,17 @@ class Interception:
         """Unbind the weights of the call of `module` that has returned or raised; the outermost leaves the modes."""
         compiles = set_compiler(None)
         try:
-            frame: FrameType | None = sys._getframe(2)
+            frame: Any = sys._getframe(2)
             here = self.stretches.here
-            assert frame is not None
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
-            elif here and not self._regions.may_end and (call := here[-1].pop(module, frame)) is not None:
-                self.leases.end(call)  # a nested call; the stretch goes on
-                return
+            elif here and here[-1].enclosed and not self._regions.may_end:
+                calls = here[-1].calls
+                call = calls[-1]
+                if call.number == id(frame) and call.module() is module:  # a nested call; the stretch goes on
+                    del calls[-1]
+                    self.leases.end(call)
+                    return
             with HELD_BACK:
                 explain(sys.exc_info()[1], module, self._model() or module, self.runtime.bindings.by_id)
                 if self._regions.encloses(frame):
@@ -360,7 +367,7 @@ class Interception:
 
     def current(self, top: FrameType | None) -> Compute | None:
         """Return the stretch of compute that the stack below `top` is in, and end those that ended without a hook."""
-        here, task = self.stretches.here, torch_private.current_graph_task()
+        here, task = self.stretches.here, _graph_task()
         while here and (here[-1].task > task or here[-1].has_ended(top)):
             self._end(here[-1])
         return here[-1] if here and here[-1].task == task else None  # else this backward is within it

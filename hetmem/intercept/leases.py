@@ -72,15 +72,16 @@ class Leases:
             used = self._known[keys]
         except KeyError:
             used = self._learn(keys)
-        if self._forward is not None:
-            used = [managed for managed in used if not managed.bound]
-            call = self._forward
+        whole = self._forward
+        if whole is not None:
+            call, used = whole, [managed for managed in used if not managed.bound]
         if used and self._memory.uses_copies:
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
-                if call is not self._forward and _is_autocast(self._device_type):
-                    call.left = self.casts.leave_cache()
-                if self._unbound:
+                if whole is None:
+                    if _is_autocast(self._device_type):
+                        call.changed += ((self.casts.enter_cache_again, self.casts.leave_cache()),)
+                elif self._unbound:
                     self._unbound.difference_update(used)
                     self._quieten_hooks()
             except DeviceOutOfMemoryError as error:
@@ -133,18 +134,21 @@ class Leases:
         if recomputed or self._gradients.within_step:
             self._gradients.notify_use(used)
         fresh = used
-        for managed in used:
-            if managed.bound:
-                fresh = [managed for managed in used if not managed.bound]
-                break
+        if self._bound:
+            for managed in used:
+                if managed.bound:
+                    fresh = [managed for managed in used if not managed.bound]
+                    break
         if fresh:
             self._uses.use(name, fresh)
         top = _top_hooks(True)
         if top is not None and type(top[0]) is not Pack and call is not self._forward:
-            call.displaced = self._saved.displace_others(used)
-        if not call.used:
+            call.changed += ((self._saved.restore_others, self._saved.displace_others(used)),)
+        if call.used:
+            call.used = [*call.used, *used]
+        else:
             self._bound += (call,)
-        call.used = [*call.used, *used] if call.used else used
+            call.used = used
         for managed in used:
             managed.bound += 1
         if self.casts.alive:
@@ -160,11 +164,11 @@ class Leases:
 
     def end(self, call: Call) -> None:
         """Unbind what is bound for `call` alone. Called on its thread, or on any if that one was interrupted."""
-        if call.displaced is not None:
-            self._saved.restore_others(call.displaced)
-        if call.left is not None:
-            self.casts.enter_cache_again(call.left)
-            call.left = None
+        if call.changed:
+            for restore, before in call.changed:
+                if before is not None:
+                    restore(before)
+            call.changed = ()
         if call is self._forward:
             self.end_all()
         over, call.used = call.used, []
@@ -279,7 +283,8 @@ class Regions:
         self.runs = self.may_begin = self.may_end = True
         self._running, self._tracing.region = _Region(compute, call, hide_gradients(used), compiler), True
         if not can_compile():
-            call.left = self._leases.casts.leave_cache(compiled=True)
+            casts = self._leases.casts
+            call.changed += ((casts.enter_cache_again, casts.leave_cache(compiled=True)),)
             return None
         return self.compiler if compiler is None else compiler
 

@@ -248,25 +248,22 @@ class Pack(Hook):
     @skipped
     def __call__(self, tensor: torch.Tensor) -> _Packed:
         saved = self._saved()
-        if saved is None or type(tensor) not in saved.kinds or _functions_around() or tensor.layout is not _STRIDED:
+        if saved is None or type(tensor) not in saved.kinds or _functions_around():
             return self._pack(tensor)
         try:
-            storage, node = _storage_of(tensor), tensor.grad_fn
-            if node is not None and storage not in saved.by_storage:  # an activation
-                if node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
-                    return saved, cast, 0
-                if self._moves and (view := self._view(saved, tensor)) is not None:
-                    return self._saved, view, 0
-                return self._saved, tensor.detach(), tensor._version
+            storage = _storage_of(tensor)
             if storage in saved.by_storage:
                 managed = saved.by_storage[storage]
                 if managed.bound and not managed.data_sets and storage == managed.slot_view.storage:
                     return saved, _place_of(managed, tensor, tensor.stride()), 0
                 return self._pack(tensor)
-            address = tensor.untyped_storage().data_ptr()
-        except RuntimeError:  # it has no storage
-            return self._pack(tensor)
-        if address in saved.by_address:
+            node = tensor.grad_fn
+            if node is None:
+                if tensor.untyped_storage().data_ptr() in saved.by_address:
+                    return self._pack(tensor)
+            elif node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
+                return saved, cast, 0
+        except RuntimeError:  # it has no storage, as a sparse tensor has none
             return self._pack(tensor)
         if self._moves and (view := self._view(saved, tensor)) is not None:
             return self._saved, view, 0
@@ -370,12 +367,11 @@ def _fetched(view: SavedView) -> torch.Tensor:
 def _place_of(
     managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...], *, is_cast: bool = False
 ) -> Saved:
-    version = managed.counter._version
-    sets = None if tensor is managed.parameter else managed.data_sets
-    dtype, offset, trains = tensor.dtype, tensor.storage_offset(), tensor.requires_grad
+    dtype, sets = tensor.dtype, None if tensor is managed.parameter else managed.data_sets
     conj = neg = False
-    if dtype.is_complex or managed.chunk.dtype.is_complex:  # a negative view of a real one is made of a complex one
+    if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
+    offset, version, trains = tensor.storage_offset(), managed.counter._version, tensor.requires_grad
     place = managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, trains, is_cast
     return _tuple(Saved, place)  # type: ignore[no-any-return]
 
