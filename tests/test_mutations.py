@@ -327,6 +327,12 @@ MUTATIONS = {
         "        for each in self._runtime.parameters:\n            id(each)\n",
         "tests/intercept/test_call_counts.py::test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is",
     ),
+    "evict a copy of which a call has handed a view out": Mutation(
+        "engine/param_views.py",
+        "                held = True\n",
+        "                held = False\n",
+        "tests/engine/test_bindings.py::test_a_copy_stays_as_long_as_a_view_of_it_that_a_call_has_handed_out",
+    ),
     "carry commands out before those given earlier": Mutation(
         "engine/executor.py",
         "self._carry_out(waiting.popleft())",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,3 +89,32 @@ def test_no_view_of_a_slot_outlives_its_memory(tmp_path: Path) -> None:
     runtime.uses.out_of_memory()
     assert not pool.held_bytes()
     assert [view() for view in views] == [None] * 4
+
+
+class Hands(nn.Linear):
+    """Hands a view of its weight out."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """x: [rows, 64]."""
+        return super().forward(x), self.weight.t()
+
+
+class Late(nn.Sequential):
+    """Computes with a view of its first weight after all of its layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, 64]."""
+        x, view = self[0](x)
+        for layer in self[1:]:
+            x = layer(x)
+        return x + x.detach() @ view.detach()  # which no backward uses again
+
+
+def test_a_copy_stays_as_long_as_a_view_of_it_that_a_call_has_handed_out(tmp_path: Path) -> None:
+    plain = Late(Hands(64, 64, bias=False), *(nn.Linear(64, 64, bias=False) for _ in range(7)))
+    managed, x = manage(deepcopy(plain), ROOM, tmp_path, sanitize=False), torch.randn(4, 64)
+    for _ in range(4):
+        losses = [module(x).square().mean() for module in (plain, managed)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
