@@ -128,7 +128,7 @@ def test_a_step_leaves_the_garbage_collector_as_much_as_the_one_before_it() -> N
         for _ in range(4):
             managed(x).sum().backward()
             managed.zero_grad()
-        for _ in range(2):  # a tuple of tuples is known to need no collection only once these are
+        for _ in range(2):  # the second pass leaves out tuples of tuples that the first one leaves out
             gc.collect()
         return len(gc.get_objects())
 

@@ -289,3 +289,48 @@ def test_modules_bind_their_own_weights_again_once_those_of_the_forward_gave_way
     managed.route, before = 3, len(inside.operators())
     managed(x)
     assert inside.operators()[before:] == ["Routed", "linear", "Linear"], "one that no module had bound between"
+
+
+class Tied(nn.Module):
+    """Uses its own weight after a module within it that has the same one has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.weight = self.inner.weight
+        self.addresses: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.addresses = [self.weight.data_ptr()]
+        x = self.inner(x)
+        self.addresses.append(self.weight.data_ptr())
+        return F.linear(x, self.weight).sum()
+
+
+def test_a_weight_stays_bound_until_the_last_module_that_has_it_ends(tmp_path: Path) -> None:
+    managed: Any = manage(nn.Sequential(nn.Linear(WIDTH, WIDTH), Tied()), "host", tmp_path, activations="keep")
+    for _ in range(4):
+        managed(torch.ones(3, WIDTH)).backward()
+        first, second = managed[1].addresses
+        assert first == second
+
+
+class Peeks(nn.Module):
+    """Asks where the weight of another module is, beside its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.other.weight.data_ptr()
+        return x * self.weight
+
+
+def test_a_module_that_asks_for_another_ones_weight_binds_its_own_alone_the_next_time(tmp_path: Path) -> None:
+    managed: Any = manage(nn.Sequential(nn.Linear(WIDTH, WIDTH), Peeks()), "host", tmp_path, activations="keep")
+    inside, x = testing.of(managed), torch.ones(3, WIDTH)
+    for _ in range(4):
+        before = len(inside.operators())
+        managed(x).sum().backward()
+        assert inside.operators()[before:][:3] == ["Linear", "Peeks", "data_ptr"]
