@@ -37,6 +37,7 @@ test-all: $(STAMP)  ## run every case of them, with new random programs and the 
 	$(RUN) -m pip install --quiet --quiet --editable '.[frameworks]' --constraint constraints.txt
 	@kernels=$$($(RUN) -m tests.cuda.verified) && set -x && \
 	    $(PYTEST) --all-cases --programs fresh $(ARGS) && \
+	    $(if $(ARGS),:,$(PYTEST) --unwatched tests/engine tests/intercept tests/optim) && \
 	    $(if $(ARGS),:,$(RUN) -m tests.cuda.verified $$kernels)
 
 lint: $(STAMP) typecheck  ## check style, format and types

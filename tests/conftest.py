@@ -83,10 +83,11 @@ def _interrupts_raise() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--late-copies`: run the tests of the runtime on a device whose copies are as late as they may be. `--offload`:
-    run them with activations that move, however small. `--programs`:
-    the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked `pairs`, all
-    that is marked otherwise, and every place where others are struck at some."""
+    run them with activations that move, however small. `--unwatched`: run them without `sanitize`, as users do.
+    `--programs`: the seeds of the random programs. `--all-cases`: the whole product of parameters, also of tests marked
+    `pairs`, all that is marked otherwise, and every place where others are struck at some."""
     parser.addoption("--late-copies", action="store_true", help="copies of the simulated device are late")
+    parser.addoption("--unwatched", action="store_true", help="the tests' models measure their first steps alone")
     parser.addoption("--offload", action="store_true", help="activations of the tests' models leave the device")
     parser.addoption("--all-cases", action="store_true", help="leave out nothing and thin out nothing")
     parser.addoption("--programs", default="0:8", help="first:last seed of the random programs, or `fresh`: new ones")
@@ -126,6 +127,14 @@ def _offload(request: pytest.FixtureRequest) -> None:
 
         harness.ACTIVATIONS = "offload"
         move_all_activations()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _unwatched(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--unwatched"):
+        from tests.engine import harness
+
+        harness.SANITIZE = False
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -323,11 +323,16 @@ class Executor:
         if finished.error is None:
             self.execute(self._residency.done(command))
             return
-        no_memory = isinstance(finished.error, torch.OutOfMemoryError) and kind is Fetch
+        if self._fails(command, finished.error):
+            raise finished.error
+
+    def _fails(self, command: Fetch | Write, error: BaseException) -> bool:
+        """Tell the residency that `command` failed. Returns whether to raise `error`: not where a prefetch found no
+        memory, as the use of its block fetches it again, and frees memory of idle chunks."""
+        no_memory = isinstance(error, torch.OutOfMemoryError) and type(command) is Fetch
         ahead = no_memory and not self._residency.uses(command.block, DEVICE)
         self.execute(self._residency.failed(command))
-        if not ahead:  # else its use fetches it again, and frees memory of idle chunks
-            raise finished.error
+        return not ahead
 
     def _fetched(self, block: int) -> None:
         self._fetching.pop(block, None)
@@ -398,10 +403,11 @@ class Executor:
                 marks, work = self._compute_marks, partial(copy_in, target, source)
                 engine.copy(command, _IN, work, nbytes, (marks[slot],) if slot in marks else ())
                 return
-        except BaseException:  # it cannot begin: the allocator has no memory for the slot, say
+        except BaseException as error:  # it cannot begin: the allocator has no memory for the slot, say
             self._fetched(block)
-            self.execute(self._residency.failed(command))
-            raise
+            if self._fails(command, error):
+                raise
+            return
         if following := self._residency.done(command):
             self._commands += following
 

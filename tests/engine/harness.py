@@ -48,6 +48,9 @@ CHUNK = 4 * CHUNK_ELEMENTS
 DEVICE: Callable[[], Any] = hetmem.SimDevice
 """Of every model here; `pytest --late-copies` takes the one whose copies are late."""
 
+SANITIZE = True
+"""Of every model here; `pytest --unwatched` measures the first steps alone, as users' runs do."""
+
 ACTIVATIONS = "keep"
 """Of every model here; `pytest --offload` moves all activations, however small."""
 
@@ -93,7 +96,7 @@ def manage(
         if placement == "nvme":
             changes["host"] = 4 * max(sizes)
         limits = budget(placement, directory, **changes)
-    options = {"device": DEVICE(), "sanitize": True, "activations": ACTIVATIONS, **options}
+    options = {"device": DEVICE(), "sanitize": SANITIZE, "activations": ACTIVATIONS, **options}
     managed = hetmem.manage(module, limits, chunk_bytes=chunk_bytes, **options)
     if placement == "nvme":
         assert nvme_bytes(managed) > 0, "the model is too small to get to NVMe"

@@ -124,7 +124,7 @@ def test_chunks_that_could_stay_take_their_gradients_along_when_they_go_later(
 
 @MIXED
 def test_it_comes_back_when_the_memory_is_idle_again(mixed: torch.dtype | None, tmp_path: Path) -> None:
-    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed)
+    plain, managed = pair(build, room(mixed), tmp_path, mixed_precision=mixed, sanitize=True)
     optimizers = optimizers_of(plain, managed)
     large = token_batches(2, rows=40 if mixed is None else 80)
     train_both(plain, managed, large, Recipe(steps=2, mixed=mixed), optimizers=optimizers)

@@ -122,7 +122,7 @@ def plain_and_managed(
 def test_a_compiled_function_without_weights_is_one_graph(reentrant: bool | None, ahead: bool, tmp_path: Path) -> None:
     """In the forward and where a checkpoint computes it again; none of hetmem's own code is compiled."""
     backend = Backend(ahead=ahead)
-    modules = plain_and_managed(gate, None, backend, tmp_path, reentrant=reentrant)
+    modules = plain_and_managed(gate, None, backend, tmp_path, reentrant=reentrant, sanitize=True)
     train_both(*modules, vector_batches(3, 4, WIDTH), Recipe(steps=3))
     assert set(backend.graphs) == {5}
     assert len(backend.graphs) <= 2, "once with gradients and once, for what a checkpoint computes first, without"
@@ -137,7 +137,7 @@ def test_a_compiled_function_of_weights_finds_them_on_the_device(
 ) -> None:
     """Between operators a weight rests, as NaN in 16 bits: where the graph ends it is brought."""
     backend = Backend(ahead=ahead)
-    modules = plain_and_managed(gate_of_product, of, backend, tmp_path, mixed_precision=mixed)
+    modules = plain_and_managed(gate_of_product, of, backend, tmp_path, mixed_precision=mixed, sanitize=True)
     train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(steps=3, mixed=mixed))
     assert backend.graphs and sum(backend.graphs) <= 2 * 7, "but for the two that use weights all operators are there"
 

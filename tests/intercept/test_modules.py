@@ -328,7 +328,8 @@ class Peeks(nn.Module):
 
 
 def test_a_module_that_asks_for_another_ones_weight_binds_its_own_alone_the_next_time(tmp_path: Path) -> None:
-    managed: Any = manage(nn.Sequential(nn.Linear(WIDTH, WIDTH), Peeks()), "host", tmp_path, activations="keep")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Peeks())
+    managed: Any = manage(model, "host", tmp_path, activations="keep", sanitize=True)
     inside, x = testing.of(managed), torch.ones(3, WIDTH)
     for _ in range(4):
         before = len(inside.operators())

@@ -55,7 +55,7 @@ def test_of_many_that_were_added_some_are_named(tmp_path: Path) -> None:
 
 def test_parameters_that_were_made_of_managed_ones_are_named(tmp_path: Path) -> None:
     """The old weight norm makes them of the memory that is the home of the weight."""
-    model = manage(Outer(), "host", tmp_path)
+    model = manage(Outer(), "host", tmp_path, sanitize=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         nn.utils.weight_norm(model.inner[0])
