@@ -175,7 +175,7 @@ def test_hooks_of_the_user_see_what_a_function_of_the_user_saves(
     tmp_path: Path,
 ) -> None:
     within, around = (hooks, nullcontext) if inside else (nullcontext, hooks)
-    modules = pair(partial(OfScale, within, reentrant), placement, tmp_path, mixed_precision=mixed)
+    modules = pair(partial(OfScale, within, reentrant), placement, tmp_path, mixed_precision=mixed, sanitize=True)
     with around():
         train_both(*modules, vector_batches(3, 4, WIDTH, dtype=mixed), Recipe(steps=3, mixed=mixed))
     assert all(parameter.isfinite().all() for parameter in modules[1].parameters())

@@ -130,7 +130,7 @@ def test_an_error_about_dtypes_names_the_buffers_that_keep_theirs(placement: str
 def test_functional_code_over_detached_weights_has_the_bits_of_torch_or_is_told_what_to_write(
     mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
-    plain, managed = pair(mlp, placement, tmp_path, mixed_precision=mixed)
+    plain, managed = pair(mlp, placement, tmp_path, mixed_precision=mixed, sanitize=True)
     dtype, (x,) = mixed or torch.float32, BATCHES[0]
     narrowed = copy.deepcopy(plain).to(dtype)
 
