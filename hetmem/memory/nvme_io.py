@@ -58,6 +58,11 @@ class StoreFile:
             except (OSError, OverflowError) as error:
                 what = f"cannot keep an NVMe store of {sized(nbytes)} in {directory!r}: {error}"
                 raise BudgetError(f"{what}. Name an existing, writable directory on the disk to use") from error
+            disk = os.fstatvfs(self.buffered)
+            self.disk = os.fstat(self.buffered).st_dev
+            """The disk it lies on: files on one disk share its free space."""
+            self.disk_room_bytes = disk.f_bavail * disk.f_frsize * 9 // 10
+            """The disk's free space when this was made, less the tenth that a budget leaves it."""
             self.direct = _open_direct(self.buffered)
             if self.direct != self.buffered:
                 opened.callback(os.close, self.direct)
@@ -108,7 +113,7 @@ class StoreFile:
             raise StoreError(
                 error.errno,
                 f"cannot reserve {sized(nbytes)} in {self.directory!r}: {error.strerror}; {sized(free)} were free"
-                f"{missing}. Free disk space, lower Budget(nvme=…), or name other directories in Budget(nvme_dir=…)",
+                f"{missing}. Free disk space or lower Budget(nvme=…)",
             ) from error
 
     def trim(self) -> None:

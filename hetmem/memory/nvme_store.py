@@ -147,8 +147,9 @@ class NvmeStore:
         """Reserve one zeroed extent per size, rounded up to 4096, each whole in one file; all of them or none.
 
         The blocks are allocated now: a full disk is reported before training, not during it. Each extent goes to the
-        file with the fewest reserved bytes, in turn if they are equal. Raises `CapacityError` if the capacity would be
-        exceeded, `StoreError` if a disk has no room.
+        file with the fewest reserved bytes, in turn if they are equal, of those whose disks have room for it by the
+        free space when the store was made; if none has, to one on the disk with most space. Raises `CapacityError` if
+        the capacity would be exceeded, `StoreError` if a disk has no room.
         """
         lengths = [round_up(nbytes, BLOCK_BYTES) for nbytes in sizes]
         if lengths and min(lengths) < BLOCK_BYTES:
@@ -164,11 +165,17 @@ class NvmeStore:
                 )
             ends = [file.reserved_bytes for file in self._files]
             first = self._first + (len(set(ends)) == 1 and ends[0] > 0)
+            left = self._left(ends)
             extents = []
             for nbytes in lengths:
-                index = min(range(len(ends)), key=lambda file: (ends[file], (file - first) % len(ends)))
+                enough = min(nbytes, max(left.values()))
+                index = min(
+                    (index for index, file in enumerate(self._files) if left[file.disk] >= enough),
+                    key=lambda file: (ends[file], (file - first) % len(ends)),
+                )
                 extents.append(Extent(index, ends[index], nbytes))
                 ends[index] += nbytes
+                left[self._files[index].disk] -= nbytes
             if any(end > file.loans.lowest for file, end in zip(self._files, ends, strict=True)):
                 what = f"no room for {sized(sum(lengths))} in one piece of the NVMe store"
                 raise CapacityError(f"{what}, beside what is lent to activations. Raise Budget(nvme=…)")
@@ -252,6 +259,13 @@ class NvmeStore:
             raise ValueError(f"{flat.nbytes} bytes are more than an extent of {extent.nbytes} bytes has")
         with self._lock:
             return link.start(self._file_of(extent), extent.file, flat, extent.offset)
+
+    def _left(self, ends: Sequence[int]) -> dict[int, int]:
+        """Return what each disk has left with files that end at `ends`, by its free space when the store was made."""
+        left = {file.disk: file.disk_room_bytes for file in reversed(self._files)}
+        for file, end in zip(self._files, ends, strict=True):
+            left[file.disk] -= end
+        return left
 
     def _allocate(self, ends: list[int]) -> None:
         try:

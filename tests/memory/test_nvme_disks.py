@@ -29,6 +29,38 @@ def test_the_roles_of_a_chunk_and_its_neighbours_lie_on_different_disks(
     store.close()
 
 
+@pytest.mark.parametrize("at_once", [1, 4, 12])
+def test_extents_go_where_room_is_left(tmp_path: Path, at_once: int) -> None:
+    """A small disk was filled as fast as the large one beside it, and refused when that had room for all."""
+    store = NvmeStore([tmp_path] * 3, 64 * MIB)
+    for number, (file, room) in enumerate(zip(store._files, (2 * MIB + BLOCK_BYTES, 100 * MIB, 3 * MIB), strict=True)):
+        file.disk, file.disk_room_bytes = number, room
+    files = [extent.file for _ in range(12 // at_once) for extent in store.reserve_many([MIB] * at_once)]
+    assert [files.count(file) for file in range(3)] == [2, 7, 3]
+    assert sorted(files[:6]) == [0, 0, 1, 1, 2, 2], "as long as all have room they share"
+    assert store.reserve(200).file == 0, "of what is small there is room for one more"
+    store.close()
+
+
+def test_files_on_one_disk_share_its_room(tmp_path: Path) -> None:
+    store = NvmeStore([tmp_path] * 3, 64 * MIB)
+    for file, disk, room in zip(store._files, (0, 0, 1), (2 * MIB, 2 * MIB, 100 * MIB), strict=True):
+        file.disk, file.disk_room_bytes = disk, room
+    files = [extent.file for extent in store.reserve_many([MIB] * 6)]
+    assert [files.count(file) for file in range(3)] == [1, 1, 4]
+    store.close()
+
+
+def test_where_no_disk_has_room_by_what_it_had_the_one_with_most_is_asked(tmp_path: Path) -> None:
+    """It may have been given some since, and a budget may go beyond the tenth that is left."""
+    store = NvmeStore([tmp_path] * 2, 64 * MIB)
+    for number, file in enumerate(store._files):
+        file.disk, file.disk_room_bytes = number, number * MIB
+    files = [extent.file for extent in store.reserve_many([4 * MIB] * 2)]
+    assert files == [1, 0]
+    store.close()
+
+
 def test_every_disk_has_threads_of_its_own(tmp_path: Path) -> None:
     """A disk that is slow, or hangs, keeps no other one from being read."""
     waits, go_on = threading.Event(), threading.Event()
