@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from functools import partial
 from operator import attrgetter
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -190,6 +191,10 @@ class GradientSink:
     def half_stepped(self) -> bool:
         """Whether updates of weights have begun, in a backward or a step, and the step has not ended."""
         return any(True for listener in self.listeners for _ in listener.begun())
+
+    def is_whole(self) -> bool:
+        """Return (within the turn) whether no thread is between a backward that has begun to update and its step."""
+        return self.segments.backward_thread == get_ident() or not self.half_stepped
 
     def notify_use(self, used: list[ManagedParameter]) -> None:
         """Tell listeners that compute uses `used` between the begin of a backward and the end of the step."""

@@ -148,7 +148,7 @@ class BeforeStateDict(_OfThisModule):
         if reading is None or not turn.is_mine() or reading.is_over():
             if reading is not None:
                 turn.give(reading)
-            self._reading = turn.take("a state dict", running(outermost_of_modules(by)), hooked.is_whole)
+            self._reading = turn.take("a state dict", running(outermost_of_modules(by)), hooked.gradients.is_whole)
 
 
 class Conversions:

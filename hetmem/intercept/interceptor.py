@@ -190,16 +190,15 @@ class Interception:
         """Switch `compute`, just begun with `module`, to working weights, and return whether that is possible."""
         alone = self._regions.are_none_in(compute) and not self._regions.any_asked and not self._saved.casts.are_made()
         if compute.task >= 0:
-            if alone and self.working.in_backward and not self.runtime.tracer.measured:
+            again = alone and self.working.in_backward and not self.runtime.tracer.measured
+            if again:
                 self.working.enter()
-                return True
-            return False
+            return again
         if alone and self.activations is None and self._saved.is_alone() and torch_private.transform_level() is None:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
-            if self.working.begin(type(module).__name__, backward, anew=self.segments.several):
-                return True
-            compute.may_lease_all = True
-            return False
+            begun = self.working.begin(type(module).__name__, backward, anew=self.segments.several)
+            compute.may_lease_all = not begun
+            return begun
         self.working.release()
         return False
 
@@ -244,10 +243,9 @@ class Interception:
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)
         if measured and (runtime.memory.device.watched or self._regions.will_be_none_in(compute, module)):
-            model = self._model() or module
             with runtime.unwatched():
                 runtime.monitor.count("inputs", chain.from_iterable(map(tensors_within, leaves)))
-                runtime.monitor.count("buffers", model.buffers())
+                runtime.monitor.count("buffers", (self._model() or module).buffers())
             compute.enter_operators(runtime.monitor.__torch_dispatch__)
             if compute.task < 0:
                 runtime.monitor.transformed = transformed
@@ -358,10 +356,9 @@ class Interception:
     def keep(self, used: list[ManagedParameter]) -> bool:
         """Keep `used` bound until the innermost module call ends. Returns False if no module is called."""
         compute = self.current(sys._getframe())
-        if compute is None:
-            return False
-        self.leases.keep(compute.calls[-1], used)
-        return True
+        if compute is not None:
+            self.leases.keep(compute.calls[-1], used)
+        return compute is not None
 
     # ---- stretches of compute ------------------------------------------------------------------------------------
 
@@ -374,15 +371,11 @@ class Interception:
 
     def _begin(self, call: Call) -> Compute:
         compute = Compute(call, weakly(self._end), self.leases.end)
-        ready = None if compute.task >= 0 or self.stretches.here else self.is_whole
+        ready = None if compute.task >= 0 or self.stretches.here else self.gradients.is_whole
         compute.section = self.runtime.turn.take("a forward", weakly(compute.runs), ready)
         HELD_BACK.begin_segment()
         self.stretches.here.append(compute)
         return compute
-
-    def is_whole(self) -> bool:
-        """Return (within the turn) whether no thread is between a backward that has begun to update and its step."""
-        return self.segments.backward_thread == threading.get_ident() or not self.gradients.half_stepped
 
     def _end(self, compute: Compute) -> None:
         """End `compute` and every stretch of compute entered within it."""
@@ -427,8 +420,8 @@ class Interception:
     def _unbind(self, compute: Compute) -> None:
         while compute.calls:
             self.leases.end(compute.calls.pop())
-        working, compute.working_weights = compute.working_weights, False
-        if working:
+        if compute.working_weights:
+            compute.working_weights = False
             self.working.end()
 
     def settle_for_reading(self) -> None:
@@ -449,9 +442,8 @@ class Interception:
 
     def reset(self) -> None:
         """End all stretches of compute of the model."""
-        here = self.stretches.here
-        if here:
-            self._end(here[0])
+        if self.stretches.here:
+            self._end(self.stretches.here[0])
         if self.last_forward is not None:
             self._rest_of(self.last_forward)
         self.stretches = Stretches()

@@ -187,7 +187,7 @@ def turn_with(parameters: Iterable[torch.Tensor], what: str) -> Iterator[None]:
     found = managed_among(parameters)
     with ExitStack() as turns:
         for interception in sorted(found, key=lambda interception: interception.runtime.turn.number):
-            turns.enter_context(interception.runtime.turn.held(what, interception.is_whole))
+            turns.enter_context(interception.runtime.turn.held(what, interception.gradients.is_whole))
         yield
 
 
