@@ -153,7 +153,7 @@ USES: dict[str, Any] = {
     "add": lambda module: [p.grad.add_(1.0) for p in module.parameters() if p.grad is not None],
     "step": lambda module: torch.optim.SGD(module.parameters(), lr=0.1).step(),
     "address": lambda module: [p.grad.data_ptr() for p in module.parameters()],  # a kernel would read what is there
-    "share": lambda module: [torch.from_dlpack(p.grad) for p in module.parameters()],
+    "share": lambda module: [p.grad.__dlpack__() for p in module.parameters()],
 }
 
 
