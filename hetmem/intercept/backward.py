@@ -9,8 +9,8 @@ of one device: searching the graph for nodes of the host would cost more than it
 Note "accumulators": users ask for gradients by parameter, `torch.autograd.grad(loss, parameters)` and
 `backward(inputs=parameters)`. torch finds a parameter in a graph by the node that accumulates its gradients, and
 forgets that node where `.data` gets another dtype or device. So it does for a parameter that computes on the device, or
-in 16 bits, and is its home afterwards: torch would take it for unused. Its nodes are looked up in the graph instead,
-and gradients that arrive there are converted to the dtype and device of the parameter.
+in 16 bits, and is its home afterwards: torch would take it for unused. With mixed precision a graph may have working
+weights in the place of all parameters, float32 ones too. Nodes are looked up in the graph instead, and gradients that arrive there are converted to the dtype and device of the parameter.
 """
 
 from __future__ import annotations
@@ -285,7 +285,9 @@ def _lost(outputs: Any, inputs: Iterable[Any]) -> dict[int, list[Any]]:
 
 def _is_lost(asked: Any) -> bool:
     found = registry.of_parameter(asked) if isinstance(asked, torch.nn.Parameter) else None
-    return found is not None and found[1].rest is not found[1].home
+    if found is None:
+        return False
+    return found[1].rest is not found[1].home or found[0].runtime.memory.mixed_precision is not None
 
 
 @uncompiled

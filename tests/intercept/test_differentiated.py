@@ -106,6 +106,23 @@ def test_gradients_that_are_asked_for_are_those_of_torch(
         managed.zero_grad()
 
 
+def test_weights_in_float32_beside_sixteen_bits_are_found_too(tmp_path: Path) -> None:
+    """Those beside running statistics, in a model that is whole on the device, once a forward is not measured."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    _, managed = pair(build, "resident", tmp_path, mixed_precision=torch.bfloat16, sanitize=False)
+    weights = list(managed.parameters())
+    for (x,) in BATCHES:
+        loss = loss_of(managed, x)
+        found = torch.autograd.grad(loss, weights, retain_graph=True)
+        loss.backward(inputs=weights)
+        for grad, weight in zip(found, weights, strict=True):
+            assert_same(grad, weight.grad, "gradient")
+        managed.zero_grad()
+
+
 @pytest.mark.each
 @offloaded
 @precisions
