@@ -10,7 +10,8 @@ Note "accumulators": users ask for gradients by parameter, `torch.autograd.grad(
 `backward(inputs=parameters)`. torch finds a parameter in a graph by the node that accumulates its gradients, and
 forgets that node where `.data` gets another dtype or device. So it does for a parameter that computes on the device, or
 in 16 bits, and is its home afterwards: torch would take it for unused. With mixed precision a graph may have working
-weights in the place of all parameters, float32 ones too. Nodes are looked up in the graph instead, and gradients that arrive there are converted to the dtype and device of the parameter.
+weights in the place of all parameters, float32 ones too. Nodes are looked up in the graph instead, and gradients that
+arrive there are converted to the dtype and device of the parameter.
 """
 
 from __future__ import annotations
