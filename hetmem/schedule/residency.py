@@ -239,7 +239,6 @@ class Residency:
         if dirty:
             cache.touch(block)
             copy.dirty = copy.load = True
-            self._ledger.note(block, "dirty")
         commands: list[Command] = []
         if not left and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, cache, commands)
@@ -286,7 +285,6 @@ class Residency:
             self._supply.serve(commands)
         else:
             copy.state = STALE
-            self._ledger.note(block, "stale on", tier)
         return commands
 
     def limit(self, tier: Tier, slots: int) -> list[Command]:
