@@ -74,7 +74,7 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if outermost:
             _take_turns(outputs, taken)
-        _begin_for_all(began)
+        _begin_for_all(began, accumulates=kwargs.get("accumulate_grad", True))
         BACKWARDS.began[depth:] = [models]  # replaces what an interrupt has left
         several = [each.gradients.listeners for each in began if each.segments.several]
         if any(listener.begins_early for listeners in several for listener in listeners):
@@ -148,12 +148,13 @@ def _turns(outputs: Any) -> list[Turn]:
 
 @uncompiled
 @HELD_BACK
-def _begin_for_all(began: list[Interception]) -> None:
-    """Begin a backward for each model that it may be of, and add these to `began`."""
+def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
+    """Begin a backward for each model that it may be of, and add these to `began`. `accumulates`: it gives parameters
+    gradients, and does not return them."""
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
         if _may_be_of(interception):
-            _begin_for(interception)
+            _begin_for(interception, accumulates=accumulates)
             began.append(interception)
 
 
@@ -166,7 +167,7 @@ def _end_for_all(began: list[Interception]) -> None:
     HELD_BACK.end_segment()
 
 
-def _begin_for(interception: Interception) -> None:
+def _begin_for(interception: Interception, *, accumulates: bool) -> None:
     """Have parameters rest, as the backward may recompute a part of a forward."""
     runtime = interception.runtime
     if not in_backward():
@@ -181,7 +182,7 @@ def _begin_for(interception: Interception) -> None:
         runtime.marks.pause()
         runtime.renew_touched()
     with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
-        interception.working.begin_backward()
+        interception.working.begin_backward(accumulates=accumulates)
     runtime.bindings.leave_home(stay=True)
     interception.gradients.rest_again()
 
