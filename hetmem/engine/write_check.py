@@ -48,6 +48,8 @@ class WriteCheck:
 
     def __init__(self, parameters: list[ManagedParameter], bindings: Bindings, traffic: Traffic) -> None:
         self._bindings, self._traffic = bindings, traffic
+        self.source_of: Callable[[torch.Tensor], ManagedParameter | None] = bindings.of_storage
+        """Returns the parameter, of whatever model, that a tensor is a view of, or None."""
         self._parameters = parameters
         self._chunks = list(dict.fromkeys(managed.chunk for managed in parameters))
         self._cast_at_home = {chunk for chunk in self._chunks if Role.COMPUTE in chunk.homes}
@@ -187,7 +189,7 @@ class WriteCheck:
         if _is_replaced(managed) and not resting:
             new = parameter.data
             _refuse_another_kind(managed, new, managed.home.dtype)
-            source = self._bindings.of_storage(new)
+            source = self.source_of(new)
             if source not in (None, managed) and not _is_replaced(source):
                 raise _shared(managed, source)
             self._leave_home_to_holders(managed, hetmem_holds=2)
@@ -208,7 +210,7 @@ class WriteCheck:
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Honour `parameter.data = value` within compute: the home gets the value, and the next use reads it."""
         _refuse_another_kind(managed, value, value.dtype)
-        source = self._bindings.of_storage(value)
+        source = self.source_of(value)
         if source not in (None, managed):
             raise _shared(managed, source)
         self._bindings.leave_to_holders(managed)

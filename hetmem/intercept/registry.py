@@ -131,6 +131,7 @@ _watched_optimizers = register_optimizer_step_post_hook(_after_any_optimizer)
 def add(module: torch.nn.Module, interception: Interception) -> None:
     """Register `interception` as the manager of `module`."""
     _modules[module] = interception
+    interception.runtime.writes.source_of = _of_storage
     interception.runtime.traffic.executor.keep_in(_at_work.setdefault(module, set()))
 
 
@@ -172,6 +173,12 @@ def managed_among(parameters: Iterable[torch.Tensor]) -> dict[Interception, list
     keys = [*map(id, parameters)]  # all are alive, so no `id` is of a parameter that is gone
     found = {each: [*filter(None, map(each.runtime.bindings.by_id.get, keys))] for each in interceptions()}
     return {each: managed for each, managed in found.items() if managed}
+
+
+def _of_storage(tensor: torch.Tensor) -> ManagedParameter | None:
+    """Return the parameter, of any managed model, that `tensor` is a view of, or None."""
+    found = (each.runtime.bindings.of_storage(tensor) for each in interceptions())
+    return next((managed for managed in found if managed is not None), None)
 
 
 def added_as(parameter: torch.Tensor) -> str | None:

@@ -120,13 +120,14 @@ def test_a_weight_that_a_forward_leaves_the_memory_of_another_is_an_error(
 
 
 @everywhere
+@pytest.mark.parametrize("of", [0, 1], ids=["the same model", "another model"])
 def test_a_weight_that_is_left_the_memory_of_another_outside_of_forwards_is_an_error(
-    placement: str, tmp_path: Path
+    of: int, placement: str, tmp_path: Path
 ) -> None:
-    managed: Any = manage(mlp(), placement, tmp_path)
-    managed[0].weight.data = managed[4].weight.data
+    models: Any = [manage(mlp(), placement, tmp_path) for _ in range(2)]
+    models[0][0].weight.data = models[of][4].weight.data
     with pytest.raises(ManageError, match=r"0.weight.data was set to the memory of 4.weight"):
-        managed(*BATCHES[0])
+        models[0](*BATCHES[0])
 
 
 class Sets(nn.Module):
