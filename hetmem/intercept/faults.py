@@ -49,6 +49,7 @@ _FACTS = {
 }
 """Functions whose answer is right wherever the parameter is, and that read no element."""
 _CHANGE_GRADIENTS = {_TENSOR.grad.__set__, torch.Tensor.register_hook, *_getters("_backward_hooks")}
+_FREEZE = {torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__}
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 """Functions to which the stand-in of a parameter, which has no memory, would give a wrong answer."""
 _KIND = {
@@ -144,7 +145,10 @@ class Faults:
             if func in _CHANGE_GRADIENTS and id(args[0]) in self._by_id:
                 self._bindings.met.add(self._by_id[id(args[0])])
             with _AsItIs():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+            if computes and func in _FREEZE and (interception := self._interception()) is not None:
+                interception.working.freeze()
+            return result
         used: list[ManagedParameter] = []
         self._find(args, used)
         if kwargs:

@@ -234,7 +234,7 @@ class WorkingWeights:
         """
         if self._given or (self._given is not None and not accumulates):
             return
-        self._freeze()
+        self.freeze()
         used = self._used()
         if not used:
             return
@@ -246,9 +246,9 @@ class WorkingWeights:
                 return
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
 
-    def _freeze(self) -> None:
-        """Set `requires_grad` of working weights to that of their parameters, which may have changed since the forward:
-        torch reads it as it accumulates."""
+    def freeze(self) -> None:
+        """Set `requires_grad` of working weights to that of their parameters, which may have changed within the forward
+        or since: torch reads it as it computes and as it accumulates."""
         with torch_private.NoFunctionsOfSubclasses():
             if self._weights and [*map(_TRAINS, self._weights)] != [*map(_TRAINS, self._parameters)]:
                 self._over = []  # so that the next forward makes new ones

@@ -221,7 +221,22 @@ def frozen_before_backward(model: Net, tokens: torch.Tensor, step: int) -> list[
     return [before]
 
 
-_PROGRAMS = [late_hook, with_penalties, several, by_parameter, writes, others, negative_zeros, frozen_before_backward]
+def frozen_within_forward(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
+    """A part is trained in some forwards, as a hook before its call says."""
+
+    def choose(*_: Any) -> None:
+        model.layer.requires_grad_(step % 3 > 0)
+
+    handle = model.layer.register_forward_pre_hook(choose)
+    model(tokens).backward()
+    handle.remove()
+    return []
+
+
+_PROGRAMS = [
+    *(late_hook, with_penalties, several, by_parameter, writes, others, negative_zeros, frozen_before_backward),
+    frozen_within_forward,
+]
 
 
 @pytest.mark.parametrize("program", _PROGRAMS)
