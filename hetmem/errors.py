@@ -32,7 +32,7 @@ class DeviceAccessError(HetmemError, RuntimeError):
 
 
 class StateError(HetmemError, RuntimeError):
-    """An illegal transition of a block; the message carries the block's history. Always a bug of hetmem."""
+    """An illegal transition of a block; the message describes its copies. Always a bug of hetmem."""
 
 
 class StoreError(HetmemError, OSError):

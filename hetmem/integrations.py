@@ -172,7 +172,7 @@ def _lightning() -> Any:
     """Return the class `LightningCallback`. Raises ImportError if Lightning is not installed."""
     from lightning.pytorch import Callback
 
-    class LightningCallback(Callback):  # type: ignore[misc]  # Any where Lightning is not installed
+    class LightningCallback(Callback):  # type: ignore[misc, unused-ignore]  # Any without Lightning
         """Writes the `scalars` of `model`, a managed module, to the trainer's loggers every `log_every_n_steps`,
         updates the status for `hetmem top` after each step, and saves the report to `report` at the end of `fit`.
 

@@ -3,9 +3,8 @@
 Times are seconds of the device's clock (`time.perf_counter`, where time is not simulated). An entry costs about a
 microsecond; the oldest are dropped first.
 
-Note "plain entries": a log keeps tuples of numbers and strings. Python's garbage collector untracks such tuples the
-first time it visits them, but visits named tuples, and tuples with a member of an enumeration, in each collection. So
-entries become named tuples as they are read.
+Note "plain entries": a log keeps the members of its entries, one after the other, and entries become named tuples as
+they are read. Python's garbage collector looks at each tuple that is kept, and not at numbers and strings.
 
 Note "asynchronous compute": a GPU computes later than the host launches. Timed marks in the stream of compute tell when
 it has come where: at the begin and end of a segment, before compute waits for a copy, and where the host begins to
@@ -127,23 +126,31 @@ class ForwardBegan(NamedTuple):
 Entry = TypeVar("Entry")
 
 
-class Log(deque[Any], Generic[Entry]):
-    """The last `maxlen` entries, made of plain tuples by `named` as they are read: see note "plain entries"."""
+class Log(Generic[Entry]):
+    """The last `maxlen` entries of `kind`, a named tuple: see note "plain entries". `first` makes its first member of
+    what was logged."""
 
-    def __init__(self, named: Callable[[Any], Entry], maxlen: int) -> None:
-        super().__init__((), maxlen)
-        self._named = named
+    def __init__(self, kind: type[Entry], maxlen: int, first: Callable[[Any], Any] | None = None) -> None:
+        self._kind: Callable[..., Entry] = kind
+        self.maxlen, self._first = maxlen, first
+        self._width = len(kind._fields)  # type: ignore[attr-defined]
+        self._members = deque[Any]((), maxlen * self._width)
+        self.append: Callable[[tuple[Any, ...]], None] = self._members.extend
+        """Log one entry, given as a tuple of all its members. Refers to this log alone."""
+
+    def __len__(self) -> int:
+        return len(self._members) // self._width
 
     def __iter__(self) -> Iterator[Entry]:
-        return map(self._named, [*super().__iter__()])  # as it is now, while threads append
+        members = iter([*self._members])  # as it is now, while threads append
+        return map(self._made, *[members] * self._width)
 
-    def __getitem__(self, at: int) -> Entry:  # type: ignore[override]
-        return self._named(super().__getitem__(at))
+    def __getitem__(self, at: int) -> Entry:
+        first = at * self._width
+        return self._made(*[self._members[first + member] for member in range(self._width)])
 
-
-def _transfer(plain: tuple[Any, ...]) -> Transfer:
-    """Return the transfer of a tuple that begins with a link or its name."""
-    return Transfer(Link(plain[0]), *plain[1:])
+    def _made(self, first: Any, *others: Any) -> Entry:
+        return self._kind(first if self._first is None else self._first(first), *others)
 
 
 class EventLog:
@@ -156,26 +163,26 @@ class EventLog:
         self._clock, self.asynchronous = clock, asynchronous
         self.now = clock.now
         self.began = clock.now()
-        self.transfers = Log(_transfer, entries)
-        self.moments = Log(MomentSeen._make, entries)
-        self.copies = Log(CopyChange._make, entries)
-        self.saved = Log(SavedMove._make, entries)
+        self.transfers = Log(Transfer, entries, Link)
+        self.moments = Log(MomentSeen, entries)
+        self.copies = Log(CopyChange, entries)
+        self.saved = Log(SavedMove, entries)
         """Filled for a model whose activations move."""
-        self.faults = Log(Fault._make, entries)
-        self.stalls = Log(Stall._make, entries)
-        self.updates = Log(Span._make, entries)
-        self.segments = Log(Span._make, entries)
+        self.faults = Log(Fault, entries)
+        self.stalls = Log(Stall, entries)
+        self.updates = Log(Span, entries)
+        self.segments = Log(Span, entries)
         """Segments as the device ran them."""
-        self.launched = Log(Span._make, entries)
+        self.launched = Log(Span, entries)
         """Segments as the host launched them, if compute is asynchronous."""
-        self.host_waits = Log(Span._make, entries)
+        self.host_waits = Log(Span, entries)
         """Waits of the host, if compute is asynchronous; else these are the stalls."""
-        self.caught_up = Log(Span._make, entries)
+        self.caught_up = Log(Span, entries)
         """Stretches at whose end compute had caught up with the host."""
         self.stall_seconds = self.host_wait_seconds = 0.0
         self.awaited = -1
         """The block that the thread which trains waits for; -1: none."""
-        self.forwards = Log(ForwardBegan._make, entries)
+        self.forwards = Log(ForwardBegan, entries)
         self.tokens = 0
         self._segment: tuple[str, float] | None = None
         self._begin_marked = False

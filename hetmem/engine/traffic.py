@@ -95,11 +95,12 @@ class Traffic:
         self._log_unfetched(block, tier)
         return residency.place(block, tier)
 
-    def use(self, uses: Mapping[int, int]) -> bool:
-        """Begin leases of copies on the device, by block their number. Returns False, with none begun, if compute
-        launched from now on may not see one of the copies. None is begun if this raises."""
+    def use(self, uses: Mapping[int, int], reached: tuple[int, ...] = ()) -> bool:
+        """Begin leases of copies on the device, by block their number, after the schedule was moved on to a use of the
+        blocks `reached`. Returns False, with none begun, if compute launched from now on may not see one of the copies.
+        None is begun if this raises."""
         ordered = self._ordered
-        commands = self.residency.use(uses, DEVICE, coming=ordered)
+        commands = self.residency.use(uses, DEVICE, coming=ordered, reached=reached)
         if commands is None:
             return False
         try:

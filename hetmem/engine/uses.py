@@ -6,7 +6,7 @@ brings copies, `device_limit` limits them, and `write_check` handles writes by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -68,6 +68,7 @@ class Uses:
         self._writes, self._room, self._unwatched = writes, room, room.monitor.unwatched
         self._now, self._log, self._none_finished = events.now, events.moments.append, traffic.engine.none_finished
         self._slots, self._slot_bytes = traffic.residency.taken[DEVICE], memory.device_pool.slot_bytes
+        self._gradients = traffic.gradients
         self._watched, self._buffer_bytes = memory.device.watched, memory.buffer_bytes
         self._peaks, self._reach = room.statistics, traffic.residency.reach_on_device
         self.give_leases_up: Callable[[], bool | None] = lambda: False
@@ -82,9 +83,9 @@ class Uses:
         """`id`s of parameters with a view whose writes count no version."""
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> bool:
-        """Begin a moment that uses `blocks`. Returns whether it is the usual one: nothing is measured, and no bytes in
-        flight off the device count."""
-        tracer, room, gradients = self._tracer, self._room, self._traffic.gradients
+        """Begin a moment; the caller then moves the schedule on to its use of `blocks`. Returns whether it is the usual
+        one: nothing is measured, and no bytes in flight off the device count."""
+        tracer, room, gradients = self._tracer, self._room, self._gradients
         usual = not (tracer.measured or room.leaving or room.ahead or (gradients.leaving and self._watched))
         if usual:
             moment = tracer.moment(operator, blocks, self._buffer_bytes)
@@ -94,7 +95,6 @@ class Uses:
         if not (usual and room.is_as_left(moment)):
             with self._unwatched():
                 room.before_moment(moment)
-        self._reach(blocks)
         self.log_moment(moment, operator, blocks)
         return usual
 
@@ -129,8 +129,12 @@ class Uses:
             if type(used) is not Together:
                 used = Together(used)
             uses = used.uses or used.counted()
-            if not (self._moment(operator, used.blocks) and unseen and self._traffic.use(uses)):
+            blocks = used.blocks
+            usual = self._moment(operator, blocks)
+            if not (usual and unseen and self._traffic.use(uses, blocks)):
                 with self._unwatched():
+                    if not (usual and unseen):
+                        self._reach(blocks)
                     self._acquire_all(operator, used)
         except BaseException:
             if self._bindings.away:
@@ -203,7 +207,7 @@ class Uses:
             raise
 
     def end_use(
-        self, used: list[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
+        self, used: Sequence[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
     ) -> None:
         """End `use`: parameters rest, writes to them go home, copies that no tensor holds may be evicted.
 
@@ -228,7 +232,7 @@ class Uses:
         finally:
             del first  # as in `Executor.execute`
 
-    def release(self, used: list[ManagedParameter], *, untracked: bool = False) -> None:
+    def release(self, used: Sequence[ManagedParameter], *, untracked: bool = False) -> None:
         """End one lease of each of `used`; if a tensor holds the copy, `release_unheld` ends it later."""
         over = used if type(used) is Together else Together(used)
         for managed in used:
@@ -243,7 +247,7 @@ class Uses:
             managed.data_taken = False
         self._traffic.release_all(over.uses or over.counted())
 
-    def end_call(self, used: list[ManagedParameter]) -> None:
+    def end_call(self, used: Sequence[ManagedParameter]) -> None:
         """End uses of code whose functions are not seen, as `end_use`. In a region `.data` is not seen either: writes
         through it are looked for in measured segments, and later in weights that had any."""
         if not (self._tracer.measured or self._writes.uncounted or _functions_around()):
@@ -301,8 +305,10 @@ class Uses:
         operator = f"backward of {managed.name}"
         block = managed.chunk.operand_block
         self._moment(operator, (block,))
-        if managed not in self._held:
-            if not self._traffic.use({block: 1}):
+        if managed in self._held:
+            self._reach((block,))
+        else:
+            if not self._traffic.use({block: 1}, (block,)):
                 self._acquire_device(managed, block, operator)
             self._held[managed] = None
         assert managed.device is not None

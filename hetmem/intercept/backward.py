@@ -9,8 +9,9 @@ of one device: searching the graph for nodes of the host would cost more than it
 Note "accumulators": users ask for gradients by parameter, `torch.autograd.grad(loss, parameters)` and
 `backward(inputs=parameters)`. torch finds a parameter in a graph by the node that accumulates its gradients, and
 forgets that node where `.data` gets another dtype or device. So it does for a parameter that computes on the device, or
-in 16 bits, and is its home afterwards: torch would take it for unused. Its nodes are looked up in the graph instead,
-and gradients that arrive there are converted to the dtype and device of the parameter.
+in 16 bits, and is its home afterwards: torch would take it for unused. With mixed precision a graph may have working
+weights in the place of all parameters, float32 ones too. Nodes are looked up in the graph instead, and gradients that
+arrive there are converted to the dtype and device of the parameter.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if outermost:
             _take_turns(outputs, taken)
-        _begin_for_all(began)
+        _begin_for_all(began, accumulates=kwargs.get("accumulate_grad", True))
         BACKWARDS.began[depth:] = [models]  # replaces what an interrupt has left
         several = [each.gradients.listeners for each in began if each.segments.several]
         if any(listener.begins_early for listeners in several for listener in listeners):
@@ -147,12 +148,13 @@ def _turns(outputs: Any) -> list[Turn]:
 
 @uncompiled
 @HELD_BACK
-def _begin_for_all(began: list[Interception]) -> None:
-    """Begin a backward for each model that it may be of, and add these to `began`."""
+def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
+    """Begin a backward for each model that it may be of, and add these to `began`. `accumulates`: it gives parameters
+    gradients, and does not return them."""
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
         if _may_be_of(interception):
-            _begin_for(interception)
+            _begin_for(interception, accumulates=accumulates)
             began.append(interception)
 
 
@@ -165,7 +167,7 @@ def _end_for_all(began: list[Interception]) -> None:
     HELD_BACK.end_segment()
 
 
-def _begin_for(interception: Interception) -> None:
+def _begin_for(interception: Interception, *, accumulates: bool) -> None:
     """Have parameters rest, as the backward may recompute a part of a forward."""
     runtime = interception.runtime
     if not in_backward():
@@ -180,7 +182,7 @@ def _begin_for(interception: Interception) -> None:
         runtime.marks.pause()
         runtime.renew_touched()
     with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
-        interception.working.begin_backward()
+        interception.working.begin_backward(accumulates=accumulates)
     runtime.bindings.leave_home(stay=True)
     interception.gradients.rest_again()
 
@@ -285,7 +287,9 @@ def _lost(outputs: Any, inputs: Iterable[Any]) -> dict[int, list[Any]]:
 
 def _is_lost(asked: Any) -> bool:
     found = registry.of_parameter(asked) if isinstance(asked, torch.nn.Parameter) else None
-    return found is not None and found[1].rest is not found[1].home
+    if found is None:
+        return False
+    return found[1].rest is not found[1].home or found[0].runtime.memory.mixed_precision is not None
 
 
 @uncompiled

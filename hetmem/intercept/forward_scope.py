@@ -51,7 +51,7 @@ class Call:
     def __init__(self, module: object, frame: FrameType | None) -> None:
         """Describe the call that torch's `frame` makes, see `calling_frame`."""
         self.module, self.number = weakref.ref(module), id(frame)
-        self.used: list[ManagedParameter] = []
+        self.used: Sequence[ManagedParameter] = ()
         self.changed: tuple[tuple[Callable[[Any], None], Any], ...] = ()
 
     def is_made_in(self, frame: FrameType | None) -> bool:

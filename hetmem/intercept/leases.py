@@ -171,7 +171,7 @@ class Leases:
             call.changed = ()
         if call is self._forward:
             self.end_all()
-        over, call.used = call.used, []
+        over, call.used = call.used, ()
         if not over:
             return
         if self._bound[-1] is call:

@@ -43,6 +43,8 @@ _CAST: Any = _CASTS[0]
 class Saved(NamedTuple):
     """What autograd saves of a weight: which parameter, and which view of it, without memory."""
 
+    owner: Any
+    """The `SavedTensors` that has packed it."""
     managed: ManagedParameter
     dtype: torch.dtype
     size: torch.Size
@@ -85,6 +87,9 @@ class SavedTensors:
         self.by_address, self.by_storage = runtime.bindings.by_address, runtime.bindings.by_storage
         self.kinds: set[type] = {torch.Tensor, torch.nn.Parameter}
         """Classes of tensors whose storage C++ can be asked for."""
+        dtypes = {managed.chunk.compute_dtype for managed in self._by_id.values()}
+        self.dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+        """The dtype in which all weights compute: no tensor of it is a cast of a weight. None: there are several."""
 
     @called_by_autograd
     def on_backward(self) -> None:
@@ -188,7 +193,7 @@ class SavedTensors:
         if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
             return None
         self.casts.note(managed, base)
-        return _place_of(managed, tensor, tensor.stride(), is_cast=True)
+        return _place_of(self, managed, tensor, tensor.stride(), is_cast=True)
 
     def enter_node(self) -> None:
         """Have autograd call these hooks until the end of the running node, where it removes them."""
@@ -199,7 +204,7 @@ class SavedTensors:
     def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
         whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
         stands_in = whole and managed.rest is not managed.home
-        return _place_of(managed, tensor, managed.stride if stands_in else tensor.stride())
+        return _place_of(self, managed, tensor, managed.stride if stands_in else tensor.stride())
 
     def unpack(self, packed: Saved) -> torch.Tensor:
         """Return the view that was saved as `packed`, on the device."""
@@ -257,19 +262,22 @@ class Pack(Hook):
             if storage in saved.by_storage:
                 managed = saved.by_storage[storage]
                 if managed.bound and not managed.data_sets and storage == managed.slot_view.storage:
-                    return saved, _place_of(managed, tensor, tensor.stride()), 0
+                    return _place_of(saved, managed, tensor, tensor.stride())
                 return self._pack(tensor)
-            node = tensor.grad_fn
-            if node is None:
+            if leaf := tensor.is_leaf:
                 if tensor.untyped_storage().data_ptr() in saved.by_address:
                     return self._pack(tensor)
-            elif node.__class__ in _CASTS and (cast := saved.of_cast(tensor)) is not None:
-                return saved, cast, 0
+            elif (
+                tensor.dtype is not saved.dtype
+                and tensor.grad_fn.__class__ in _CASTS
+                and (cast := saved.of_cast(tensor)) is not None
+            ):
+                return cast
         except RuntimeError:  # it has no storage, as a sparse tensor has none
             return self._pack(tensor)
         if self._moves and (view := self._view(saved, tensor)) is not None:
             return self._saved, view, 0
-        return self._saved, tensor if node is None else tensor.detach(), tensor._version
+        return self._saved, tensor if leaf else tensor.detach(), tensor._version
 
     @called_by_autograd
     def _pack(self, tensor: torch.Tensor) -> _Packed:
@@ -278,7 +286,7 @@ class Pack(Hook):
             if saved is not None and self.is_active():
                 packed = saved.pack(tensor)
                 if isinstance(packed, Saved):
-                    return saved, packed, tensor._version
+                    return packed
                 if self._moves and type(tensor) in saved.kinds and tensor.layout is _STRIDED:
                     with suppress(NotImplementedError):  # it has no storage
                         if (view := self._view(saved, tensor)) is not None:
@@ -328,34 +336,33 @@ class _ProgramHooks:
         return tensor if saved is None else saved.bring(tensor, packed.place)
 
 
-_Packed = tuple[Any, Saved | SavedView | torch.Tensor, int]
-"""The `SavedTensors` (weak beside a plain tensor, which may be another model's: a hook outlives an interrupt), the
-weight, activation or tensor, and the tensor's version."""
+_Packed = Saved | tuple[Any, Any, int]
+"""A weight, or a weak reference to the `SavedTensors` (an activation may be another model's: a hook outlives an
+interrupt; None: there is none), the activation or tensor, and the tensor's version."""
 
 
 @HELD_BACK.covers
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
-    owner, value, version = packed
-    kind = type(value)
-    if kind is Saved:  # most are not, and cost as little as they can
+    if type(packed) is Saved:  # most are not, and cost as little as they can
+        owner = packed.owner
         if not owner.runtime.in_backward:
             owner.on_backward()
         compiler = set_compiler(None)
         try:
-            unpacked: torch.Tensor = owner.unpack(value)
+            unpacked: torch.Tensor = owner.unpack(packed)
             return unpacked
         finally:
             if HELD_BACK.came:
                 HELD_BACK.leave()
             if compiler is not None:
                 set_compiler(compiler)
-    saved = None if owner is None else owner()
+    of, tensor, version = packed  # type: ignore[misc]  # a named tuple is a tuple
+    saved = None if of is None else of()
     if saved is not None and not saved.runtime.in_backward:
         saved.on_backward()
-    if kind is SavedView:
-        return _fetched(value)  # type: ignore[arg-type]
-    tensor: Any = value
+    if type(tensor) is SavedView:
+        return _fetched(tensor)
     if tensor._version != version:
         raise RuntimeError(modified(f"a tensor of shape {list(tensor.shape)}", tensor._version, version))
     return tensor  # type: ignore[no-any-return]
@@ -367,14 +374,20 @@ def _fetched(view: SavedView) -> torch.Tensor:
 
 
 def _place_of(
-    managed: ManagedParameter, tensor: torch.Tensor, stride: tuple[int, ...], *, is_cast: bool = False
+    owner: SavedTensors,
+    managed: ManagedParameter,
+    tensor: torch.Tensor,
+    stride: tuple[int, ...],
+    *,
+    is_cast: bool = False,
 ) -> Saved:
     dtype, sets = tensor.dtype, None if tensor is managed.parameter else managed.data_sets
     conj = neg = False
     if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
     offset, version, trains = tensor.storage_offset(), managed.counter._version, tensor.requires_grad
-    place = managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, managed.replaced, trains, is_cast
+    counts = version, sets, managed.replaced
+    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, *counts, trains, is_cast
     return _tuple(Saved, place)  # type: ignore[no-any-return]
 
 

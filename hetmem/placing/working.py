@@ -226,9 +226,13 @@ class WorkingWeights:
         """Whether a backward runs that may be of a graph with working weights."""
         return self._given is not None
 
-    def begin_backward(self) -> None:
-        """Have autograd accumulate gradients in their homes. Parameters are at home, unless a forward runs."""
-        if self._given is not None:
+    def begin_backward(self, *, accumulates: bool) -> None:
+        """Have autograd accumulate gradients in their homes. Parameters are at home, unless a forward runs.
+
+        `accumulates`: whether this backward gives parameters gradients. One that returns them, of which a graph may be
+        made, leaves the accumulators that this graph will refer to alone: for a second one, sums would be of two.
+        """
+        if self._given or (self._given is not None and not accumulates):
             return
         self._freeze()
         used = self._used()
@@ -237,6 +241,9 @@ class WorkingWeights:
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
             if self._weights:
                 self._count_versions()
+            if not accumulates:
+                self._given = []
+                return
             self._given = let_arrive(used, self._begin_gradients([managed for managed, _ in used]))
 
     def _freeze(self) -> None:

@@ -5,7 +5,6 @@ When and why to give a command is decided elsewhere (`supply`, `residency`).
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from hetmem.errors import StateError
@@ -29,8 +28,7 @@ _tuple: Any = tuple.__new__
 
 
 class Ledger:
-    """Records of all copies: `caches` by tier, and the last events of every block for error messages. `tick` counts
-    uses.
+    """Records of all copies: `caches` by tier. `tick` counts uses.
 
     A `Fetch` or `Write` that is begun ends with one `done` or `failed`; a `Drop` is complete at once. A staged copy is
     in use while the device is fed from it.
@@ -43,7 +41,6 @@ class Ledger:
         host = Cache(HOST, slots.get(HOST, 0), self.blocks, policy, nearer=device)
         self.caches = (device, host)
         self.tick = 0
-        self._history: list[deque[tuple[int, str, Tier | None]]] = []
 
     def __del__(self) -> None:
         """Break the reference cycle between the tiers, so that no garbage collection is needed."""
@@ -59,19 +56,12 @@ class Ledger:
     def add(self, block: Block) -> int:
         """Register `block`; returns its number."""
         self.blocks.append(block)
-        self._history.append(deque(maxlen=24))
         return len(self.blocks) - 1
 
-    def note(self, block: int, what: str, tier: Tier | None = None) -> None:
-        """Record that `what` happened to `block`, for `illegal`. Frequent events are recorded inline."""
-        self._history[block].append((self.tick, what, tier))
-
     def illegal(self, block: int, tier: Tier, event: str) -> StateError:
-        """Return the error for `event` on the copy of `block` on `tier`, with the block's history."""
-        copy = self.caches[tier].copies.get(block)
-        notes = ((tick, f"{what} {at.name}" if at is not None else what) for tick, what, at in self._history[block])
-        history = "; ".join(f"{tick}: {what}" for tick, what in notes)
-        return StateError(f"{self.blocks[block].label}: {event} on {tier.name}, copy is {copy}; history: {history}")
+        """Return the error for `event` on the copy of `block` on `tier`."""
+        copies = " and ".join(f"{cache.copies.get(block)} on {cache.tier.name}" for cache in self.caches)
+        return StateError(f"{self.blocks[block].label}: {event} on {tier.name}, copies are {copies}; tick {self.tick}")
 
     # ---- commands ----------------------------------------------------------------------------------------------
 
@@ -93,14 +83,12 @@ class Ledger:
         self.counts.fetches[tier] += 1
         if source is HOST and self.blocks[block].home is NVME:  # in use while the device is fed from it
             self.caches[HOST].copies[block].uses += 1
-        self._history[block].append((copy.fetched, "fetch to", tier))
         commands.append(_tuple(Fetch, (block, source, tier, copy.slot)))
 
     def write(self, block: int, copy: Copy, commands: list[Command]) -> None:
         """Begin to write home `copy`, the dirty one of `block` in HOST staging."""
         copy.writing = True
         self.caches[HOST].writing[block] = copy
-        self.note(block, "write")
         commands.append(Write(block, copy.slot))
 
     def drop(self, block: int, cache: Cache, commands: list[Command], *, evicted: bool = False) -> None:
@@ -114,7 +102,6 @@ class Ledger:
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)
             commands.append(_tuple(Drop, (block, tier, copy.slot)))
-        self._history[block].append((self.tick, "dropped on", tier))
 
     def answered(self, command: Fetch | Write, event: str) -> tuple[Copy, Cache]:
         """Return the copy that `command` moved, which is no longer in flight, and the cache that has it: `event` is
@@ -131,5 +118,4 @@ class Ledger:
             cache.loading -= 1
             if source is HOST and self.blocks[block].home is NVME:
                 self.caches[HOST].copies[block].uses -= 1
-        self._history[block].append((self.tick, event, tier))
         return copy, cache

@@ -191,21 +191,31 @@ class Residency:
         cache.meet(blocks)
         return [copy.slot for copy in found]
 
-    def use(self, uses: Mapping[int, int], tier: Tier, *, coming: bool = False) -> list[Command] | None:
+    def use(
+        self, uses: Mapping[int, int], tier: Tier, *, coming: bool = False, reached: tuple[int, ...] = ()
+    ) -> list[Command] | None:
         """Acquire each block as often as `uses` says, if all its copies are VALID (or LOADING, if `coming`): the usual
-        case. Return the commands; None, with nothing changed, if any copy is not."""
+        case. Return the commands; None, with nothing acquired, if any copy is not. `reached`: `reach` these first."""
         cache = self._caches[tier]
-        copies, ledger = cache.copies, self._ledger
+        copies, ledger, schedule = cache.copies, self._ledger, cache.schedule
+        expected, first = False, schedule.position
+        if reached:  # inlines `Cache.reach` for an expected use
+            if first < schedule.segment and not (schedule.absent or schedule.skipped):
+                expected = schedule.uses[first % schedule.count] == reached
+            if expected:
+                schedule.position, cache.is_known = first + 1, True
+            else:
+                cache.reach(reached)
         for block in uses:
-            if block not in copies:
+            if block not in copies or (
+                (state := copies[block].state) is not VALID and not (coming and state is LOADING)
+            ):
+                if expected:
+                    schedule.absent = reached
                 return None
-            if (state := copies[block].state) is not VALID and not (coming and state is LOADING):
-                return None
-        schedule, unused, touch = cache.schedule, cache.unused, cache.touch  # inlines `Cache.meet`
-        if schedule.absent == (*uses,):
-            schedule.absent = ()
-        else:
+        if schedule.absent:
             schedule.meet(uses)
+        unused, touch = cache.unused, cache.touch  # inlines `Cache.meet`
         for block in uses:
             if block in unused:
                 unused.remove(block)
@@ -239,7 +249,6 @@ class Residency:
         if dirty:
             cache.touch(block)
             copy.dirty = copy.load = True
-            self._ledger.note(block, "dirty")
         commands: list[Command] = []
         if not left and (copy.state is STALE or not copy.load):
             self._ledger.drop(block, cache, commands)
@@ -286,7 +295,6 @@ class Residency:
             self._supply.serve(commands)
         else:
             copy.state = STALE
-            self._ledger.note(block, "stale on", tier)
         return commands
 
     def limit(self, tier: Tier, slots: int) -> list[Command]:

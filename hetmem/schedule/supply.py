@@ -44,7 +44,6 @@ class Supply:
         """Queue the WAITING copy of `block` on `tier` for `serve`."""
         if (tier, block) not in self.waiting:
             self.waiting.append((tier, block))
-            self._ledger.note(block, "acquire on", tier)
 
     def withdraw(self, block: int, tier: Tier) -> CapacityError:
         """Take back one use of a WAITING copy that cannot be served, and return the error that says why."""

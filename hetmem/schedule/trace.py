@@ -232,7 +232,10 @@ class Schedule:
         A block of the use just reached counts as used now until it has a copy: otherwise it might be evicted for a far
         next use while the other blocks of that use are fetched.
         """
-        known = self._next[block] if block in self._next else -1  # noqa: SIM401 - saves a call
+        try:
+            known = self._next[block]
+        except KeyError:
+            known = -1
         position = self.position
         if known < position:  # as for all blocks of the use just reached
             if block in self.absent:

@@ -106,6 +106,40 @@ def test_gradients_that_are_asked_for_are_those_of_torch(
         managed.zero_grad()
 
 
+def test_weights_in_float32_beside_sixteen_bits_are_found_too(tmp_path: Path) -> None:
+    """Those beside running statistics, in a model that is whole on the device, once a forward is not measured."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    _, managed = pair(build, "resident", tmp_path, mixed_precision=torch.bfloat16, sanitize=False)
+    weights = list(managed.parameters())
+    for (x,) in BATCHES:
+        loss = loss_of(managed, x)
+        found = torch.autograd.grad(loss, weights, retain_graph=True)
+        loss.backward(inputs=weights)
+        for grad, weight in zip(found, weights, strict=True):
+            assert_same(grad, weight.grad, "gradient")
+        managed.zero_grad()
+
+
+def test_a_penalty_adds_to_the_gradients_of_working_weights_in_sixteen_bits(tmp_path: Path) -> None:
+    """A norm saves its weight itself: its gradient comes from the first backward's graph and from the forward."""
+    plain, managed = pair(
+        lambda: nn.LayerNorm(WIDTH), "resident", tmp_path, mixed_precision=torch.bfloat16, sanitize=False
+    )
+    for (x,) in BATCHES:
+        found = []
+        for module in (twin_of(plain, torch.bfloat16), managed):
+            inputs = x.to(torch.bfloat16).requires_grad_()
+            out = module(inputs).float().tanh()
+            (grad,) = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+            (out.sum() + grad.float().square().sum()).backward()
+            found.append([parameter.grad for parameter in module.parameters()])
+        assert_all_same(*found)
+        managed.zero_grad()
+
+
 @pytest.mark.each
 @offloaded
 @precisions

@@ -244,7 +244,10 @@ def test_under_autocast_no_cast_of_a_weight_outlives_its_use(placement: str, tmp
 
 @streamed
 @pytest.mark.parametrize("within", [False, True], ids=["around", "within"])
-def test_under_autocast_a_graph_holds_no_casts_of_weights(within: bool, placement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "and bfloat16"])
+def test_under_autocast_a_graph_holds_no_casts_of_weights(
+    mixed: bool, within: bool, placement: str, tmp_path: Path
+) -> None:
     """Around the model, or entered in its forward as `accelerate` does it: plain torch keeps a cast of each weight
     from the forward to the backward."""
 
@@ -252,10 +255,11 @@ def test_under_autocast_a_graph_holds_no_casts_of_weights(within: bool, placemen
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(24)))
+            self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16 if mixed else torch.float32))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=within):
-                return self.layers(x)
+                return self.layers(x) * self.scale
 
     plain, managed = pair(Layers, placement, tmp_path)
     optimizers = adamws(plain, managed)

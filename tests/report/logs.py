@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.report.tested import BlockFacts, CopyChange, Link, MomentSeen, Span, Transfer, Window
+from tests.report.tested import BlockFacts, CopyChange, Link, Log, MomentSeen, Span, Transfer, Window
 
 TIERS: dict[str, dict[str, Any]] = {
     "device": {"capacity_bytes": 1000, "used_bytes": 500},
     "host": {"capacity_bytes": 1000, "used_bytes": 500},
     "nvme": {"capacity_bytes": 1000, "used_bytes": 300},
 }
+
+
+def fill(log: Log[Any], *entries: tuple[Any, ...]) -> None:
+    """Log `entries`, one after the other."""
+    for each in entries:
+        log.append(each)
 
 
 def window(**changes: Any) -> Window:

@@ -16,6 +16,7 @@ from torch import nn
 
 import hetmem
 from tests.engine.harness import PLACEMENTS, STREAMED, manage
+from tests.report.logs import fill
 from tests.report.models import network, trained
 from tests.report.sample import EMPTY_TIMELINE, LINKS, SAMPLE
 from tests.report.tested import (
@@ -305,8 +306,8 @@ def test_a_resident_model_says_that_nothing_moves(tmp_path: Path) -> None:
 def test_a_log_that_forgot_the_step_says_which_part(tmp_path: Path) -> None:
     model = trained("host", tmp_path)
     events = registry.of_module(model).runtime.events
-    few, events.moments = events.moments, Log(MomentSeen._make, 2)
-    events.moments.extend(few)
+    few, events.moments = events.moments, Log(MomentSeen, 2)
+    fill(events.moments, *few)
     assert hetmem.report(model).to_dict()["missing"] == ["The log has forgotten the beginning of the window: moments."]
     hetmem.release(model)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.report.logs import backward, came, forward, moment, read, went
+from tests.report.logs import backward, came, fill, forward, moment, read, went
 from tests.report.tested import EventLog, Span, last_window
 
 
 def log(*segments: Span) -> EventLog:
     events = EventLog(entries=4)
-    events.segments.extend(segments)
+    fill(events.segments, *segments)
     return events
 
 
@@ -67,9 +67,9 @@ def test_nothing_that_ran_gives_no_window() -> None:
 
 def test_entries_outside_are_left_out_but_copies_reach_up_to_now() -> None:
     events = log(Span("step", 1, 2), Span("step", 5, 6))
-    events.moments.extend([moment(1.5), moment(2), moment(5.5), moment(6)])
-    events.transfers.extend([read(1, 2), read(1, 3), read(5, 7), read(6, 7)])
-    events.copies.extend([came(1, 0), went(3, 0), came(8, 1)])
+    fill(events.moments, moment(1.5), moment(2), moment(5.5), moment(6))
+    fill(events.transfers, read(1, 2), read(1, 3), read(5, 7), read(6, 7))
+    fill(events.copies, came(1, 0), went(3, 0), came(8, 1))
     seen = last_window(events)
     assert seen is not None
     assert seen.moments == [moment(2), moment(5.5)]
@@ -79,12 +79,12 @@ def test_entries_outside_are_left_out_but_copies_reach_up_to_now() -> None:
 
 def test_only_a_full_log_that_begins_within_the_window_has_forgotten_something() -> None:
     events = log(Span("step", 1, 2), Span("step", 5, 6))
-    events.moments.extend([moment(3), moment(4), moment(5)])
-    events.transfers.extend([read(1, 1.5), read(3, 4), read(3, 4), read(3, 4)])
+    fill(events.moments, moment(3), moment(4), moment(5))
+    fill(events.transfers, read(1, 1.5), read(3, 4), read(3, 4), read(3, 4))
     before = last_window(events)
     assert before is not None
     assert before.forgotten == ()
-    events.moments.extend([moment(5), moment(5)])
+    fill(events.moments, moment(5), moment(5))
     after = last_window(events)
     assert after is not None
     assert after.forgotten == ("moments",)

@@ -55,9 +55,8 @@ class Program:
             while longer and longer[0][0] <= at:
                 for block in longer.pop(0)[1]:
                     self.issue(residency.release(block, DEVICE))
-            residency.reach(blocks, DEVICE)
-            taken = []
-            for block in blocks:
+            taken = self.begin(blocks)
+            for block in blocks if not taken else ():
                 self.end_some()
                 self.issue(residency.acquire(block, DEVICE))
                 while residency.state(block, DEVICE) is not CopyState.VALID and self.in_flight:
@@ -78,6 +77,11 @@ class Program:
                 self.issue(residency.release(block, DEVICE))
         return self.issued
 
+    def begin(self, blocks: tuple[int, ...]) -> list[int]:
+        """Reach a use of `blocks`; return those that are acquired together."""
+        self.residency.reach(blocks, DEVICE)
+        return []
+
     def update(self, block: int) -> None:
         residency = self.residency
         residency.suspend(block)
@@ -87,6 +91,19 @@ class Program:
         self.end_some()
         self.issue(residency.resume(block))
         self.end_some()
+
+
+class Together(Program):
+    """Blocks whose copies are all valid are acquired together, `in_one` event with the begin of their use or not."""
+
+    in_one = True
+
+    def begin(self, blocks: tuple[int, ...]) -> list[int]:
+        if not self.in_one:
+            self.residency.reach(blocks, DEVICE)
+        commands = self.residency.use(dict.fromkeys(blocks, 1), DEVICE, reached=blocks if self.in_one else ())
+        self.issue(commands or [])
+        return [] if commands is None else [*blocks]
 
 
 @settings(max_examples=120)
@@ -158,4 +175,33 @@ def test_what_is_remembered_of_what_could_not_be_fetched_changes_no_decision(
         program.run(others + expected, updated)
         program.issue(program.residency.limit(DEVICE, slots))
         issued.append(program.run(expected, set(), kept))
+    assert issued[0] == issued[1]
+
+
+@settings(max_examples=100)
+@given(
+    expected=uses,
+    others=uses,
+    slots=st.integers(2, 5),
+    lookahead=st.integers(1, 6),
+    ends=orders,
+    kept=st.frozensets(st.integers(0, 14), max_size=2),
+)
+@example([(0,), (1,), (0, 1), (2,), (3,)], [(2, 3)], 2, 2, [0, 1], frozenset())
+def test_a_use_that_begins_in_the_same_event_moves_the_same(
+    expected: list[tuple[int, ...]],
+    others: list[tuple[int, ...]],
+    slots: int,
+    lookahead: int,
+    ends: list[int],
+    kept: frozenset[int],
+) -> None:
+    issued = []
+    for in_one in (True, False):
+        program = Together(slots, lookahead, 2, [1] * BLOCKS, ends)
+        program.in_one = in_one
+        program.issue(program.residency.expect({DEVICE: Schedule(expected)}))
+        program.run(expected, set(), kept)
+        program.run(others, set())
+        issued.append(program.run(expected, set()))
     assert issued[0] == issued[1]
