@@ -385,9 +385,9 @@ def _place_of(
     conj = neg = False
     if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
-    offset, version, trains = tensor.storage_offset(), managed.counter._version, tensor.requires_grad
-    counts = version, sets, managed.replaced
-    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, *counts, trains, is_cast
+    offset, trains = tensor.storage_offset(), tensor.requires_grad
+    version, replaced = managed.counter._version, managed.replaced
+    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, replaced, trains, is_cast
     return _tuple(Saved, place)  # type: ignore[no-any-return]
 
 
