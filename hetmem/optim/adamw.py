@@ -96,8 +96,8 @@ class AdamW(OffloadedOptimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict with `fused=True` in each group: a `torch.optim.AdamW` that loads it goes on with the
-        same bits."""
+        """Return torch's state dict, with `fused=True` in each group, so that a `torch.optim.AdamW` that loads it goes
+        on with the same bits."""
         found = super().state_dict()
         for group in found["param_groups"]:  # copies
             group["fused"] = True

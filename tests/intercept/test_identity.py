@@ -259,7 +259,7 @@ def test_a_state_dict_within_compute_is_refused_where_weights_are_copies(
     plain, managed = pair(mlp, placement, tmp_path, mixed_precision=torch.bfloat16)
     saved, asked = copy.deepcopy(managed.state_dict()), list[object]()
 
-    def ask(*_: Any) -> None:
+    def ask(*_: object) -> None:
         for act in (managed.state_dict, lambda: managed.load_state_dict(saved)):
             with pytest.raises(ManageError, match="within a forward or a backward"):
                 act()
