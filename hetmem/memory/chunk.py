@@ -319,7 +319,8 @@ class ManagedParameter:
     `data_sets` counts assignments to `.data` within a forward or backward, `replaced` those outside of both that went
     home. `kind` is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and
     `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it
-    is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the token of the hetmem optimizer that steps it.
+    is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the
+    token of the hetmem optimizer that steps it.
     """
 
     parameter: torch.nn.Parameter
