@@ -77,6 +77,13 @@ PROMISES: dict[str, Mutation | str] = {
         "test_a_program_gives_the_bits_of_torch_or_one_error_in_each_run[before_the_backward-off-all copies-None]",
         costly=True,
     ),
+    "weights that are exchanged for their average": Mutation(
+        "intercept/saved_tensors.py",
+        " or packed.replaced != managed.replaced:",
+        ":",
+        "tests/engine/test_replaced_data.py::"
+        "test_weights_that_a_swap_for_another_forward_took_from_a_graph_are_an_error[host]",
+    ),
     "although torch may go on with the cast of the old weight": Mutation(
         "intercept/saved_tensors.py",
         "if version != packed.version:",
@@ -115,6 +122,13 @@ PROMISES: dict[str, Mutation | str] = {
         "if False and",
         "tests/intercept/test_control_flow.py::test_managed_modules_as_branches_are_an_error_that_says_what_works[host]",
         costly=True,
+    ),
+    "`load_state_dict()` in a forward": Mutation(
+        "intercept/hooks.py",
+        "if hooked.runtime.bindings.away and hooked.computes():",
+        "if False:",
+        "tests/intercept/test_identity.py::"
+        "test_a_state_dict_within_compute_is_refused_where_weights_are_copies[register_forward_hook-host]",
     ),
     "`torch.save(model)`": Mutation(
         "intercept/hooks.py",

@@ -194,6 +194,7 @@ class WriteCheck:
                 raise _shared(managed, source)
             self._leave_home_to_holders(managed, hetmem_holds=2)
             managed.home.copy_(new)
+            managed.replaced += 1
             self._bindings.show_home(managed)
         managed.version = managed.counter._version
         self.noticed.add(id(managed))

@@ -124,7 +124,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class BeforeStateDict(_OfThisModule):
-    """The pre-hook of `state_dict` and `load_state_dict`: waits for updates, and takes the turn."""
+    """The pre-hook of `state_dict` and `load_state_dict`: waits for updates, and takes the turn. Raises `ManageError`
+    within compute, where torch would get copies: perhaps in 16 bits, and all of them at once."""
 
     def __init__(self, hooked: Hooked) -> None:
         self._hooked = weakref.ref(hooked)
@@ -136,6 +137,11 @@ class BeforeStateDict(_OfThisModule):
         if hooked is not None:
             self._take_turn(hooked, sys._getframe(2))  # frame 1 is of `HELD_BACK`
             hooked.settle_for_reading()
+            if hooked.runtime.bindings.away and hooked.computes():
+                raise ManageError(
+                    "state_dict() and load_state_dict() within a forward or a backward of the model, where its weights "
+                    "are copies on the device: call them before or after it"
+                )
             if len(args) > 3 and args[2].get("assign_to_params_buffers"):  # `load_state_dict` passes metadata
                 raise ManageError(
                     "load_state_dict(assign=True) would put other parameters in the place of those that hetmem "

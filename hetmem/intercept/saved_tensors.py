@@ -55,6 +55,8 @@ class Saved(NamedTuple):
     version: int
     data_sets: int | None
     """`ManagedParameter.data_sets` as it was saved; None: the parameter itself was saved, whose `.data` may be set."""
+    replaced: int
+    """`ManagedParameter.replaced` as it was saved."""
     trains: bool
     """Whether it requires a gradient: then autograd makes a new tensor of what `unpack` returns, else the node gets
     that itself, and may keep it."""
@@ -222,7 +224,7 @@ class SavedTensors:
         version = managed.counter._version
         if version != packed.version:
             raise RuntimeError(modified(managed.name, version, packed.version))
-        if packed.data_sets not in (None, managed.data_sets):
+        if packed.data_sets not in (None, managed.data_sets) or packed.replaced != managed.replaced:
             raise RuntimeError(_set_since(managed.name))
         as_it_is = packed.size == managed.shape and packed.stride == managed.stride
         if packed.is_cast:
@@ -383,8 +385,9 @@ def _place_of(
     conj = neg = False
     if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
-    offset, version, trains = tensor.storage_offset(), managed.counter._version, tensor.requires_grad
-    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, trains, is_cast
+    offset, trains = tensor.storage_offset(), tensor.requires_grad
+    version, replaced = managed.counter._version, managed.replaced
+    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, replaced, trains, is_cast
     return _tuple(Saved, place)  # type: ignore[no-any-return]
 
 
@@ -429,6 +432,6 @@ def _is_ours(hooks: tuple[Any, Any]) -> bool:
 
 def _set_since(weight: str) -> str:
     return (
-        f"{weight}.data was set within a forward or backward for the first time after this graph had used it, and "
-        f"what it was then is not kept: compute the forward again, whose backward will find it"
+        f"{weight}.data was set within a forward or backward for the first time, or before another forward, after this "
+        f"graph had used it, and what it was then is not kept: compute the forward again, or write by .data.copy_()"
     )

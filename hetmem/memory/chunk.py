@@ -316,10 +316,11 @@ class ManagedParameter:
     gradient, and `grad_view` stands in `p.grad` for one in 16 bits; `grad_spare` has both of the last step, to be
     reused. `version` is the last known version counter of the parameter: another value means that it was written to;
     `counter` is a tensor without memory that shares the counter and is independent of the parameter's class.
-    `data_sets` counts assignments to `.data` within a forward or backward. `kind` is the parameter's class; it is
-    `bound_kind` while the parameter is bound to its copy, and `watched_kind` while it may not be used as it is (see
-    `intercept.watched`). `bound` counts the module calls that it is bound for, and `data_taken` says that `.data` was
-    read within one. `stepped_by` is the token of the hetmem optimizer that steps it.
+    `data_sets` counts assignments to `.data` within a forward or backward, `replaced` those outside of both that went
+    home. `kind` is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and
+    `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it
+    is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the
+    token of the hetmem optimizer that steps it.
     """
 
     parameter: torch.nn.Parameter
@@ -338,6 +339,7 @@ class ManagedParameter:
     version: int = 0
     counter: torch.Tensor = field(init=False)
     data_sets: int = 0
+    replaced: int = 0
     device: torch.Tensor | None = None
     slot_view: SlotView = NO_VIEW
     grad_home: torch.Tensor | None = None

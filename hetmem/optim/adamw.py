@@ -95,6 +95,14 @@ class AdamW(OffloadedOptimizer):
             gradients=gradients,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with `fused=True` in each group, so that a `torch.optim.AdamW` that loads it goes
+        on with the same bits."""
+        found = super().state_dict()
+        for group in found["param_groups"]:  # copies
+            group["fused"] = True
+        return found
+
 
 def _check(group: dict[str, Any]) -> None:
     """Raise ValueError for options that only torch's AdamW has, and for hyper-parameters that are not numbers."""

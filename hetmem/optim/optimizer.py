@@ -256,6 +256,7 @@ class OffloadedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         if "_steppers" not in self.__dict__:
+            self.rule = state["rule"]
             self._begin_empty()
         if "state" in state:
             self.states.replace(state.pop("state"))

@@ -240,9 +240,6 @@ def test_checkpoints_interchange_with_torch_and_resume_bitwise(
         optimizer.zero_grad()
     resumed.load_state_dict(weights)
     optimizer.load_state_dict(states)
-    if into == "plain":
-        for group in optimizer.param_groups:
-            group["fused"] = True
     train_both(modules[0], resumed, token_batches(3, seed=5), optimizers=(optimizers[0], optimizer))
 
 
@@ -269,6 +266,23 @@ def test_the_optimizer_can_be_pickled_as_a_state(placement: str, tmp_path: Path)
     _, right = train_both(*modules, BATCHES)
     loaded = pickle.loads(pickle.dumps(right.state_dict()))
     assert_same(loaded["state"][0]["exp_avg"], right.state[modules[1][0].weight]["exp_avg"], "exp_avg")
+
+
+@everywhere
+def test_a_copy_of_the_optimizer_has_its_states_and_steps_no_copy_of_the_model(placement: str, tmp_path: Path) -> None:
+    modules = pair(mlp, placement, tmp_path)
+    _, right = train_both(*modules, BATCHES)
+    model, copied = copy.deepcopy((modules[1], right))
+    assert_same_states(right, copied)
+    model(*BATCHES[0]).sum().backward()
+    with pytest.raises(ManageError, match="is a copy, as this is"):
+        copied.step()
+    ordinary = torch.optim.AdamW(model.parameters())
+    ordinary.load_state_dict(copied.state_dict())
+    ordinary.step()
+    modules[1](*BATCHES[0]).sum().backward()
+    right.step()
+    assert_same_weights(model, modules[1])
 
 
 def test_a_parameter_that_is_not_managed_is_refused_by_adamw(tmp_path: Path) -> None:

@@ -237,6 +237,23 @@ def test_what_a_graph_used_before_it_was_known_that_it_is_set_is_an_error_once(p
 
 
 @streamed
+def test_weights_that_a_swap_for_another_forward_took_from_a_graph_are_an_error(placement: str, tmp_path: Path) -> None:
+    """The backward had computed with the average, which was the last that came home."""
+    modules = pair(mlp, placement, tmp_path)
+    for module in modules:
+        _step(module, BATCHES[0])
+    losses = both(modules, lambda module: loss_of(module, BATCHES[0]))
+    both(modules, exchanged_for_averages)
+    losses[0].backward()
+    with pytest.raises(RuntimeError, match=r"weight.data was set .* before another forward"):
+        losses[1].backward()
+    for module in modules:
+        module.zero_grad()
+    assert_same(*both(modules, lambda module: _step(module, BATCHES[1])), "loss")
+    assert_same_grads(*modules)
+
+
+@streamed
 @testing.around("give a copy away", lambda *_: False)
 def test_where_a_held_copy_cannot_be_left_that_is_said(placement: str, tmp_path: Path) -> None:
     _, managed = pair(lambda: nn.Sequential(*(Rounded("data") for _ in range(3))), placement, tmp_path)

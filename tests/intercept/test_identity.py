@@ -25,6 +25,7 @@ from tests.engine.harness import (
     BATCHES,
     WIDTH,
     Block,
+    Recipe,
     Tower,
     all_hetmem_threads_end,
     assert_same,
@@ -246,6 +247,31 @@ def test_parameters_that_others_are_to_replace_stay(placement: str, tmp_path: Pa
             module.load_state_dict({name.removeprefix("0."): value for name, value in state.items()}, assign=True)
     assert_same_weights(plain, managed)
     train_both(plain, managed, BATCHES)
+
+
+@pytest.mark.each
+@everywhere
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_a_state_dict_within_compute_is_refused_where_weights_are_copies(
+    register: str, placement: str, tmp_path: Path
+) -> None:
+    """It had the 16-bit copies, and loading wrote to these; float32 ones had no room beside each other."""
+    plain, managed = pair(mlp, placement, tmp_path, mixed_precision=torch.bfloat16)
+    saved, asked = copy.deepcopy(managed.state_dict()), list[object]()
+
+    def ask(*_: object) -> None:
+        for act in (managed.state_dict, lambda: managed.load_state_dict(saved)):
+            with pytest.raises(ManageError, match="within a forward or a backward"):
+                act()
+            asked.append(act)
+
+    handle = getattr(managed[2], register)(ask)
+    managed(*BATCHES[0]).sum().backward()
+    handle.remove()
+    managed.zero_grad()
+    assert len(asked) == 2
+    assert_same_weights(plain, managed)
+    train_both(plain, managed, vector_batches(3, 4, WIDTH, dtype=torch.bfloat16), Recipe(mixed=torch.bfloat16))
 
 
 @pytest.mark.each
