@@ -79,8 +79,8 @@ class GradientSink:
         self.is_simple = False
         """Whether the hook before an accumulation only has to take `p.grad` away."""
         self._arrived: list[ManagedParameter] = []
-        self._handed_out: list[Chunk] = []
-        """Chunks whose gradients, on NVMe, the program may read and write now."""
+        self._handed_out: dict[Chunk, None] | None = None
+        """While the program may read and write gradients: chunks whose gradients, on NVMe, are watched."""
         self._warned: list[str] = []
         self.are_dense = True
         """Whether every gradient so far was dense, and could be added to its home."""
@@ -269,19 +269,25 @@ class GradientSink:
 
     def hand_over(self) -> None:
         """Let the program read and write gradients until `take_back`."""
-        chunks = self.runtime.chunks if self.runtime.memory.staging_slots else ()  # else none is on NVMe
-        self._handed_out = [chunk for chunk in chunks if _is_on_nvme(chunk)]
+        self._handed_out = self._on_nvme()
         with torch_private.NoFunctionsOfSubclasses():
             for chunk in self._handed_out:
                 watch_gradients(chunk)
 
     def take_back(self) -> None:
-        """End `hand_over`: drop the staged copies of gradients that the program may have written to at home."""
-        chunks, self._handed_out = self._handed_out, []
+        """End `hand_over`: drop the staged copies of gradients that the program may have written to at home, those of
+        chunks that have moved to NVMe meanwhile among them."""
+        watched, self._handed_out = self._handed_out, None
+        if watched is None:
+            return
         with torch_private.NoFunctionsOfSubclasses():
-            for chunk in chunks:
-                if end_watch_of(chunk):
+            for chunk in watched | self._on_nvme():
+                if chunk not in watched or end_watch_of(chunk):
                     self.runtime.traffic.superseded(chunk, Role.GRAD)
+
+    def _on_nvme(self) -> dict[Chunk, None]:
+        chunks = self.runtime.chunks if self.runtime.memory.staging_slots else ()  # else none is on NVMe
+        return dict.fromkeys(filter(_is_on_nvme, chunks))
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
         """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite."""
@@ -385,7 +391,7 @@ class GradientSink:
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """Return the part of `managed` in its chunk's staged gradients, which are read from NVMe only if needed."""
         chunk = managed.chunk
-        if self._handed_out:  # to a hook of this backward
+        if self._handed_out is not None:  # to a hook of this backward
             self.take_back()
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
         load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)

@@ -22,6 +22,7 @@ from tests.engine.harness import (
     adamws,
     assert_same,
     assert_same_states,
+    assert_same_grads,
     assert_same_weights,
     loss_of,
     pair,
@@ -200,6 +201,25 @@ def test_homes_that_go_back_within_a_backward_are_no_write_of_the_user_s(
     assert moved(managed) == 8
     managed.blocks[0].norm.register_full_backward_hook(lambda *_: testing.of(managed).make_room())
     train_both(plain, managed, token_batches(2), Recipe(steps=2, mixed=mixed), optimizers=optimizers)
+
+
+@WHERE
+def test_gradients_zeroed_behind_a_forward_in_which_their_homes_went_back_are_zero(where: str, tmp_path: Path) -> None:
+    """They were added to the values that had been read ahead from NVMe."""
+    plain, managed = pair(build, room(where, None, tmp_path), tmp_path)
+    optimizers, (*before, last) = adamws(plain, managed), token_batches(3)
+    for module, optimizer in zip((plain, managed), optimizers, strict=True):
+        for batch in before:
+            loss_of(module, batch).backward()
+        optimizer.step()
+    assert moved(managed) == 8
+    managed.blocks[0].register_forward_hook(lambda *_: testing.of(managed).make_room())
+    for module in (plain, managed):
+        loss = loss_of(module, last)
+        module.zero_grad(set_to_none=False)
+        loss.backward()
+    assert moved(managed) == 0
+    assert_same_grads(plain, managed, "zeroed")
 
 
 def test_homes_go_back_behind_what_is_summed_up_of_their_gradients(tmp_path: Path) -> None:
