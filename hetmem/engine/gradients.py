@@ -394,7 +394,8 @@ class GradientSink:
         if self._handed_out is not None:  # to a hook of this backward
             self.take_back()
         others = (other for other in chunk.parameters if other is not managed and other.grad_home is not None)
-        load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)
+        with torch_private.NoFunctionsOfSubclasses():  # those that have gradients are not read by the program
+            load = adds or any(is_home_gradient(other) or self.taken.get(other) is other.grad_home for other in others)
         flat = self.runtime.traffic.open_role(chunk, Role.GRAD, load=load)
         return torch.as_strided(managed.part(flat), managed.shape, managed.stride, managed.offset)
 

@@ -50,6 +50,7 @@ _FACTS = {
 """Functions whose answer is right wherever the parameter is, and that read no element."""
 _CHANGE_GRADIENTS = {_TENSOR.grad.__set__, torch.Tensor.register_hook, *_getters("_backward_hooks")}
 _FREEZE = {torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__}
+_GRADIENT = {*_getters("grad _grad")}
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
 """Functions to which the stand-in of a parameter, which has no memory, would give a wrong answer."""
 _KIND = {
@@ -144,6 +145,9 @@ class Faults:
         if as_it_is:
             if func in _CHANGE_GRADIENTS and id(args[0]) in self._by_id:
                 self._bindings.met.add(self._by_id[id(args[0])])
+            elif func in _GRADIENT and in_backward() and not self._runtime.monitor.paused:
+                with HELD_BACK:  # a hook of the program may read it, or write to it
+                    self._gradients.wait_until_home()
             with _AsItIs():
                 result = func(*args, **kwargs)
             if computes and func in _FREEZE and (interception := self._interception()) is not None:

@@ -257,6 +257,29 @@ def test_gradients_read_inside_hooks_are_the_true_ones(placement: str, tmp_path:
         assert_same(left, right, "gradient in a hook")
 
 
+@offloaded
+def test_hooks_of_modules_read_and_write_gradients_that_have_arrived(placement: str, tmp_path: Path) -> None:
+    """Over a slow link; in chunks that get more of them, and those that are still to be written to NVMe too."""
+    modules = pair(mlp, placement, tmp_path, device=hetmem.SimDevice(device_to_host="20MB"))
+    logs: list[list[torch.Tensor]] = [[], []]
+
+    def halve(module: nn.Module, log: list[torch.Tensor]) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                log.append(parameter.grad.clone())
+                parameter.grad.mul_(0.5)
+
+    for module, log in zip(modules, logs, strict=True):
+        for number in (2, 4):
+            module[number].register_full_backward_hook(
+                lambda *_, module=module, log=log: halve(module, log)  # type: ignore[misc]
+            )
+    train_both(*modules, BATCHES, Recipe(accumulation=2))
+    assert len(logs[0]) == len(logs[1]) > 0
+    for left, right in zip(*logs, strict=True):
+        assert_same(left, right, "gradient in a hook")
+
+
 @everywhere
 def test_an_optimizer_in_the_backward_steps_as_in_torch(placement: str, tmp_path: Path) -> None:
     """One plain optimizer per parameter, stepped by post-accumulate hooks: torch's own recipe to save memory."""
