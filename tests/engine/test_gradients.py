@@ -264,7 +264,7 @@ def test_hooks_of_modules_read_and_write_gradients_that_have_arrived(placement: 
     modules = pair(mlp, placement, tmp_path, device=link, sanitize=False)  # else a hook may not touch host memory
     logs: list[list[torch.Tensor]] = [[], []]
 
-    def halve(module: nn.Module, log: list[torch.Tensor]) -> None:
+    def halve(module: nn.Module, log: list[torch.Tensor], *_: object) -> None:
         for parameter in module.parameters():
             if parameter.grad is not None:
                 log.append(parameter.grad.clone())
@@ -272,9 +272,7 @@ def test_hooks_of_modules_read_and_write_gradients_that_have_arrived(placement: 
 
     for module, log in zip(modules, logs, strict=True):
         for number in (2, 4):
-            module[number].register_full_backward_hook(
-                lambda *_, module=module, log=log: halve(module, log)  # type: ignore[misc]
-            )
+            module[number].register_full_backward_hook(partial(halve, module, log))
     train_both(*modules, BATCHES, Recipe(accumulation=2))
     assert len(logs[0]) == len(logs[1]) > 0
     for left, right in zip(*logs, strict=True):
