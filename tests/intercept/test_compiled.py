@@ -366,7 +366,7 @@ def test_a_backward_that_a_compiler_records_is_of_no_managed_model(
     begins = "hetmem.intercept.backward._begin_for"
     _, managed = pair(Uses, "host", tmp_path)
     managed(torch.ones(2, WIDTH)).sum()
-    monkeypatch.setattr(begins, lambda self: told.append(self))
+    monkeypatch.setattr(begins, lambda self, **_: told.append(self))
     monkeypatch.setattr(begins.replace("begin", "end"), lambda self: None)
     other = nn.Linear(WIDTH, WIDTH)
     compiled = torch.compile(lambda x: other(x).square().sum(), backend="aot_eager")
