@@ -193,8 +193,8 @@ class WriteCheck:
             if source not in (None, managed) and not _is_replaced(source):
                 raise _shared(managed, source)
             self._leave_home_to_holders(managed, hetmem_holds=2)
+            managed.replaced += not torch.equal(managed.home, new.to(managed.home))  # not by `share_memory_`
             managed.home.copy_(new)
-            managed.replaced += 1
             self._bindings.show_home(managed)
         managed.version = managed.counter._version
         self.noticed.add(id(managed))

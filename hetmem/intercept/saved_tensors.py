@@ -224,7 +224,8 @@ class SavedTensors:
         version = managed.counter._version
         if version != packed.version:
             raise RuntimeError(modified(managed.name, version, packed.version))
-        if packed.data_sets not in (None, managed.data_sets) or packed.replaced != managed.replaced:
+        as_packed = packed.data_sets == managed.data_sets and packed.replaced == managed.replaced
+        if not as_packed and packed.data_sets is not None:
             raise RuntimeError(_set_since(managed.name))
         as_it_is = packed.size == managed.shape and packed.stride == managed.stride
         if packed.is_cast:
