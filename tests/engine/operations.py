@@ -242,7 +242,8 @@ class Side:
 
     def unseen(self, draw: Random) -> Any:
         """Weights are changed so that no version counts it, at any moment; also through what is kept until the next."""
-        if self.losses and self.program.mixed and any(kind == "casts itself" for kind, _ in self.program.parts):
+        casts = bool(self.program.mixed) or self.program.dtype is not torch.float32
+        if self.losses and casts and any(kind == "casts itself" for kind, _ in self.program.parts):
             return  # autograd has saved the cast of what was, and hetmem casts what is written
         for kept in self.kept:
             kept.mul_(0.875)

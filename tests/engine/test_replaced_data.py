@@ -288,6 +288,32 @@ def test_weights_that_a_swap_for_another_forward_took_from_a_graph_are_an_error(
 
 
 @streamed
+@pytest.mark.parametrize("moved", ["with their values", "that a graph saved itself"])
+def test_weights_in_other_memory_are_no_change_under_a_graph(moved: str, placement: str, tmp_path: Path) -> None:
+    """As `share_memory_` moves them; and what a node saved is the parameter, of which plain torch uses the new data."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh() * self.scale
+
+    modules = pair(lambda: nn.Sequential(mlp(), Scaled()), placement, tmp_path)
+    losses = both(modules, lambda module: loss_of(module, BATCHES[0]))
+    for module in modules:
+        for parameter in module.parameters() if moved == "with their values" else ():
+            parameter.data = parameter.detach().clone()
+        if moved == "that a graph saved itself":
+            module[1].scale.data = module[1].scale.detach() * 0.5
+        module(*BATCHES[1])
+    for loss in losses:
+        loss.backward()
+    assert_same_grads(*modules)
+
+
+@streamed
 @testing.around("give a copy away", lambda *_: False)
 def test_where_a_held_copy_cannot_be_left_that_is_said(placement: str, tmp_path: Path) -> None:
     _, managed = pair(lambda: nn.Sequential(*(Rounded("data") for _ in range(3))), placement, tmp_path)

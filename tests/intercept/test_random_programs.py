@@ -138,8 +138,10 @@ class Duel:
 
 
 def _lacks_host_memory(program: Program, error: BaseException | None) -> bool:
-    """Streamed gradients that wait for the last backward of several parameters: only then is it known how many do."""
-    return "gradients" in program.options and isinstance(error, BudgetError) and "place for grad of" in str(error)
+    """Streamed gradients that wait for the last backward of several parameters, of which only then is known how many
+    do, and gradients of parameters that no optimizer has yet."""
+    late = "gradients" in program.options or program.groups > 1
+    return late and isinstance(error, BudgetError) and "place for grad of" in str(error)
 
 
 def _outcome(side: Side, name: str, seed: int) -> tuple[Any, Exception | None]:
