@@ -224,7 +224,10 @@ class GradientSink:
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
         for managed in met:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
-                self._handles += self._hooks.order(self, managed.parameter)
+                if managed.parameter.requires_grad:
+                    self._handles += self._hooks.order(self, managed.parameter)
+                else:  # torch registers none until it is trained again
+                    bindings.met.add(managed)
             gradient = managed.parameter.grad
             if gradient is None or gradient is managed.grad_home or gradient is managed.grad_view:
                 continue
@@ -251,6 +254,9 @@ class GradientSink:
                 listener.backward_over()
             self.runtime.writes.leave_gradients(self._arrived)
         self._arrived.clear()
+        if not self.runtime.bindings.away:  # the model's weights are in a graph that none of its forwards has made
+            self.runtime.bindings.exposed.update(self.sent_home)
+            self.sent_home.clear()
 
     def wait_until_home(self) -> None:
         """Wait until all gradients are at home, also on NVMe, where the program may write to them from then on; then

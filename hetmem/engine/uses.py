@@ -349,9 +349,15 @@ class Uses:
             self.release_unheld()
 
     def notice_writes_by_hooks(self) -> None:
-        """Honour writes to homes by hooks of the program, which run between the nodes of a backward."""
+        """Honour writes to homes by hooks of the program, which run between the nodes of a backward, and `p.data = t`
+        that no forward has noticed: that of this model may be the first one, or one of a hook."""
         for managed in list(self._held):
             self._notice_write(managed)
+        with torch_private.NoFunctionsOfSubclasses():
+            among = {*self._writes.touched, *self._bindings.exposed}
+            set_anew = [managed for managed in among if self._bindings.is_elsewhere(managed)]
+        if set_anew:
+            self.rest_again(set_anew)
 
     def _notice_write(self, managed: ManagedParameter) -> None:
         """Honour a write to `managed` since its last use: to the home, or to a view of the held copy."""

@@ -17,6 +17,7 @@ from tests.engine.harness import (
     BATCHES,
     PLACEMENTS,
     WIDTH,
+    adamws,
     assert_same,
     assert_same_grads,
     assert_same_weights,
@@ -128,6 +129,39 @@ def test_two_models_may_exchange_their_weights(placement: str, tmp_path: Path) -
                 assert_same(*both(sides, lambda module: module(*BATCHES[0])), "output")
     assert_same_weights(*models)
     assert_same_weights(*others)
+
+
+@streamed
+@pytest.mark.parametrize("first", [True, False], ids=["its first forward", "a later one"])
+def test_a_forward_within_the_backward_of_another_model_has_the_new_values(
+    first: bool, placement: str, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    found = []
+    for model, other in zip(pair(mlp, placement, tmp_path), pair(mlp, placement, tmp_path / "other"), strict=True):
+        if not first:
+            other(*BATCHES[0])
+        other[2].weight.data = other[2].weight.data * 2
+        outputs: list[torch.Tensor] = []
+        x = BATCHES[0][0].clone().requires_grad_()
+        x.register_hook(lambda grad, other=other, outputs=outputs: outputs.append(other(grad).detach()))
+        model(x).sum().backward()
+        found.append([*outputs, other(*BATCHES[0]).detach(), other[2].weight.detach()])
+    for left, right in zip(*found, strict=True):
+        assert_same(left, right, "tensor")
+
+
+@streamed
+def test_new_values_behind_a_backward_of_a_graph_that_no_forward_has_made_are_used(
+    placement: str, tmp_path: Path
+) -> None:
+    """A penalty on weights, behind a step that had no gradients."""
+    modules = pair(mlp, placement, tmp_path)
+    for module, optimizer in zip(modules, adamws(*modules), strict=True):
+        optimizer.step()
+        sum(p.square().sum() for p in module.parameters()).backward()
+        module[2].weight.data = module[2].weight.data * 2
+    assert_same(*both(modules, lambda module: module(*BATCHES[0])), "output")
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

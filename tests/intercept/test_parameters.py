@@ -12,6 +12,7 @@ from torch import nn
 import hetmem
 from hetmem.errors import ManageError
 from tests.engine.harness import (
+    BATCHES,
     WIDTH,
     Recipe,
     Tower,
@@ -24,6 +25,7 @@ from tests.engine.harness import (
     budget,
     everywhere,
     loss_of,
+    mlp,
     offloaded,
     pair,
     token_batches,
@@ -135,6 +137,19 @@ def test_frozen_parameters_may_be_unfrozen_and_frozen_again(
         module.blocks[0].requires_grad_(True)
         module.blocks[1].down.requires_grad_(False)
     train_both(*modules, token_batches(4), Recipe(steps=3, mixed=mixed), optimizers=optimizers)
+
+
+@offloaded
+def test_a_weight_that_has_a_hook_may_be_frozen(placement: str, tmp_path: Path) -> None:
+    """As a critic is whose gradients are logged, while the generator trains through it."""
+    modules = pair(mlp, placement, tmp_path)
+    for module in modules:
+        module[2].weight.register_hook(lambda grad: grad * 2)
+    for trains in (False, True, False, True):
+        for module in modules:
+            module[2].weight.requires_grad_(trains)
+            loss_of(module, BATCHES[0]).backward()
+        assert_same_grads(*modules)
 
 
 class PartlyUsed(nn.Module):
