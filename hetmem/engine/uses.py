@@ -367,6 +367,14 @@ class Uses:
             with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
                 self._writes.by_operator(managed) if held else self._writes.by_user(managed)
 
+    def notice_data(self, managed: ManagedParameter) -> None:
+        """Honour `parameter.data = value` outside compute, before autograd unpacks the parameter itself, whose present
+        values torch uses. Call it `unwatched`."""
+        with torch_private.NoFunctionsOfSubclasses():
+            if self._bindings.is_elsewhere(managed):
+                self.end_backward()
+                self._writes.by_user(managed)
+
     def read_at_home(self, managed: ManagedParameter) -> None:
         """Wait for the update of `managed`, which the program reads between the nodes of a backward."""
         with self._unwatched(), without_graph():

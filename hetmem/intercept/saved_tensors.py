@@ -220,6 +220,8 @@ class SavedTensors:
 
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
         """Return the view that was saved as `packed`; no mode of the user's sees how."""
+        if packed.data_sets is None:
+            self.runtime.uses.notice_data(managed)
         device = self.runtime.uses.saved(managed)  # may wait for an update of it
         version = managed.counter._version
         if version != packed.version:

@@ -288,29 +288,47 @@ def test_weights_that_a_swap_for_another_forward_took_from_a_graph_are_an_error(
 
 
 @streamed
-@pytest.mark.parametrize("moved", ["with their values", "that a graph saved itself"])
-def test_weights_in_other_memory_are_no_change_under_a_graph(moved: str, placement: str, tmp_path: Path) -> None:
-    """As `share_memory_` moves them; and what a node saved is the parameter, of which plain torch uses the new data."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(WIDTH))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.tanh() * self.scale
-
-    modules = pair(lambda: nn.Sequential(mlp(), Scaled()), placement, tmp_path)
+def test_weights_that_move_with_their_values_are_no_change_under_a_graph(placement: str, tmp_path: Path) -> None:
+    """As `share_memory_` moves them."""
+    modules = pair(mlp, placement, tmp_path)
     losses = both(modules, lambda module: loss_of(module, BATCHES[0]))
     for module in modules:
-        for parameter in module.parameters() if moved == "with their values" else ():
+        for parameter in module.parameters():
             parameter.data = parameter.detach().clone()
-        if moved == "that a graph saved itself":
-            module[1].scale.data = module[1].scale.detach() * 0.5
         module(*BATCHES[1])
     for loss in losses:
         loss.backward()
     assert_same_grads(*modules)
+
+
+class Scaled(nn.Module):
+    """Of the product autograd saves the parameter itself, and uses what its data is in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * self.scale
+
+
+@streamed
+@pytest.mark.parametrize("way", ["set", "set for a forward", "set and set back"])
+def test_a_backward_uses_what_the_data_of_a_saved_parameter_is_by_then(
+    way: str, placement: str, tmp_path: Path
+) -> None:
+    modules = pair(lambda: nn.Sequential(mlp(), Scaled(), Scaled()), placement, tmp_path)
+    for module in modules:
+        loss = loss_of(module, BATCHES[0])
+        before = module[1].scale.data
+        module[1].scale.data = before * 0.5
+        if way != "set":
+            module(*BATCHES[1])
+        if way == "set and set back":
+            module[1].scale.data = before
+        loss.backward()
+    assert_same_grads(*modules)
+    assert_same(*both(modules, lambda module: _step(module, BATCHES[1])), "loss")
 
 
 @streamed
