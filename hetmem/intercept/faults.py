@@ -146,7 +146,7 @@ class Faults:
             if func in _CHANGE_GRADIENTS and id(args[0]) in self._by_id:
                 self._bindings.met.add(self._by_id[id(args[0])])
             elif func in _GRADIENT and in_backward() and not self._runtime.monitor.paused:
-                with HELD_BACK:  # a hook of the program may read it, or write to it
+                with HELD_BACK, self._runtime.unwatched():  # a hook of the program may read it, or write to it
                     self._gradients.wait_until_home()
             with _AsItIs():
                 result = func(*args, **kwargs)

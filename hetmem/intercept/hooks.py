@@ -204,7 +204,7 @@ class _ExceptManaged:
         mixed, device = runtime.memory.mixed_precision is not None, runtime.memory.device.torch_device
         with runtime.unwatched(), torch.no_grad():
             refuse_conversion(found, convert, device, computes=computes, mixed=mixed)
-        exempt = [each for managed in found for each in (managed.parameter, managed.parameter.grad)]
+            exempt = [each for managed in found for each in (managed.parameter, managed.parameter.grad)]
         self._exempt = {id(tensor): tensor for tensor in exempt if tensor is not None}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from tests.engine.harness import (
@@ -31,9 +32,11 @@ from tests.engine.harness import (
     offloaded,
     pair,
     step_in_backward,
+    streamed,
     train_both,
     vector_batches,
 )
+from tests.engine.lazy_device import LazyDevice
 
 
 def scaled(module: nn.Module) -> None:
@@ -277,6 +280,23 @@ def test_hooks_of_modules_read_and_write_gradients_that_have_arrived(placement: 
     assert len(logs[0]) == len(logs[1]) > 0
     for left, right in zip(*logs, strict=True):
         assert_same(left, right, "gradient in a hook")
+
+
+@streamed
+def test_a_recomputation_that_reads_gradients_in_flight_leaves_them_as_they_are(placement: str, tmp_path: Path) -> None:
+    class Converted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.part, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+        def part(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.layer.to(torch.float32)(x))
+
+    build = lambda: nn.Sequential(*(Converted() for _ in range(3)), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    train_both(*pair(build, placement, tmp_path, device=LazyDevice()), BATCHES, Recipe(accumulation=2))
 
 
 @everywhere
