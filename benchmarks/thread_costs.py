@@ -145,11 +145,11 @@ class _Trained:
         self._plain.zero_grad()
         loss, forward, fetches = self._timed(lambda: self._model(self._batch).sum())
         _, backward, fetches_back = self._timed(loss.backward)
-        self._updates.clear()
+        before = len(self._updates)
         _, update, renewals = self._timed(self._optimizer.step)
         began = time.perf_counter() - update
         self._optimizer.zero_grad()
-        queued = self._updates[0].start - began
+        queued = self._updates[before].start - began
         self._seen.append((forward - alone, fetches, backward - behind, fetches_back, update, renewals, queued))
 
     def _timed(self, phase: Callable[[], Any]) -> tuple[Any, float, int]:

@@ -14,8 +14,8 @@ PUBLIC = {
     "LRU": "rank",
     "NextUse": "rank",
     "AdamW": "add_param_group beside_states check_state_dict expected_scale forget_step groups_by_parameter "
-    "half_stepped load_beside_states load_state_dict needs_all_gradients number_of scale state step "
-    "synchronize writes_homes zero_grad",
+    "half_stepped load_beside_states load_state_dict needs_all_gradients number_of scale state "
+    "state_dict step synchronize writes_homes zero_grad",
     "Budget": "device device_chunks home_copies host limits nvme nvme_dir",
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate available_bytes captures copier copy_in cores fragment_bytes gradient_out peak_bytes "
