@@ -413,44 +413,6 @@ def test_weights_read_after_ctrl_c_in_a_forward_that_had_bound_all_are_those_at_
     assert_same_weights(other, struck, "after a step")
 
 
-class Hooking(nn.Module):
-    """Registers a hook of a part within a forward, and removes it within another one, as `act` says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.seen: list[str] = []
-        self.act, self.handles = "", list[Any]()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.act == "register":
-            self.handles += [
-                self.second.register_forward_pre_hook(lambda part, _: self.seen.append(f"{part.weight.dtype}"))
-            ]
-            self.handles += [self.second.register_forward_hook(lambda *_: self.seen.append("after"))]
-        elif self.act == "remove":
-            self.handles.pop().remove()
-        self.seen.append("forward")
-        return self.second(self.first(x))
-
-
-@pytest.mark.parametrize("mixed", [None, torch.bfloat16])
-def test_hooks_that_a_forward_registers_and_removes_are_called_as_in_torch(mixed: torch.dtype | None) -> None:
-    plain = Hooking()
-    limits = hetmem.Budget(device="16MiB", host="16MiB")
-    managed = hetmem.manage(copy.deepcopy(plain), limits, device=hetmem.SimDevice(), mixed_precision=mixed)
-    plain, x = plain.to(mixed), torch.randn(2, WIDTH, dtype=mixed)
-    for plain.act in ["", "", "", "", "register", "", "remove", "", "remove", "", "register", ""]:
-        managed.act = plain.act
-        with torch.no_grad():
-            assert_same(plain(x), managed(x), plain.act)
-            for name in ("first", "second"):
-                assert_same(plain.get_submodule(name)(x), managed.get_submodule(name)(x), f"{name} alone")
-        assert managed.seen == plain.seen
-    hetmem.release(managed)
-    assert list(managed.second._forward_pre_hooks) == [handle.id for handle in managed.handles[:1]]
-
-
 def test_a_forward_right_after_one_that_has_ended_without_a_word_has_what_was_written_between(tmp_path: Path) -> None:
     mixed = torch.bfloat16
     plain, managed = pair(mlp, "resident", tmp_path, mixed_precision=mixed, sanitize=False)
