@@ -55,7 +55,9 @@ class DeviceRoom(ChunkLimit):
         """Bytes that anything but chunks may take without reducing the chunk limit, or the room of all copies."""
         self._left = -1
         """`device_home_bytes` as of the last moment within `_harmless`; -1: the limit has changed since."""
-        memory.device.peak_bytes()  # resets the peak: earlier allocations of the process are no need of this model
+        self._peak_seen = self._grown_bytes = 0
+        """The allocator's peak at the last look; and the most bytes of tensors counted since then."""
+        memory.device.forget_peak()  # earlier allocations of the process are no need of this model
         traffic.gradients.sent = WeakMethod(self.gradient_sent)
 
     # ---- needs ------------------------------------------------------------------------------------------------
@@ -84,15 +86,25 @@ class DeviceRoom(ChunkLimit):
         return max(self.statistics.non_model_peak_bytes, self._room_seen)
 
     def look_at_allocator(self) -> int:
-        """Return the bytes beside chunks now, or on a GPU their peak since the last call, which the moment gets."""
-        if self._memory.device.watched:
+        """Return the bytes beside chunks now; on a GPU the most since the last call, which the moment gets: as of the
+        allocator's peak if that has grown, else of the tensors that a measured segment has counted.
+
+        The allocator has one peak, which belongs to the program (`torch.cuda.max_memory_allocated`). It starts anew
+        only where chunks have given memory back: until then what needs more beside them than ever raises it.
+        """
+        device = self._memory.device
+        if device.watched:
             return self.monitor.live_bytes
         chunks = self._memory.device_pool.held_bytes() + self._memory.device_home_bytes
-        peak = max(0, self._memory.device.peak_bytes() - chunks)
+        peak = device.peak_bytes()
+        beside = peak - chunks
+        if peak == self._peak_seen:
+            beside = min(beside, max(self._grown_bytes, device.allocated_bytes() - chunks))
+        beside, self._peak_seen, self._grown_bytes = max(0, beside), peak, 0
         if self._tracer.measured:
-            self._tracer.grew(peak)
-        self._most_non_model = max(self._most_non_model, peak)
-        return peak
+            self._tracer.grew(beside)
+        self._most_non_model = max(self._most_non_model, beside)
+        return beside
 
     @property
     def _guess(self) -> int:
@@ -214,9 +226,10 @@ class DeviceRoom(ChunkLimit):
         flight. The trace notes what is live beside chunks then.
 
         Raises `DeviceOutOfMemoryError` if chunks in use do not fit beside it. On a GPU, where the allocator's peaks
-        count, this only notes `live_bytes` for the report.
+        count, this only notes `live_bytes`.
         """
         if not self._memory.device.watched:
+            self._grown_bytes = max(self._grown_bytes, live_bytes)
             self.monitor.peak.reached(live_bytes, self.statistics.steps + 1)
             return
         with self.monitor.unwatched():
@@ -302,12 +315,14 @@ class DeviceRoom(ChunkLimit):
             self._memory.device_pool.give_back(self._traffic.residency.free_slots(Tier.DEVICE), 0)
         finally:
             self._set_slots(before, before=before)
-            self._memory.device.peak_bytes()  # resets the peak, which counts freed chunks
+            self._memory.device.forget_peak()  # it counts freed chunks
 
     def _limit_chunks(self, slots: int, *, before: int) -> None:
         self.look_at_allocator()
+        held = self._memory.device_pool.held_slots
         self._set_slots(slots, before=before)
-        self._memory.device.peak_bytes()  # as above
+        if self._memory.device_pool.held_slots < held:
+            self._memory.device.forget_peak()  # as above
 
     def _set_slots(self, slots: int, *, before: int) -> None:
         """Limit chunks to `slots` slots, and free memory of slots if that is less than `before`."""
@@ -323,7 +338,7 @@ class DeviceRoom(ChunkLimit):
             with self.monitor.unwatched(), torch.no_grad():
                 yield
         finally:
-            self._memory.device.peak_bytes()
+            self._memory.device.forget_peak()
 
     # ---- giving way -------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from hetmem import torch_private
 from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.intercept import registry
+from hetmem.intercept.diagnostics import refused_stream
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import drop_ended_modes
@@ -172,10 +173,10 @@ def _begin_for(interception: Interception, *, accumulates: bool) -> None:
     runtime = interception.runtime
     if not in_backward():
         interception.segments.end_backward()  # an interrupt has ended it
-    runtime.memory.device.captures()  # refuses other streams
     interception.backwards += 1
     if not runtime.memory.uses_copies:
         return
+    interception.segments.refused = refused_stream(runtime.memory.device)
     if interception.backwards == 1:
         if interception.stretches.here:
             interception.current(sys._getframe())  # ends what an interrupt has ended

@@ -60,6 +60,16 @@ def refuse_a_capture(what: str, device: Device) -> None:
         )
 
 
+def refused_stream(device: Device) -> ManageError | None:
+    """Return the error for a model's backward if the current stream of `device` is not its default one: where a node of
+    the model runs the stream is that of its forward."""
+    try:
+        device.captures()
+    except ManageError as error:
+        return error
+    return None
+
+
 def refuse_conversion(
     converted: list[ManagedParameter],
     convert: Callable[[torch.Tensor], torch.Tensor],

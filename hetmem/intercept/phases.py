@@ -128,6 +128,8 @@ class StepSegments:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._pending: tuple[Hashable, ...] = ()
+        self.refused: ManageError | None = None
+        """What the backward that runs raises if it reaches a node of the model."""
         self.unseen = False
         """Whether no mode sees the operators of this backward; see `is_unseen`."""
         self.backward_thread: int | None = None
@@ -195,6 +197,8 @@ class StepSegments:
                 "a backward of a managed model runs that torch.autograd was not asked for on this thread: call "
                 "loss.backward(), torch.autograd.backward or torch.autograd.grad"
             )
+        if self.refused is not None:
+            raise self.refused
         section = self._runtime.turn.take("a backward")
         self._section, self.backward_thread = section, section.thread
         BACKWARDS.began[-1].append(self)

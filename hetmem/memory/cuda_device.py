@@ -56,7 +56,7 @@ class CudaDevice(Device):
         self._page_locks: list[PageLocks] = []
         self._refused = ""
         self._refusals: list[weakref.WeakMethod[Callable[[int, int], None]]] = []
-        self._peak_bytes = self._fragment_bytes = 0
+        self._unseen_peak = self._fragment_bytes = 0
         _devices.add(self)
 
     def __repr__(self) -> str:
@@ -115,17 +115,31 @@ class CudaDevice(Device):
             return torch.cuda.is_current_stream_capturing() or self._compute.current() is None
 
     def peak_bytes(self) -> int:
-        """Return the most that torch's allocator had handed out at one time since this device's last call: all models
-        on a GPU share one peak, which each call resets."""
-        seen = torch.cuda.memory_stats(self.torch_device)
-        peak, fragments = (int(seen.get(f"{what}_bytes.all.peak", 0)) for what in ("allocated", "inactive_split"))
+        """Return the most that torch's allocator had handed out at one time since `forget_peak` of any device here, or
+        a program's own reset; of what a reset has taken from other devices that have not looked at it, once, too."""
+        peak, fragments = self._peaks()
+        self._fragment_bytes = max(self._fragment_bytes, fragments)
+        peak, self._unseen_peak = max(peak, self._unseen_peak), 0
+        return peak
+
+    def forget_peak(self) -> None:
+        """Have the allocator's peak start anew, for all models on this GPU, and for programs that read
+        `torch.cuda.max_memory_allocated`: so only where the old one says nothing of what is needed from now on."""
+        peak, fragments = self._peaks()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         for device in list(_devices):
             if device.torch_device == self.torch_device:
-                device._peak_bytes = max(device._peak_bytes, peak)
                 device._fragment_bytes = max(device._fragment_bytes, fragments)
-        peak, self._peak_bytes = max(peak, self._peak_bytes), 0
-        return peak
+                if device is not self:
+                    device._unseen_peak = max(device._unseen_peak, peak)
+
+    def _peaks(self) -> tuple[int, int]:
+        seen = torch.cuda.memory_stats(self.torch_device)
+        peak, fragments = (int(seen.get(f"{what}_bytes.all.peak", 0)) for what in ("allocated", "inactive_split"))
+        return peak, fragments
+
+    def allocated_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch_device))
 
     def fragment_bytes(self) -> int:
         return self._fragment_bytes
@@ -155,7 +169,7 @@ class CudaDevice(Device):
 
     def refused(self, asked_bytes: int) -> None:
         """Tell models that the allocator has refused `asked_bytes`, on the allocating thread."""
-        allocated = int(torch.cuda.memory_allocated(self.torch_device))
+        allocated = self.allocated_bytes()
         for method in self._refusals:
             callback = method()
             if callback is not None:

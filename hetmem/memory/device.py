@@ -146,7 +146,15 @@ class Device:
         return False
 
     def peak_bytes(self) -> int:
-        """Return, unless `watched`, the most bytes allocated on it at one time by this process since the last call."""
+        """Return, unless `watched`, the most bytes allocated on it at one time by this process since `forget_peak`, or
+        since the program has reset the peak that it reads itself."""
+        return 0
+
+    def forget_peak(self) -> None:
+        """Have `peak_bytes` start anew from what is allocated now."""
+
+    def allocated_bytes(self) -> int:
+        """Return, unless `watched`, the bytes allocated on it by this process."""
         return 0
 
     def fragment_bytes(self) -> int:

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import hetmem
+from hetmem.memory.cuda_device import CudaDevice
 from tests.faked_driver.test_training import PLACEMENTS, budget, pytestmark
+from tests.gpu.test_managed import Model, batches
 
 __all__ = ["pytestmark"]
 
@@ -59,3 +61,35 @@ def test_operators_are_not_seen_where_transformers_compiles_flex_attention(tmp_p
     managed(torch.ones(512, 64, device="cuda")).backward()
     assert hetmem.report(managed).to_dict()["beside_chunks"] is None
     hetmem.release(managed)
+
+
+def peak_of_torch() -> int:
+    """What `torch.cuda.max_memory_allocated` returns where there is a GPU."""
+    return int(torch.cuda.memory_stats()["allocated_bytes.all.peak"])
+
+
+class Resets(CudaDevice):
+    """Notes what the allocator's peak was each time that hetmem has it start anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost: list[int] = []
+
+    def forget_peak(self) -> None:
+        self.lost.append(peak_of_torch())
+        super().forget_peak()
+
+
+def test_the_peak_that_torch_tells_the_program_is_that_of_its_steps() -> None:
+    """hetmem asks the same counter for what a model needs beside chunks, and once had it start anew at each segment."""
+    device = Resets()
+    torch.manual_seed(0)
+    room = hetmem.Budget(device_chunks="256KiB", host="64MiB")
+    managed = hetmem.manage(Model(64, 3), room, device=device, chunk_bytes="64KiB")
+    optimizer = hetmem.AdamW(managed.parameters())
+    at_first = len(device.lost)  # earlier peaks of the process are none of its steps
+    for batch in batches(3):
+        managed(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert peak_of_torch() >= max(device.lost[at_first:], default=1)

@@ -136,11 +136,11 @@ def test_what_the_process_needed_before_is_no_need_of_the_model(cuda: FakeCuda, 
 
 
 def test_the_report_says_how_much_of_the_device_lay_in_fragments(cuda: FakeCuda, tmp_path: Path) -> None:
-    """The most of all times, whichever of two models on the device has asked: each sets the allocator's count back."""
+    """The most of all times, whichever of two models on the device has set the allocator's count back."""
     one, other = (train(cuda, "host", tmp_path) for _ in range(2))
     assert "fragments" not in str(hetmem.report(one))
     cuda.fragment_bytes = 3 << 20
-    registry.of_module(other).runtime.room.look_at_allocator()
+    registry.of_module(other).runtime.memory.device.forget_peak()
     cuda.fragment_bytes = 1 << 20
     registry.of_module(one).runtime.room.look_at_allocator()
     for managed in (one, other):
