@@ -21,7 +21,7 @@ from typing import Any
 import hetmem
 from hetmem.base.config import Limits
 from hetmem.base.units import format_size, parse_size
-from hetmem.base.whole_files import write_whole
+from hetmem.base.whole_files import target_of, write_whole
 from hetmem.errors import HetmemError
 
 atexit.register(gc.freeze)  # skips the collection of all of torch at exit: a second of a plan's ten
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_output(path: str | None) -> None:
-    """Refuse an output file that cannot be written, before minutes of work for it. Raises `HetmemError`."""
-    if path is None:
+    """Refuse an output file that cannot be written, before minutes of work for it. Raises `HetmemError` or OSError."""
+    if path is None or isinstance(target_of(path), int):
         return
     file, directory = Path(path), Path(os.path.realpath(path)).parent
     if not file.parent.is_dir():

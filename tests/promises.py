@@ -241,6 +241,12 @@ PROMISES: dict[str, Mutation | str] = {
         "",
         "tests/checkpoint/test_all_or_nothing.py::test_a_flipped_bit_of_any_tensor_is_seen[host]",
     ),
+    "goes through nothing that others have put there": Mutation(
+        "base/whole_files.py",
+        "os.open(path, _NEW, 0o666)",
+        "os.open(path, os.O_RDWR | os.O_CREAT, 0o666)",
+        "tests/test_whole_files.py::test_nothing_is_written_through_what_lies_beside[checkpoint]",
+    ),
     "Ctrl-C comes between pieces": Mutation(
         "memory/interrupts.py",
         "        if not held:\n            self._deliver()\n",

@@ -6,9 +6,7 @@ Knows descriptors and errors of disks. Must not know models.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import json
 import math
 import os
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hetmem.base import whole_files
 from hetmem.base.units import format_size
 from hetmem.checkpoint import layout
 from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored, parse_tensors
@@ -62,65 +61,29 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
     """Yield a descriptor of a new file of `nbytes` that replaces `path` when the block ends without an error.
 
     The old file stays whole until then, also if the process is killed, the machine loses power or the disk fails; after
-    the block the new one is on the disk. Meanwhile it is `path` + ".partial", which is removed after an error, and
-    reused by the next save after a kill. Raises `StoreError`, also if another process or thread is writing it.
+    the block the new one is on the disk. `whole_files` says what links at `path` become. Raises `StoreError`.
     """
-    path = os.path.realpath(path)  # replace the target of a link, not the link
-    if os.path.isdir(path):
-        raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file that a checkpoint could replace")
-    unfinished = f"{path}.partial"
-    fd = _open_alone(unfinished)
-    try:
-        try:
-            _reserve(fd, unfinished, nbytes)
+    with _store_errors(f"cannot write {path!r}"):
+        target = whole_files.target_of(path)
+        if isinstance(target, int) or not whole_files.is_replaceable(target):
+            if os.path.isdir(path):
+                raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
+            raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file that a checkpoint could replace")
+        with whole_files.replacing(target) as fd:
+            _reserve(fd, path, nbytes)
             yield fd
-            with _store_errors(f"cannot get {unfinished!r} onto the disk"):
-                os.fsync(fd)
-            with _store_errors(f"cannot rename {unfinished!r} to {path!r}"):
-                os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
-    finally:
-        os.close(fd)
     with _store_errors(f"{path!r} is the new one, but a power failure may bring the earlier one back"):
-        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(os.path.dirname(target), os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
 
-def _open_alone(path: str) -> int:
-    """Open or make `path` with a lock that ends with the process, if no other process holds it."""
-    while True:
-        with _store_errors(f"cannot write {path!r}"):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                return fd
-        except BlockingIOError as error:
-            os.close(fd)
-            raise StoreError(error.errno, f"cannot write {path!r}: another save to it is under way") from error
-        except FileNotFoundError:
-            pass  # its last owner has just renamed it
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
-                return fd  # a filesystem without locks
-            os.close(fd)
-            raise _failure(error, f"cannot write {path!r}") from error
-        os.close(fd)
-
-
 def _reserve(fd: int, path: str, nbytes: int) -> None:
     """Allocate disk blocks for all of the file, so that a full disk is detected before anything is written."""
     free = 0
     try:
-        os.ftruncate(fd, 0)
         disk = os.fstatvfs(fd)
         free = disk.f_bavail * disk.f_frsize
         # Checked first because a failing fallocate fills the disk, for every process on it, before it fails.
@@ -134,9 +97,11 @@ def _reserve(fd: int, path: str, nbytes: int) -> None:
 
 @contextmanager
 def _store_errors(failure: str) -> Iterator[None]:
-    """Raise OSErrors of the block as a `StoreError` with the text `failure`."""
+    """Raise OSErrors of the block as a `StoreError` with the text `failure`, but those that are one already."""
     try:
         yield
+    except StoreError:
+        raise
     except OSError as error:
         raise _failure(error, failure) from error
 

@@ -61,8 +61,9 @@ def save(
     `extra`: None, bool, int, float, complex, str, bytes, tensors, arrays and numbers of numpy, dtypes, and lists,
     tuples, sets and dicts of them, such as the `state_dict()` of a scheduler, of a second optimizer or of a scaler.
 
-    Crash-safe: the new file is written beside `path` (as `path` + ".partial"), synced to the disk, and then renamed to
-    `path`; until then the earlier checkpoint stays whole. When this returns, the new one is on the disk.
+    Crash-safe: the new file is written beside `path` (as `.hetmem-…`, with a random name), synced to the disk, and then
+    renamed to `path`; until then the earlier checkpoint stays whole. When this returns, the new one is on the disk. A
+    link at `path` stays, and its target is replaced; what a killed save has left is removed by the next one to `path`.
 
     Raises `CheckpointError` (a ValueError) for values that cannot be saved, and within a forward, a backward or an
     unfinished step; `StoreError` (an OSError, with path, offset, bytes and errno) if the disk is full or fails. Both

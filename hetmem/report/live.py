@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from hetmem.base.units import GIB, format_seconds, format_size, sparks
+from hetmem.base.whole_files import publish, remove_unfinished
 from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
-from hetmem.report.files import write_atomically
 
 PUBLISH_SECONDS = 1.0
 COLUMNS = 79
@@ -148,15 +148,16 @@ def status_directory() -> Path:
 def _publish(status: dict[str, Any], name: str) -> None:
     """Write `status` to a file for `hetmem top`. Errors are ignored, so that training goes on."""
     try:
-        write_atomically(status_directory() / name, json.dumps(status))
+        publish(status_directory() / name, json.dumps(status))
     except OSError:
         return
 
 
 def statuses() -> list[dict[str, Any]]:
     """Return the last status of each training process of this user that still runs; files of others are removed."""
-    found = []
-    for path in sorted(status_directory().glob("*.json")):
+    found, directory = [], status_directory()
+    remove_unfinished(os.fspath(directory))
+    for path in sorted(directory.glob("*.json")):
         try:
             process = int(path.name.partition("-")[0])
             status = dict(json.loads(path.read_text(encoding="utf-8")))

@@ -45,8 +45,8 @@ def test_other_terminals_see_the_status_at_most_once_a_second(
     now = [1000.0]
     monkeypatch.setattr(live.time, "perf_counter", lambda: now[0])
     written: list[str] = []
-    write = live.write_atomically
-    monkeypatch.setattr(live, "write_atomically", lambda path, text: (written.append(text), write(path, text)))
+    write = live.publish
+    monkeypatch.setattr(live, "publish", lambda path, text: (written.append(text), write(path, text)))
     for _ in range(20):
         live.progress(model)
         now[0] += 0.25
