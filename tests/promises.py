@@ -253,6 +253,13 @@ PROMISES: dict[str, Mutation | str] = {
         "        if True:\n            self._deliver()\n",
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),
+    "An optimizer state that lacks entries": Mutation(
+        "optim/optimizer.py",
+        "                stepper.refuse_incomplete(members)\n",
+        "                pass\n",
+        "tests/engine/test_optimizers.py::"
+        "test_incomplete_states_are_refused_by_name_before_anything_is_updated[AdamW-host]",
+    ),
     "The NVMe file has mode 0600": Mutation(
         "memory/nvme_io.py",
         "tempfile.TemporaryFile(buffering=0, dir=directory)",

@@ -149,6 +149,12 @@ class AdamWRule(Rule):
             )
         return _ROLES
 
+    def needs(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
+        """Return the names of the step count, the moments, and the scales of 8-bit ones."""
+        roles = self.roles(group, dtype)
+        scales = (f"{role.name}_scale" for role in roles if role.scale_block)
+        return "step", *(role.name for role in roles), *scales
+
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """Return the tasks of one pass over parameter, gradient and states."""
         step = _count(update)

@@ -3,7 +3,7 @@ all parameters of a group at once in a model that is whole on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -46,16 +46,24 @@ class GroupOptions:
         self._group, self._rule = group, rule
         self._options: dict[str, Any] | None = None
         self._roles: dict[torch.dtype, tuple[Role, ...]] = {}
+        self._needs: dict[torch.dtype, tuple[str, ...]] = {}
 
     def now(self, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Role, ...]]:
         """Return the group's options without its parameters, the same object as long as they are equal, and the roles
         of its states for `dtype`. Raises the rule's errors for invalid options."""
         options = {name: value for name, value in self._group.items() if name != "params"}
         if self._options != options:
-            self._options, self._roles = deepcopy(options), {}
+            self._options, self._roles, self._needs = deepcopy(options), {}, {}
         if dtype not in self._roles:
             self._roles[dtype] = self._rule.roles(self._options, dtype)
         return self._options, self._roles[dtype]
+
+    def needs(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """Return what `Rule.needs` does for the options now."""
+        options, _ = self.now(dtype)
+        if dtype not in self._needs:
+            self._needs[dtype] = self._rule.needs(options, dtype)
+        return self._needs[dtype]
 
 
 class Members:
@@ -107,6 +115,16 @@ class Members:
             self._some = have, Members(compress(zip(self.managed, self._groups, strict=True), have))
         return self._some[1]
 
+    def incomplete(self, shown: Any) -> Iterator[tuple[ManagedParameter, list[str]]]:
+        """Yield those that have something in `shown`, the optimizer's states, but not all that an update needs, each
+        with what is missing."""
+        entries = [*map(shown.get, self.parameters)]
+        if not any(entries):
+            return
+        for managed, group, entry in zip(self.managed, self._groups, entries, strict=True):
+            if entry and (missing := missing_in(entry, group.needs(managed.chunk.dtype))):
+                yield managed, missing
+
     def parts(self) -> list[Part]:
         """Return the inputs of an update of these parameters, all of which have gradients, as they are now."""
         dtype, gradients = self.managed[0].chunk.dtype, [*map(_GRADIENT, self.parameters)]
@@ -116,6 +134,11 @@ class Members:
         return [
             Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields
         ]
+
+
+def missing_in(entry: Mapping[str, Any], needs: Iterable[str]) -> list[str]:
+    """Return those of `needs` that are not in `entry`, or None there."""
+    return [name for name in needs if entry.get(name) is None]
 
 
 def _address(managed: ManagedParameter, role: Role) -> int:
@@ -339,19 +362,20 @@ class WholeUpdate:
         self._steps: list[torch.Tensor] = []
 
     def find_states(self, shown: Any) -> bool:
-        """Find the states among `shown`, those of the optimizer; False if one does not exist yet, or if a parameter or
-        a state is not in the memory of its home."""
+        """Find the states among `shown`, those of the optimizer; False if one is missing, or if a parameter or a state
+        is not in the memory of its home."""
         members, entries = self.members, [*map(shown.get, self.members.parameters)]
         if not all(entries):
             return False
         try:
             self._states = [[entry[role.name] for entry in entries] for role in members.roles]
             self._steps = [entry["step"] for entry in entries]
-        except KeyError:
+            found = [[*map(ADDRESS, tensors)] for tensors in (members.parameters, *self._states)]
+            counts = {*map(_COUNT, self._steps)}
+        except (KeyError, TypeError, AttributeError):  # no such state, or None in its place
             return False
-        found = [[*map(ADDRESS, tensors)] for tensors in (members.parameters, *self._states)]
         at_home = found == members.addresses() and [*map(_STRIDES, members.parameters)] == members.strides
-        return at_home and {*map(_COUNT, self._steps)} == {(True, torch.float32)}
+        return at_home and counts == {(True, torch.float32)}
 
     def square_sums(self, workers: WorkerPool) -> list[torch.Tensor]:
         """Sum up the squares of the gradients; see `hetmem.cpu.norm`."""

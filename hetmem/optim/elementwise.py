@@ -71,14 +71,22 @@ class TorchRule(Rule):
     def __init__(self, optimizer: type[Optimizer]) -> None:
         self._optimizer = optimizer
         self._keywords = frozenset(inspect.signature(optimizer.__init__).parameters) - {"self", "params"}
-        self._known: dict[Any, tuple[Role, ...]] = {}
+        self._known: dict[Any, tuple[tuple[Role, ...], tuple[str, ...]]] = {}
 
     def roles(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[Role, ...]:
         """Return the elementwise states of `optimizer` with the options of `group`, found by running it."""
+        return self._tried(group, dtype)[0]
+
+    def needs(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
+        """Return the states and scalars without which a later step of `optimizer` raises, found by running it."""
+        return self._tried(group, dtype)[1]
+
+    def _tried(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[tuple[Role, ...], tuple[str, ...]]:
         options = self._options(group)
         key = dtype, tuple(sorted((name, repr(value)) for name, value in options.items() if name != "lr"))
         if key not in self._known:
-            self._known[key] = tuple(Role(name) for name in self._try(options, dtype))
+            names, needs = self._try(options, dtype)
+            self._known[key] = tuple(map(Role, names)), needs
         return self._known[key]
 
     def tasks(self, update: ParameterUpdate) -> list[Task]:
@@ -142,33 +150,50 @@ class TorchRule(Rule):
             options["foreach"] = False
         return options
 
-    def _try(self, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
-        """Return the names of the elementwise states. Raises `ManageError` if the optimizer is not elementwise."""
+    def _try(self, options: dict[str, Any], dtype: torch.dtype) -> tuple[list[str], tuple[str, ...]]:
+        """Return the names of the elementwise states, and of all that a step needs. Raises `ManageError` if the
+        optimizer is not elementwise."""
         generator = torch.Generator().manual_seed(0)
         start, *grads = (torch.randn(_TRIAL, generator=generator, device="cpu").to(dtype) for _ in range(1 + _STEPS))
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            whole, states = self._trial(options, start, grads)
+            whole, state = self._trial(options, start, grads)
+            names = self._elementwise(start, state)
             half = _TRIAL[0] // 2
             halves = (slice(half), slice(half, None))
             parts = [self._trial(options, start[rows], [g[rows] for g in grads])[0] for rows in halves]
             flat = self._trial(options, start.flatten(), [g.flatten() for g in grads])[0]
+            needs = tuple(name for name in state if not self._steps_without(name, options, start, state))
         if not (torch.equal(whole, torch.cat(parts)) and torch.equal(whole.flatten(), flat)):
             raise ManageError(
                 f"{self._name()} is not elementwise: the update of an element depends on others of its tensor, which "
                 f"lie in other tiles here. Use torch's own optimizer; it works on managed parameters too, slower"
             )
-        return states
+        return names, needs
+
+    def _steps_without(self, name: str, options: dict[str, Any], start: torch.Tensor, state: dict[str, Any]) -> bool:
+        """Return whether the optimizer steps from `state` without `name`, as SGD does without a momentum."""
+        rest = {each: _copied(value) for each, value in state.items() if each != name}
+        try:
+            self._step(options, start.clone(), start.clone(), rest)
+        except Exception:  # KeyError; others of classes that are not torch's
+            return False
+        return True
 
     def _trial(
         self, options: dict[str, Any], start: torch.Tensor, grads: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, list[str]]:
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         parameter, state = start.clone(), dict[str, Any]()
         try:
             for grad in grads:
                 state = self._step(options, parameter, grad.clone(), state)
         except (TypeError, RuntimeError) as error:  # it needs a closure, sparse gradients, …
             raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
+        return parameter, state
+
+    def _elementwise(self, start: torch.Tensor, state: dict[str, Any]) -> list[str]:
+        """Return the names of those in `state` that have an element for each of `start`. Raises `ManageError` for
+        tensors of another shape or dtype."""
         names = []
         for name, value in state.items():
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -179,7 +204,7 @@ class TorchRule(Rule):
                     f"{tuple(start.shape)} and {start.dtype} has shape {tuple(value.shape)} and {value.dtype}"
                 )
             names.append(name)
-        return parameter, names
+        return names
 
     def _name(self) -> str:
         return f"{self._optimizer.__module__.split('.')[0]}.{self._optimizer.__name__}"

@@ -220,7 +220,8 @@ class OffloadedOptimizer(Optimizer):
         """Load states into their homes, also from a checkpoint of the torch optimizer that computes the same.
 
         A state on the `meta` device only gets a home, for the caller to write to. Raises `ManageError`, with nothing
-        changed, if states are of another kind (8-bit moments or not).
+        changed, if states are of another kind (8-bit moments or not), or if that of a parameter to be trained lacks
+        entries, where torch's `step` would raise KeyError.
         """
         with self._turns("load_state_dict()"):
             self.synchronize()
@@ -360,13 +361,17 @@ class OffloadedOptimizer(Optimizer):
             reserve_homes(self, interception, chunks, self._name())
         self.states.take(managed for _, _, managed in found)
 
-    def _with_homes(self, parameter: torch.Tensor, group: dict[str, Any]) -> tuple[ManagedParameter, tuple[Role, ...]]:
-        """Reserve homes for `parameter` with the options of `group`; return it and the roles of its states."""
+    def _with_homes(
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> tuple[ManagedParameter, tuple[Role, ...], tuple[str, ...]]:
+        """Reserve homes for `parameter` with the options of `group`; return it, the roles of its states, and what
+        updates of it need."""
         stepper, managed = self._managed(parameter, loads=True)
         stepper.refuse_begun([managed])
-        roles = self.rule.roles(group, managed.chunk.dtype)
+        dtype = managed.chunk.dtype
+        roles = self.rule.roles(group, dtype)
         stepper.ensure_homes(managed.chunk, roles)
-        return managed, roles
+        return managed, roles, self.rule.needs(group, dtype)
 
     def _all_members(self) -> dict[Stepper, dict[Chunk, Members]]:
         return self._members.of(self.param_groups, self._steppers, self._managed)
@@ -384,6 +389,9 @@ class OffloadedOptimizer(Optimizer):
         of_chunks = chain.from_iterable(map(dict.values, work.values()))
         for members in chain(of_chunks, (members for _, _, members in whole if members is not None)):
             self.states.check(members.managed)
+        for stepper, chunks in work.items():
+            for members in chunks.values():
+                stepper.refuse_incomplete(members)
         return work, [(to, to.whole_update(group, members)) for to, group, members in whole if members is not None]
 
     def _grad_scale(self, work: dict[Stepper, ChunkWork], whole: list[WholeUpdate]) -> float | None:

@@ -58,6 +58,11 @@ class Rule(ABC):
         """Return the states, other than scalars, of a parameter of `dtype` in `group`."""
 
     @abstractmethod
+    def needs(self, group: dict[str, Any], dtype: torch.dtype) -> tuple[str, ...]:
+        """Return the names of states and scalars that a parameter of `dtype` in `group` has from its first update on:
+        an entry of `optimizer.state` that has others but lacks one of these is damaged, or of another optimizer."""
+
+    @abstractmethod
     def tasks(self, update: ParameterUpdate) -> list[Task]:
         """Return the tasks of `update` in host memory, for any order and threads. Counts the step in `state`."""
 

@@ -23,7 +23,7 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
-from hetmem.optim.chunk_update import ADDRESS, VERSION, are_same
+from hetmem.optim.chunk_update import ADDRESS, VERSION, Members, are_same, missing_in
 from hetmem.optim.options import Gradients, Overlap, Rule
 from hetmem.schedule.placement import slots_for_staging
 
@@ -88,6 +88,11 @@ class States:
                     f"on with it, or use torch.optim for one of the two"
                 )
 
+    def refuse_incomplete(self, members: Members, updated: str) -> None:
+        """Raise `ManageError`, which ends with `updated`, if entries of `members` lack what an update needs."""
+        for managed, missing in members.incomplete(self.shown):
+            raise incomplete(managed.name, self.of(managed), missing, f". {updated}")
+
     def forget_empty(self, managed: ManagedParameter) -> None:
         """Remove the entry of a parameter without states, as torch has none for it."""
         if not self.shown.get(managed.parameter, True):
@@ -147,6 +152,12 @@ class States:
                 if not (role.is_state and managed.numel) or state.get(role.name) is None:
                     continue
                 for name, offset in managed.byte_offsets(role).items():
+                    if state[name].shape != (needed := managed.views(role)[name].shape):
+                        self._clean.discard(chunk)
+                        raise ManageError(
+                            f"{name} of {managed.name} is {tuple(state[name].shape)} in optimizer.state, expected "
+                            f"{tuple(needed)}: assign a tensor of that shape, or copy into the one that was there"
+                        )
                     if (at := state[name].data_ptr()) != address_of(home.memory) + offset:
                         if is_home(at):
                             self._clean.discard(chunk)
@@ -179,12 +190,13 @@ class States:
 def saved_homes(
     state_dict: dict[str, Any],
     groups: list[dict[str, Any]],
-    with_homes: Callable[[torch.Tensor, dict[str, Any]], tuple[ManagedParameter, tuple[Role, ...]]],
+    with_homes: Callable[[torch.Tensor, dict[str, Any]], tuple[ManagedParameter, tuple[Role, ...], tuple[str, ...]]],
 ) -> list[tuple[int, ManagedParameter, Homes]]:
     """Return the homes of the states in `state_dict`, by numbers of parameters.
 
     `groups` are the optimizer's own; `with_homes` reserves homes for the states of a parameter with the options of a
-    group. Raises `ManageError` for states of other shapes or of another kind than these homes are for.
+    group, and says what its updates need. Raises `ManageError` for states of other shapes or of another kind than these
+    homes are for, and for incomplete ones of a parameter that is trained.
     """
     found = []
     for mine, theirs in zip(groups, state_dict["param_groups"], strict=False):
@@ -192,7 +204,7 @@ def saved_homes(
             if number not in state_dict["state"]:
                 continue
             state = state_dict["state"][number]
-            managed, roles = with_homes(parameter, {**mine, **theirs})
+            managed, roles, needs = with_homes(parameter, {**mine, **theirs})
             homes = {
                 name: (role, home)
                 for role in roles
@@ -200,8 +212,19 @@ def saved_homes(
                 for name, home in managed.views(role).items()
             }
             _check_states(managed.name, state, roles, {name: home for name, (_, home) in homes.items()})
+            if state and parameter.requires_grad and (missing := missing_in(state, needs)):
+                raise incomplete(managed.name, state, missing)
             found.append((number, managed, homes))
     return found
+
+
+def incomplete(parameter: str, state: Mapping[str, Any], missing: list[str], and_more: str = "") -> ManageError:
+    """Return the error for a `state` of `parameter` that lacks what is `missing`: zeros in its place would be wrong."""
+    return ManageError(
+        f"the state of {parameter} has {', '.join(map(str, state))}, but no {', '.join(missing)}: it is damaged, or of "
+        f"another kind of optimizer. Load a whole one, or leave all of it out (del optimizer.state[p]), so that it "
+        f"begins anew{and_more}"
+    )
 
 
 def _check_states(

@@ -220,6 +220,8 @@ class Stepper:
         self.runtime.writes.notice_counted(chunk)  # later writes are refused
         members = self._members[chunk].with_gradients(type(self._optimizer).__name__)
         assert members is not None, "one has just arrived"
+        if any(members.incomplete(self._optimizer.states.shown)):
+            return  # the step refuses it
         update = self._progress[chunk] = ChunkUpdate(members, members.parts())
         self._passes.notice_states(chunk)
         if self._optimizer.needs_all_gradients:
@@ -278,6 +280,7 @@ class Stepper:
             (members.roles,) = {rule.roles(group, dtype) for dtype in members.dtypes}
         update = WholeUpdate(self.runtime, group, members)
         if not update.find_states(states.shown):
+            self.refuse_incomplete(members)
             chunks = list(dict.fromkeys(managed.chunk for managed in members.managed))
             for chunk in chunks:
                 self.ensure_homes(chunk, members.roles)
@@ -289,6 +292,13 @@ class Stepper:
             found = update.find_states(states.shown)
             assert found, "all states are at home"
         return update
+
+    def refuse_incomplete(self, members: Members) -> None:
+        """Raise `ManageError` if states of `members` lack what an update needs."""
+        states = self._optimizer.states
+        if any(members.incomplete(states.shown)):
+            self.runtime.traffic.wait_for_updates()  # one of the last step may be about to make them
+            states.refuse_incomplete(members, updated_already(self._progress.values()))
 
     def begun(self) -> Iterable[ManagedParameter]:
         """Return the parameters whose update has begun in the present step."""

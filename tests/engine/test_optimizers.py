@@ -289,3 +289,95 @@ def test_a_parameter_that_is_not_managed_is_refused_by_adamw(tmp_path: Path) -> 
     managed = manage(mlp(), "host", tmp_path)
     with pytest.raises(ManageError, match="not managed"):
         hetmem.AdamW([*managed.parameters(), nn.Parameter(torch.ones(3))])
+
+
+KINDS: dict[str, Callable[..., tuple[torch.optim.Optimizer, torch.optim.Optimizer]]] = {
+    "AdamW": adamws,
+    "NAdam": lambda plain, managed, **options: (
+        torch.optim.NAdam(plain.parameters(), lr=1e-2, foreach=False),
+        hetmem.optim.offload(torch.optim.NAdam, managed.parameters(), lr=1e-2, **options),
+    ),
+    "SGD": lambda plain, managed, **options: (
+        torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9),
+        hetmem.optim.offload(torch.optim.SGD, managed.parameters(), lr=1e-2, momentum=0.9),
+    ),
+}
+
+
+@pytest.mark.each
+@everywhere
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
+def test_incomplete_states_are_refused_by_name_before_anything_is_updated(
+    kind: str, placement: str, tmp_path: Path
+) -> None:
+    """What was missing began at zero. Torch raises KeyError."""
+    modules = pair(mlp, placement, tmp_path)
+    optimizers = train_both(*modules, BATCHES, optimizers=KINDS[kind](*modules))
+    for name in [*optimizers[0].state[modules[0][2].weight]]:
+        error = rf"the state of 2\.weight has .*, but no {name}: it is damaged"
+        damaged = copy.deepcopy(optimizers[0].state_dict())
+        del damaged["state"][2][name]
+        with pytest.raises(ManageError, match=error):
+            optimizers[1].load_state_dict(damaged)
+        kept = [optimizer.state[module[2].weight] for module, optimizer in zip(modules, optimizers, strict=True)]
+        values = [state.pop(name) for state in kept]
+        for module in modules:
+            loss_of(module, BATCHES[0]).backward()
+        with pytest.raises(KeyError, match=name):
+            optimizers[0].step()
+        with pytest.raises(ManageError, match=error + ".* No parameter is updated yet"):
+            optimizers[1].step()
+        assert_same_weights(*modules)
+        for state, value, optimizer in zip(kept, values, optimizers, strict=True):
+            state[name] = value
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(*modules)
+        assert_same_states(*optimizers)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_an_incomplete_state_is_refused_in_the_step_after_other_updates_have_begun(
+    overlap: str, tmp_path: Path
+) -> None:
+    modules = pair(mlp, "host", tmp_path)
+    optimizers = train_both(*modules, BATCHES, optimizers=adamws(*modules, overlap=overlap))
+    state = optimizers[1].state[modules[1][2].weight]
+    kept = state.pop("exp_avg")
+    for module in modules:
+        loss_of(module, BATCHES[0]).backward()
+    with pytest.raises(ManageError, match=r"2\.weight has .*, but no exp_avg: .* Updated already: .*4\.weight"):
+        optimizers[1].step()
+    state["exp_avg"] = kept
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(*modules)
+    train_both(*modules, BATCHES, optimizers=optimizers)
+
+
+def test_states_that_torch_steps_from_are_accepted(tmp_path: Path) -> None:
+    """SGD begins a momentum that is missing anew; an empty entry is none; one of a frozen weight is not read."""
+    modules = pair(mlp, "host", tmp_path)
+    optimizers = train_both(*modules, BATCHES, optimizers=KINDS["SGD"](*modules))
+    for module, optimizer in zip(modules, optimizers, strict=True):
+        del optimizer.state[module[2].weight]["momentum_buffer"]
+    train_both(*modules, BATCHES, optimizers=optimizers)
+    for module in modules:
+        module[4].weight.requires_grad_(False)
+    optimizers = train_both(*modules, BATCHES)
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    saved["state"] |= {2: {}, 4: {"step": torch.zeros(())}}
+    for optimizer in optimizers:
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    train_both(*modules, BATCHES, optimizers=optimizers)
+
+
+def test_a_state_of_another_shape_is_no_number_for_all_elements(tmp_path: Path) -> None:
+    modules = pair(mlp, "host", tmp_path)
+    optimizers = train_both(*modules, BATCHES)
+    optimizers[1].state[modules[1][2].weight]["exp_avg"] = torch.zeros(1)
+    modules[1](*BATCHES[0]).sum().backward()
+    with pytest.raises(ManageError, match=r"exp_avg of 2\.weight is \(1,\) in optimizer.state, expected \(64, 64\)"):
+        optimizers[1].step()
+    assert_same_weights(*modules)
