@@ -22,7 +22,7 @@ import hetmem
 from hetmem.base.config import Limits
 from hetmem.base.units import format_size, parse_size
 from hetmem.base.whole_files import target_of, write_whole
-from hetmem.errors import HetmemError
+from hetmem.errors import HetmemError, printable
 
 atexit.register(gc.freeze)  # skips the collection of all of torch at exit: a second of a plan's ten
 
@@ -58,9 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (HetmemError, OSError, ValueError) as error:
-        print(f"hetmem {options.command}: {error}", file=sys.stderr)
+        _say(f"hetmem {options.command}: {error}", to_stderr=True)
         return 2
     return status
+
+
+def _say(text: object, *, end: str = "\n", to_stderr: bool = False) -> None:
+    """Print `text` without what a terminal would act on: names in it may come from a file."""
+    print(printable(str(text)), end=end, file=sys.stderr if to_stderr else sys.stdout, flush=True)
 
 
 def _check_output(path: str | None) -> None:
@@ -144,7 +149,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 def _show_stage(what: str) -> None:
     """Print the stage of planning to stderr, if that is a terminal."""
     if sys.stderr.isatty():
-        print(f"hetmem plan: {what} …", file=sys.stderr)
+        _say(f"hetmem plan: {what} …", to_stderr=True)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -175,7 +180,7 @@ def _planned(options: argparse.Namespace) -> int:
     )
     if device is not None and device > profile.device.memory_bytes:
         has, asked = format_size(profile.device.memory_bytes), format_size(device)
-        print(f"hetmem plan: {profile.name} has {has} for programs: planned with that, not {asked}", file=sys.stderr)
+        _say(f"hetmem plan: {profile.name} has {has} for programs: planned with that, not {asked}", to_stderr=True)
     limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference activations"
@@ -190,7 +195,7 @@ def _planned(options: argparse.Namespace) -> int:
     )
     if options.output:
         plan.best.save(options.output)
-    print(plan)
+    _say(plan)
     return 0 if plan.fits else 1
 
 
@@ -283,17 +288,17 @@ def _probe(options: argparse.Namespace) -> int:
     from hetmem.tools.probe import probe
 
     def say(what: str) -> None:
-        print(f"hetmem probe: {what}", file=sys.stderr, flush=True)
+        _say(f"hetmem probe: {what}", to_stderr=True)
 
     text = probe(options.nvme_dir, quick=options.quick, say=say).to_json()
     if options.output:
         try:
             write_whole(Path(options.output), text)
         except OSError:
-            print(text, end="")  # a full disk does not lose a minute's measurements
+            _say(text, end="")  # a full disk does not lose a minute's measurements
             raise
     else:
-        print(text, end="")
+        _say(text, end="")
     return 0
 
 
@@ -310,7 +315,7 @@ def _bench(options: argparse.Namespace) -> int:
     from hetmem.tools.probe import transfers
 
     for way, rate in transfers(options.nvme_dir, quick=options.quick).items():
-        print(f"{way:15} {rate / 1e9:8.2f} GB/s")
+        _say(f"{way:15} {rate / 1e9:8.2f} GB/s")
     return 0
 
 
@@ -326,7 +331,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     findings = examine(options.nvme_dir)
     for finding in findings:
-        print(finding)
+        _say(finding)
     return 0 if all(finding.well is not False for finding in findings) else 1
 
 
@@ -347,7 +352,7 @@ def _report(options: argparse.Namespace) -> int:
     if options.output:
         files.render(options.report, options.output)
     else:
-        print(files.compare(options.report, options.other) if options.other else files.show(options.report))
+        _say(files.compare(options.report, options.other) if options.other else files.show(options.report))
     return 0
 
 
@@ -363,7 +368,7 @@ def _top(options: argparse.Namespace) -> int:
         text = live.top()
         if in_place:  # overwrite and clear line by line, as clearing the screen flickers
             text = "\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\n\x1b[J"
-        print(text, flush=True)
+        print(text, flush=True)  # what `live.top` returns is printable
         if options.once:
             return 0
         time.sleep(1)

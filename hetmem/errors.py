@@ -1,14 +1,35 @@
 """Every error hetmem raises on purpose, in one tree.
 
 A message says what happened, expected and got in bytes and GiB, which parameter or path, and what to do.
-Errors about what the user passed are also `ValueError`; errors about I/O are also `OSError`.
+Errors about what the user passed are also `ValueError`; errors about I/O are also `OSError`. What is printed with names
+in it that a file may say, errors among it, goes through `printable`.
 """
 
 from __future__ import annotations
 
+import re
+
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters but line feed and tab, marks that turn the direction of text, and lone surrogates."""
+
+
+def printable(text: str) -> str:
+    """Return `text` with a visible character of the same width in place of each one that a terminal would act on, such
+    as the first of an escape sequence (␛), or that it cannot encode (�)."""
+    return _UNPRINTABLE.sub(_visible, text)
+
+
+def _visible(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "�"
+
 
 class HetmemError(Exception):
     """Root of all errors of hetmem."""
+
+    def __str__(self) -> str:
+        """Return the message, safe for a terminal, as it may have names that a file says."""
+        return printable(super().__str__())
 
 
 class BudgetError(HetmemError, ValueError):

@@ -247,6 +247,12 @@ PROMISES: dict[str, Mutation | str] = {
         "os.open(path, os.O_RDWR | os.O_CREAT, 0o666)",
         "tests/test_whole_files.py::test_nothing_is_written_through_what_lies_beside[checkpoint]",
     ),
+    "taken whole, or refused with the name of a key": Mutation(
+        "report/files.py",
+        "        check_report(data)\n",
+        "        pass\n",
+        "tests/test_hostile_files.py::test_a_changed_file_is_taken_whole_or_refused_with_the_name_of_a_key[report-25]",
+    ),
     "Ctrl-C comes between pieces": Mutation(
         "memory/interrupts.py",
         "        if not held:\n            self._deliver()\n",

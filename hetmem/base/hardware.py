@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
+from hetmem.base.json_files import parse_json
 from hetmem.errors import HetmemError
 
 PROFILE_VERSION = 1
@@ -113,8 +114,8 @@ class HardwareProfile:
     def from_json(cls, text: str) -> HardwareProfile:
         """Read a profile from JSON that `to_json` or a person wrote. Raises `ProfileError`."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise ProfileError(f"a hardware profile must be JSON: {error}") from error
         return cls.from_dict(data)
 

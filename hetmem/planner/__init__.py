@@ -25,6 +25,7 @@ from hetmem.base.config import (
     refuse_budget,
 )
 from hetmem.base.hardware import HardwareProfile, ProfileError
+from hetmem.base.json_files import read_regular
 from hetmem.base.units import parse_size
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
@@ -316,6 +317,7 @@ def _variants(
                 yield Variant(kind, text, workload, micro_batches * parts, streamed, about)
 
 
+_MOST_PROFILE_BYTES = 1 << 20
 _SHIPPED = resources.files("hetmem").joinpath("profiles")
 
 
@@ -337,6 +339,6 @@ def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
         known = ", ".join(known_profiles())
         raise ProfileError(f"no hardware profile {text!r}: it is no file, and the shipped ones are {known}")
     try:
-        return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
-    except (ProfileError, UnicodeDecodeError) as error:
+        return HardwareProfile.from_json(read_regular(path, _MOST_PROFILE_BYTES).decode("utf-8"))
+    except ValueError as error:
         raise ProfileError(f"{text}: {error}") from error

@@ -16,7 +16,8 @@ from typing import Any
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.decide import Decision, Judged, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.model import TracedCall
-from hetmem.planner.plan import KEPT, MARGIN_SHARE, TIERS, Plan
+from hetmem.planner.plan import KEPT, MARGIN_SHARE, Plan
+from hetmem.planner.plan_shape import TIERS
 from hetmem.planner.reservation import arrange
 from hetmem.planner.workload import Setting, Updating, Workload, resized
 from hetmem.schedule.placement import MARGIN_SHARE as IDLE_SHARE

@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from hetmem.base.config import Budget
+from hetmem.base.json_files import read_json
+from hetmem.base.schema import SchemaError, shown
 from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
-from hetmem.errors import BudgetError, HetmemError
+from hetmem.errors import BudgetError, HetmemError, printable
+from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan
 
 PLAN_VERSION = 10
 KEPT = "kept for homes on the device"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
 MARGIN_SHARE = 0.05
 """The margin of a run's budget above the planned peak of a tier."""
-TIERS = ("device", "host", "nvme")
 _DIRECTORY = "/path/on/the/drive"
 _WIDTH = 80
 _CODE_WIDTH = 76
@@ -36,15 +38,6 @@ _LOGITS_SHARE = 0.25
 _FULL_WRITES = 600
 """How many times its capacity a common drive is rated to be written."""
 _DAY = 86400
-
-_RESOURCES = {
-    "compute": "compute",
-    "host_to_device": "host to device",
-    "device_to_host": "device to host",
-    "update": "optimizer update",
-    "nvme_read": "NVMe read",
-    "nvme_write": "NVMe write",
-}
 
 
 class PlanError(HetmemError, ValueError):
@@ -231,33 +224,45 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. Raises `PlanError` for anything else, also for one that was edited since."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            data = read_json(path)
+        except ValueError as error:
             raise PlanError(f"{os.fspath(path)} is no plan: {error}") from error
         return cls.from_dict(data)
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Return the plan that `to_dict` gave. Raises `PlanError` for anything else."""
+        """Return the plan that `to_dict` gave. Raises `PlanError` for anything else, with the key that is wrong."""
+        plan = cls._of(data, "plan")
+        if plan.combined is not None and cls._of(plan.combined, "plan: combined").combined is not None:
+            raise PlanError("plan: combined.combined: expected null, as a combination is the best one already")
+        return plan
+
+    @classmethod
+    def _of(cls, data: Any, what: str) -> Plan:
+        """Return the plan of `data`, whose `combined` is not checked. Raises `PlanError`."""
         given: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"version": data}
         if given.get("version") != PLAN_VERSION:
             raise PlanError(
-                f"plan: version: expected {PLAN_VERSION}, got {given.get('version')!r}: another hetmem made it; plan "
-                f"again with this one"
+                f"{what}: version: expected {PLAN_VERSION}, got {shown(given.get('version'))}: another hetmem made it; "
+                f"plan again with this one"
             )
         if given.pop("digest", None) != _digest(given):
             raise PlanError(
-                "plan: digest: it was changed since hetmem made it: plan again, or give manage the keywords that the "
-                "plan says, with other values, in its place"
+                f"{what}: digest: it was changed since hetmem made it: plan again, or give manage the keywords that "
+                f"the plan says, with other values, in its place"
             )
         del given["version"]
+        try:
+            check_plan(given)
+        except SchemaError as error:
+            raise PlanError(f"{what}: {error}: plan again with this hetmem") from error
         made: dict[str, Any] = {name: tuple(each) if type(each) is list else each for name, each in given.items()}
         return cls(**made)
 
     def __str__(self) -> str:
         """Return the plan as text, with advice and a block of code to paste."""
         parts = [*_head(self), "", *_tiers(self), "", *(_time(self) if self.fits else _refusal(self))]
-        return "\n".join([*parts, *_choices(self), *_block(self, self.best)])
+        return printable("\n".join([*parts, *_choices(self), *_block(self, self.best)]))
 
     def __repr__(self) -> str:
         """Return one line: the seconds of a step, what binds and the peaks; or the missing bytes."""
@@ -265,10 +270,11 @@ class Plan:
             missing = ", ".join(
                 f"{tier} {format_size(nbytes)}" for tier, nbytes in self.missing_bytes.items() if nbytes
             )
-            return f"<Plan of {self.model}: does not fit; missing: {missing or 'see str()'}>"
+            return printable(f"<Plan of {self.model}: does not fit; missing: {missing or 'see str()'}>")
         peaks = ", ".join(f"{tier} {format_size(nbytes)}" for tier, nbytes in self.peak_bytes.items() if nbytes)
-        binds = _RESOURCES.get(self.binding, self.binding)
-        return f"<Plan of {self.model}: {format_seconds(self.step_seconds)} a step, {binds} binds; peak: {peaks}>"
+        binds = RESOURCES.get(self.binding, self.binding)
+        speed = f"{format_seconds(self.step_seconds)} a step, {binds} binds"
+        return printable(f"<Plan of {self.model}: {speed}; peak: {peaks}>")
 
     def _repr_html_(self) -> str:
         """Return the text of the plan for a notebook."""
@@ -358,7 +364,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield f"step: {format_seconds(seconds)}, {speed}; overlap {plan.overlap:.2f}"
     for name, busy in plan.terms.items():
         mark = "  <- binds" if name == plan.binding else ""
-        yield f"  {_RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
+        yield f"  {RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
     yield f"chunks: {format_size(plan.slot_bytes)} at home, {plan.chunk_waste:.1%} unused"
     if not plan.inference:
         share = plan.device_update_share

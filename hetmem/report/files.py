@@ -17,7 +17,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from hetmem.base.json_files import read_json
+from hetmem.base.schema import SchemaError, shown
 from hetmem.base.whole_files import write_whole
+from hetmem.report.shape import check_report
 from hetmem.report.step import TERM_NAMES
 from hetmem.report.text import comparison, made_with, table
 
@@ -106,25 +109,21 @@ def _saved(path: str | os.PathLike[str]) -> dict[str, Any]:
     was edited so that it cannot be shown, and OSError if it cannot be read."""
     name = os.fspath(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
+        data = read_json(path)
+    except ValueError as error:
         raise ValueError(f"{name} is not a saved report: {error}; {_HOW}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"{name} is not a saved report: {_HOW}")
     if data.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(
-            f"{name} has version {data.get('schema_version')!r} of the report's schema, this hetmem reads "
+            f"{name} has version {shown(data.get('schema_version'))} of the report's schema, this hetmem reads "
             f"{SCHEMA_VERSION}: use the version of hetmem that wrote it"
         )
     try:
-        _ = table(data), comparison("", data, "", data), trace_text(data)  # these read every field that is shown
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        raise ValueError(f"{name} is not a whole report ({type(error).__name__}: {error}): {_HOW}") from error
+        check_report(data)
+    except SchemaError as error:
+        raise ValueError(f"{name} is not a whole report: {error}; {_HOW}") from error
     return data
-
-
-def _no_number(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
 
 
 # ---- the timeline as Chrome trace events -----------------------------------------------------------------------------

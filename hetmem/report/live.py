@@ -10,6 +10,7 @@ import json
 import os
 import stat
 import tempfile
+import textwrap
 import time
 from collections import deque
 from contextlib import suppress
@@ -19,9 +20,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from hetmem.base.json_files import read_json
+from hetmem.base.schema import list_of, number, or_null, record, row, table_of, text, whole
 from hetmem.base.units import GIB, format_seconds, format_size, sparks
 from hetmem.base.whole_files import publish, remove_unfinished
 from hetmem.engine.runtime import Runtime
+from hetmem.errors import printable
 from hetmem.intercept import registry
 
 PUBLISH_SECONDS = 1.0
@@ -153,22 +157,52 @@ def _publish(status: dict[str, Any], name: str) -> None:
         return
 
 
+_BYTES = whole(0, 10**18)
+_RATE = number(0.0, 1e18)
+_SECONDS = number(0.0, 1e9, "seconds")
+_STATUS = record(
+    {
+        "process": whole(1, 2**31),
+        "model": text(1000),
+        "steps": whole(),
+        "step_seconds": or_null(_SECONDS),
+        "tokens_per_second": _RATE,
+        "stall_share": number(0.0, 1e6, "a share"),
+        "tiers": record(dict.fromkeys(("device", "host", "nvme"), row(_BYTES, _BYTES))),
+        "links": table_of(_RATE, _LINKS),
+        "history": list_of(_SECONDS, 0, _REMEMBERED),
+    }
+)
+_MOST_BYTES = 1 << 16
+
+
 def statuses() -> list[dict[str, Any]]:
-    """Return the last status of each training process of this user that still runs; files of others are removed."""
-    found, directory = [], status_directory()
+    """Return the last status of each training process of this user that still runs; files of others are removed. For a
+    file that is no status, or one of another version of hetmem, it has `refused`: why."""
+    found: list[dict[str, Any]] = []
+    directory = status_directory()
     remove_unfinished(os.fspath(directory))
     for path in sorted(directory.glob("*.json")):
-        try:
-            process = int(path.name.partition("-")[0])
-            status = dict(json.loads(path.read_text(encoding="utf-8")))
-            age = time.time() - path.stat().st_mtime
-        except (OSError, TypeError, ValueError):
-            continue  # removed meanwhile, or not a status file
-        if _runs(process):
-            found.append({**status, "age_seconds": age})
-        else:
+        process = path.name.partition("-")[0]
+        if not (process.isascii() and process.isdigit() and len(process) < 10):
+            continue
+        if not _runs(int(process)):
             path.unlink(missing_ok=True)
+            continue
+        with suppress(OSError):  # removed meanwhile
+            found.append(_status(path))
     return found
+
+
+def _status(path: Path) -> dict[str, Any]:
+    """Return the status in the file `path`, or why it is `refused`. Raises OSError."""
+    age = time.time() - path.stat().st_mtime
+    try:
+        status: dict[str, Any] = read_json(path, _MOST_BYTES)
+        _STATUS(status)
+    except ValueError as error:
+        return {"refused": f"{path.name} is no status that this hetmem knows: {error}"}
+    return {**status, "age_seconds": age}
 
 
 def _runs(process: int) -> bool:
@@ -183,11 +217,15 @@ def _runs(process: int) -> bool:
 
 def top() -> str:
     """Return the text that `hetmem top` prints: the status of each training process of this user, in 79 columns."""
-    blocks = []
-    for status in statuses():
-        with suppress(KeyError, TypeError, ValueError):  # a status of another version of hetmem
-            blocks.append(_block(status))
-    return "\n\n".join(blocks) or "No training process of yours reports: call hetmem.progress(model) once a step."
+    found = statuses()
+    blocks = [_refused(status["refused"]) if "refused" in status else _block(status) for status in found]
+    if all("refused" in status for status in found):
+        blocks.append("No training process of yours reports: call hetmem.progress(model) once a step.")
+    return printable("\n\n".join(blocks))
+
+
+def _refused(why: str) -> str:
+    return textwrap.fill(why, COLUMNS, subsequent_indent="  ")
 
 
 def _block(status: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hetmem.base.units import format_seconds, format_size, sparks
+from hetmem.errors import printable
 from hetmem.report.step import TERM_NAMES
 
 _WIDTH = 88
@@ -30,7 +31,7 @@ def table(data: dict[str, Any]) -> str:
     if data.get("beside_chunks") is not None:
         parts.append(_beside_chunks(data["beside_chunks"]))
     parts.append(_summary(data))
-    return "\n\n".join(parts + [_wrapped(missing) for missing in data["missing"]])
+    return printable("\n\n".join(parts + [_wrapped(missing) for missing in data["missing"]]))
 
 
 def line(data: dict[str, Any]) -> str:
@@ -40,7 +41,8 @@ def line(data: dict[str, Any]) -> str:
         f"{format_seconds(step['seconds'])} a {step['of']}, {TERM_NAMES[step['binding']]} binds" if step else "no step"
     )
     peaks = [f"{name} {format_size(tier['peak_bytes'])}" for name, tier in data["tiers"].items() if tier["peak_bytes"]]
-    return f"<MemoryReport of {data['model']}: {_number_of(data['steps'], 'step')}, {speed}; peak: {', '.join(peaks)}>"
+    steps = _number_of(data["steps"], "step")
+    return printable(f"<MemoryReport of {data['model']}: {steps}, {speed}; peak: {', '.join(peaks)}>")
 
 
 def made_with(data: dict[str, Any]) -> str:
@@ -78,7 +80,7 @@ def comparison(name_a: str, a: dict[str, Any], name_b: str, b: dict[str, Any]) -
     kinds = [data["step"]["of"] for _, data in both if data["step"]]
     if len(set(kinds)) > 1:
         sentences.insert(0, f"{name_a} covers a {kinds[0]} and {name_b} a {kinds[1]}.")
-    return "\n\n".join([grid(["", name_a, name_b, "change"], rows), *sentences])
+    return printable("\n\n".join([grid(["", name_a, name_b, "change"], rows), *sentences]))
 
 
 def _share(share: float) -> str:

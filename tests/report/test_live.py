@@ -65,9 +65,9 @@ def test_the_status_of_a_process_that_ended_is_removed(directory: Path) -> None:
     assert "hetmem.progress(model)" in live.top()
 
 
-def test_what_is_no_status_is_passed_over(directory: Path) -> None:
-    for name, content in {"other.json": "{}", f"{os.getpid()}-1.json": "[3]", "1-2.json": "\x00"}.items():
-        (directory / name).write_text(content)
+def test_a_file_of_another_name_is_passed_over(directory: Path) -> None:
+    for name in ("other.json", "-1.json", "٣-1.json", f"{10**30}-1.json"):
+        (directory / name).write_text("{}")
     assert live.statuses() == []
 
 
@@ -104,7 +104,11 @@ def test_a_directory_that_others_can_open_is_refused(tmp_path: Path, monkeypatch
 
 def test_a_process_with_another_version_of_hetmem_does_not_end_top(directory: Path) -> None:
     (directory / f"{os.getpid()}-1.json").write_text('{"process": 1, "tiers": {"device": 3}}')
-    assert "hetmem.progress(model)" in live.top()
+    os.mkfifo(directory / f"{os.getpid()}-2.json")
+    said = " ".join(live.top().split())
+    assert f"{os.getpid()}-1.json is no status that this hetmem knows: model is missing" in said
+    assert f"{os.getpid()}-2.json is no status that this hetmem knows: it is no regular file" in said
+    assert "hetmem.progress(model)" in said
 
 
 def test_both_views_fit_a_terminal_of_80_columns_and_show_speeds(directory: Path) -> None:
