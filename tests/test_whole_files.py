@@ -153,9 +153,7 @@ def test_modes(save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("save", SAVES)
-def test_a_link_stays_and_its_target_is_replaced(
-    save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_stays_and_its_target_is_replaced(save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless another user has made it. A second name of a file keeps what it had."""
     target, link, other = tmp_path / "folder" / "target", tmp_path / "link", tmp_path / "other"
     target.parent.mkdir()

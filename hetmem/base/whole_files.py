@@ -93,7 +93,7 @@ def _write(path: str | os.PathLike[str], content: str | bytes, *, synced: bool) 
 
 
 def target_of(path: str | os.PathLike[str]) -> str | int:
-    """Return the path that links at `path` lead to; for one of this process's open files ("/dev/stdout") its descriptor.
+    """Return the path that links at `path` lead to; the descriptor of an open file of this process ("/dev/stdout").
 
     Raises OSError for a link or a pipe of another user than this one and root, and for a circle of links.
     """
@@ -131,8 +131,8 @@ def replacing(path: str, *, synced: bool = True) -> Iterator[int]:
     """Yield a descriptor of a new file that replaces `path` when the block ends without an error.
 
     It lies beside `path`, with a random name, and is removed after an error. Its mode is that of an earlier file of
-    this user, else by the umask. If it is `synced`, its bytes are on the disk before it is renamed. Two that replace one
-    path at once do not meet: the file is that of the last to end. `path` is no link: see `target_of`.
+    this user, else by the umask. If it is `synced`, its bytes are on the disk before it is renamed. Two that replace
+    one path at once do not meet: the file is that of the last to end. `path` is no link: see `target_of`.
     """
     directory, name = os.path.split(path)
     prefix = f".hetmem-{zlib.crc32(os.fsencode(name)):08x}-"  # the name itself may be too long
@@ -179,8 +179,8 @@ def _lock(fd: int, path: str) -> bool:
 
 
 def remove_unfinished(directory: str, prefix: str = ".hetmem-[0-9a-f]{8}-") -> None:
-    """Remove the new files in `directory` that killed processes of this user have left, for all paths or for that of one
-    `prefix`. Where the filesystem has no locks they stay."""
+    """Remove the new files in `directory` that killed processes of this user have left, for all paths or for that of
+    one `prefix`. Where the filesystem has no locks they stay."""
     known = re.compile(prefix + "[0-9a-f]{16}")
     with suppress(OSError), os.scandir(directory or os.curdir) as entries:
         for path in [entry.path for entry in entries if known.fullmatch(entry.name)]:

@@ -67,7 +67,7 @@ def replacing(path: str, nbytes: int) -> Iterator[int]:
         target = whole_files.target_of(path)
         if isinstance(target, int) or not whole_files.is_replaceable(target):
             if os.path.isdir(path):
-                raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory, and a checkpoint is one file")
+                raise StoreError(errno.EISDIR, f"cannot write {path!r}: it is a directory; a checkpoint is one file")
             raise StoreError(errno.EINVAL, f"cannot write {path!r}: it is no file that a checkpoint could replace")
         with whole_files.replacing(target) as fd:
             _reserve(fd, path, nbytes)
