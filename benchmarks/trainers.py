@@ -75,26 +75,24 @@ def plain(shape: Shape, offloaded: bool = False) -> Step:
     return training_step(compute, optimizer, tokens)
 
 
-def hetmem(shape: Shape, placement: str) -> Step:
-    """hetmem.AdamW. "host": half of the copies on the device and all homes on the host; "nvme": a quarter of the homes'
-    bytes on the host, the others on the disk; "overlap": as "host", with updates behind the backward and gradients
-    used up there."""
+def hetmem(shape: Shape, placement: str, copies: float = 0.5, **adamw: Any) -> Step:
+    """hetmem.AdamW(**adamw). "host": that share of the copies on the device, all homes on the host; "nvme": a quarter
+    of the homes' bytes on the host, the others on the disk; "resident": all on the device."""
     import hetmem
     from benchmarks.gpu.models import training_step
 
     model = shape.model()
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
-    copies = weights // (1 if shape.dtype is None else 2)
+    chunks = int(copies * weights / (1 if shape.dtype is None else 2))
     limits: dict[str, Any] = {
         "resident": {"device": 16 * weights, "host": 64 * MIB},
-        "host": {"device": 16 * weights, "device_chunks": copies // 2, "host": 6 * weights},
-        "nvme": {"device": 16 * weights, "device_chunks": copies // 2, "host": weights, "nvme": 6 * weights},
-    }["host" if placement == "overlap" else placement]
+        "host": {"device": 16 * weights, "device_chunks": chunks, "host": 6 * weights},
+        "nvme": {"device": 16 * weights, "device_chunks": chunks, "host": weights, "nvme": 6 * weights},
+    }[placement]
     if placement == "nvme":
         limits["nvme_dir"] = shape.directory
-    overlap = {"overlap": "backward", "gradients": "streamed"} if placement == "overlap" else {}
     managed = hetmem.manage(model, hetmem.Budget(**limits), mixed_precision=shape.dtype)
-    return training_step(managed, hetmem.AdamW(managed.parameters(), lr=LR, **overlap), shape.tokens())
+    return training_step(managed, hetmem.AdamW(managed.parameters(), lr=LR, **adamw), shape.tokens())
 
 
 def fsdp2(shape: Shape) -> Step:
@@ -166,7 +164,15 @@ PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
     "hetmem-host": ("hetmem, homes on the host, half of the copies on the device", partial(hetmem, placement="host")),
     "hetmem-overlap": (
         'the same with `overlap="backward"`, `gradients="streamed"`',
-        partial(hetmem, placement="overlap"),
+        partial(hetmem, placement="host", overlap="backward", gradients="streamed"),
+    ),
+    "hetmem-all": (
+        "hetmem, homes on the host, room for all copies",
+        partial(hetmem, placement="host", copies=1.2),
+    ),
+    "hetmem-forward": (
+        'the same with `overlap="forward"`',
+        partial(hetmem, placement="host", copies=1.2, overlap="forward"),
     ),
     "hetmem-nvme": ("hetmem, three quarters of the homes or more on NVMe", partial(hetmem, placement="nvme")),
     "fsdp2": ("FSDP2 with `CPUOffloadPolicy`", fsdp2),

@@ -3,25 +3,30 @@
     OUT=DIRECTORY python -m benchmarks.gpu [--stages facts,links] [--seconds 540] [--dry-run]
 
 Each stage runs in a process of its own with its own limit and depends on none before it, so one that fails, or hangs,
-takes nothing from the others. Numbers are written as they are found, into `gpu-<name>-<date>/<stage>.jsonl` of the
-directory that the variable OUT names (default benchmarks/results), with what the stage said in `<stage>.log`; the page
-`gpu-<name>-<date>.html`, and `.md`, shows each beside its ceiling and what the plan foretold. Stages that are not run
-again keep their numbers of the same day. Nothing is written elsewhere: caches and temporary files are in `OUT` too,
-and gone at the end. Homes on NVMe are on the disk of OUT, then.
+takes nothing from the others. After each stage three files are written into the directory that the variable OUT names
+(default benchmarks/results): the page `gpu-<name>-<date>.html`, and `.md`, shows each number beside its ceiling and
+what the plan foretold, and `.tgz` has them as lines of JSON, a file for each stage, with what it said in `<stage>.log`.
+Stages that are not run again keep their numbers of the same day. All else is in a temporary directory (TMPDIR), which
+is gone at the end: caches, and homes on NVMe.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +59,7 @@ def main(words: Sequence[str] | None = None, *, through: str = "", remark: str =
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the process of a stage is not to outlive us
     out = Path(os.environ.get("OUT") or processes.ROOT / "benchmarks" / "results").resolve()
-    scratch = out / ".scratch"
+    scratch = Path(tempfile.mkdtemp(prefix="hetmem-gpu-"))
     try:
         machine = _machine(scratch, through)
         if machine is None:
@@ -62,18 +67,41 @@ def main(words: Sequence[str] | None = None, *, through: str = "", remark: str =
             return 1
         machine["remark"] = remark
         name = re.sub(r"[^\w.-]+", "-", machine["GPU"])  # "RTX 6000/8000" is a name too
-        folder = out / f"gpu-{name}-{machine['date']}"
-        folder.mkdir(exist_ok=True)
+        folder = scratch / f"gpu-{name}-{machine['date']}"
+        folder.mkdir()
+        if (before := out / f"{folder.name}.tgz").exists():
+            with tarfile.open(before) as archive:
+                archive.extractall(scratch, filter="data")
         (folder / "machine.json").write_text(json.dumps(machine, indent=2) + "\n")
         more = [*(["small"] if options.small else []), *([f"through={through}"] if through else [])]
         prefix = [sys.executable, "-m", *([through] if through else []), "benchmarks.gpu.stage"]
-        return run(stages, until, folder, scratch, lambda stage, limit: [*prefix, *_words(stage, folder, limit), *more])
+        with _compiled_beside(scratch):
+            words_of = lambda stage, limit: [*prefix, *_words(stage, folder, limit), *more]  # noqa: E731
+            return run(stages, until, folder, out, scratch, words_of)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _words(stage: Stage, folder: Path, limit: float) -> list[str]:
     return [stage.name, str(folder), f"{limit:.1f}"]
+
+
+@contextlib.contextmanager
+def _compiled_beside(scratch: Path) -> Iterator[None]:
+    """Compile the Adam of DeepSpeed, which takes a minute, where it is installed, beside the first stages."""
+    if importlib.util.find_spec("deepspeed") is None:
+        yield
+        return
+    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()"
+    with (scratch / "deepspeed.log").open("wb") as said:
+        compiler = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=said, stderr=said, env=processes.environment(scratch), cwd=scratch
+        )
+        try:
+            yield
+        finally:
+            compiler.kill()
+            compiler.wait()
 
 
 def _machine(scratch: Path, through: str) -> dict[str, Any] | None:
@@ -90,11 +118,11 @@ def _machine(scratch: Path, through: str) -> dict[str, Any] | None:
     return found
 
 
-def run(stages: Sequence[Stage], until: float, folder: Path, scratch: Path, command_of: Any) -> int:
-    """Each of `stages` in the process that `command_of(stage, seconds)` starts; the page is written after each."""
+def run(stages: Sequence[Stage], until: float, folder: Path, out: Path, scratch: Path, command_of: Any) -> int:
+    """Each of `stages` in the process that `command_of(stage, seconds)` starts; `out` is written to after each."""
     for at, stage in enumerate(stages):
-        kept = sum(later.seconds for later in stages[at + 1 :])
-        left = processes.left(until)
+        kept = sum(later.seconds + processes.end_seconds() for later in stages[at + 1 :])
+        left = processes.left(until) - processes.end_seconds()
         limit = max(left - kept, min(stage.seconds, left)) if stage.stretches else min(stage.seconds, left)
         path_of(folder, stage.name).unlink(missing_ok=True)
         log = folder / f"{stage.name}.log"
@@ -102,19 +130,28 @@ def run(stages: Sequence[Stage], until: float, folder: Path, scratch: Path, comm
         if limit < LEAST_SECONDS:
             append(folder, {"stage": stage.name, "ended": "not begun: no time was left"})
         else:
-            code = processes.run(command_of(stage, limit - 2 * processes.GRACE_SECONDS), limit, log, scratch)
+            code = processes.run(command_of(stage, limit), limit, log, scratch)
             _end(folder, stage, code, limit, log)
             for said in folder.glob("*.log"):
                 said.write_text(without_paths(said.read_text(errors="replace")))
         try:
-            page.write(folder)
+            page.write(folder, out)
+            _pack(folder, out)
         except Exception:  # the numbers are there; the page can be made of them later
             traceback.print_exc()
     found = lines_of(folder, [stage.name for stage in stages])
-    print(f"{folder}.html", flush=True)
+    print(f"{out / folder.name}.html", flush=True)
     failed = any("failed" in line for lines in found.values() for line in lines)
     complete = all(lines and lines[-1].get("ended") == COMPLETE for lines in found.values())
     return 0 if complete and not failed else 1
+
+
+def _pack(folder: Path, out: Path) -> None:
+    """All of `folder` in one file of `out`: whoever ends us leaves the old one or the new one."""
+    new = out / f".{folder.name}.tgz.new"
+    with tarfile.open(new, "w:gz") as archive:
+        archive.add(folder, folder.name)
+    os.replace(new, out / f"{folder.name}.tgz")
 
 
 def _end(folder: Path, stage: Stage, code: int | None, limit: float, log: Path) -> None:

@@ -26,15 +26,15 @@ READ = (
 Row = tuple[str, ...]
 
 
-def write(folder: Path) -> None:
-    """`folder`.md and `folder`.html."""
+def write(folder: Path, out: Path | None = None) -> None:
+    """Write `folder`.md and `folder`.html, into `out` or beside `folder`."""
+    out = folder.parent if out is None else out
     machine = json.loads((folder / "machine.json").read_text())
     found = lines_of(folder, [stage.name for stage in STAGES])
     for ending, text in ((".md", markdown(machine, found)), (".html", as_html(machine, found))):
-        target = folder.with_name(folder.name + ending)
-        new = folder.with_name(f".{folder.name}{ending}.new")
+        new = out / f".{folder.name}{ending}.new"
         new.write_text(text)
-        os.replace(new, target)  # whoever ends us leaves the old page or the new one
+        os.replace(new, out / f"{folder.name}{ending}")  # whoever ends us leaves the old page or the new one
 
 
 def rows_of(lines: list[dict[str, Any]]) -> list[Row]:

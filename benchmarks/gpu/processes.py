@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GRACE_SECONDS = 4.0
-"""What is interrupted says where it was; what hangs in the driver says so when it is aborted, and is killed then."""
+GRACE_SECONDS = 2.0
+"""What is interrupted says where it was; what hangs in the driver says so when it is aborted, and is killed then. Each
+comes behind the limit, which is all for work."""
 
 
 def environment(scratch: Path) -> dict[str, str]:
@@ -44,8 +45,8 @@ def environment(scratch: Path) -> dict[str, str]:
 
 
 def run(command: Sequence[str], seconds: float, log: Path, scratch: Path) -> int | None:
-    """The exit status of `command`, None if it took longer than `seconds` less the time that its end may take; its
-    output and errors are in `log`. Whoever ends this process by an exception ends the other one and all it started."""
+    """The exit status of `command`, None if it took longer than `seconds` (and `end_seconds` to end);
+    its output and errors are in `log`. Who ends this process by an exception ends the other one and all it started."""
     for folder in ("tmp", "cache"):
         (scratch / folder).mkdir(parents=True, exist_ok=True)
     with log.open("wb") as said:
@@ -61,7 +62,7 @@ def run(command: Sequence[str], seconds: float, log: Path, scratch: Path) -> int
         )
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(max(1.0, seconds - 2 * GRACE_SECONDS))
+                return process.wait(max(1.0, seconds))
             for ending in (signal.SIGINT, signal.SIGABRT):
                 with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
                     os.killpg(process.pid, ending)
@@ -80,6 +81,11 @@ def _prepare() -> None:
     file of its memory, which may be all of the machine's."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def end_seconds() -> float:
+    """The most that the end of a process takes which has passed its limit."""
+    return 2 * GRACE_SECONDS
 
 
 def left(until: float) -> float:

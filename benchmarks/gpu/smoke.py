@@ -70,9 +70,10 @@ Build = Callable[[], nn.Module]
 
 
 def train_plain(
-    build: Build, batches: Sequence[torch.Tensor], mixed: torch.dtype | None, where: str, around: Any
+    build: Build, batches: Sequence[torch.Tensor], mixed: torch.dtype | None, where: str, around: Any, parts: int
 ) -> list[torch.Tensor]:
-    """Losses of all steps, then the weights: float32 masters on `where`, computed with on the GPU."""
+    """Losses of all steps, then the weights: float32 masters on `where`, computed with on the GPU, and gradients of
+    `parts` micro-batches summed where they are."""
     torch.manual_seed(0)
     masters, twin = build().to(where), build().cuda().to(mixed or torch.float32)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, fused=True)
@@ -81,13 +82,16 @@ def train_plain(
         with torch.no_grad():
             for master, copied in zip(masters.parameters(), twin.parameters(), strict=True):
                 copied.copy_(master)
-        with around():
-            loss = twin(batch.to(mixed or batch.dtype))
-        loss.backward()
-        losses.append(loss.detach().cpu())
-        for master, copied in zip(masters.parameters(), twin.parameters(), strict=True):
-            master.grad, copied.grad = copied.grad.float().to(master.device), None  # type: ignore[union-attr]
+        for part in batch.chunk(parts):
+            with around():
+                loss = twin(part.to(mixed or part.dtype))
+            loss.backward()
+            losses.append(loss.detach().cpu())
+            for master, copied in zip(masters.parameters(), twin.parameters(), strict=True):
+                arrived = copied.grad.float().to(master.device)  # type: ignore[union-attr]
+                master.grad, copied.grad = arrived if master.grad is None else master.grad + arrived, None
         optimizer.step()
+        optimizer.zero_grad()
     return [*losses, *(parameter.detach().cpu() for parameter in masters.parameters())]
 
 
@@ -98,6 +102,7 @@ def train_managed(
     around: Any,
     adamw: dict[str, Any],
     options: dict[str, Any],
+    parts: int,
 ) -> list[torch.Tensor]:
     """The same of a managed model."""
     import hetmem
@@ -107,10 +112,11 @@ def train_managed(
     optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, **adamw)
     losses = []
     for batch in batches:
-        with around():
-            loss = managed(batch)
-        loss.backward()
-        losses.append(loss.detach().cpu())
+        for part in batch.chunk(parts):
+            with around():
+                loss = managed(part)
+            loss.backward()
+            losses.append(loss.detach().cpu())
         optimizer.step()
         optimizer.zero_grad()
     weights = [value.cpu().clone() for value in managed.state_dict().values()]
@@ -124,23 +130,24 @@ def compared(notes: Notes, build: Build, **asked: Any) -> str:
 
     host, directory = asked.pop("host", "256MiB"), asked.pop("directory", None)
     around = asked.pop("around", contextlib.nullcontext)
-    rows = asked.pop("rows", (8, 8, 8))
+    rows, parts = asked.pop("rows", (8, 8, 8)), asked.pop("parts", 1)
     adamw = {name: asked.pop(name) for name in ("overlap", "gradients") if name in asked}
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(count, 64, generator=generator).cuda() for count in rows]
     resident = asked.pop("resident", False)
-    expected = train_plain(build, batches, asked.get("mixed_precision"), "cuda" if resident else "cpu", around)
+    where = "cuda" if resident else "cpu"
+    expected = train_plain(build, batches, asked.get("mixed_precision"), where, around, parts)
     weights = sum(4 * parameter.numel() for parameter in build().parameters())
     used = torch.cuda.memory_allocated()
     limits: dict[str, Any] = {"device": used + 4 * weights + 128 * MIB, "host": host}
     if not resident:
         limits |= {"device_chunks": weights // 2, **({"nvme": "256MiB", "nvme_dir": directory} if directory else {})}
         asked.setdefault("chunk_bytes", _chunk_bytes(weights))
-    found = train_managed(build, batches, hetmem.Budget(**limits), around, adamw, asked)
+    found = train_managed(build, batches, hetmem.Budget(**limits), around, adamw, asked, parts)
     torch.cuda.synchronize()
-    steps = len(batches)
+    steps = parts * len(batches)
     for at, (one, other) in enumerate(zip(expected, found, strict=True)):
-        what = f"the loss of step {at + 1}" if at < steps else f"weight {at - steps}"
+        what = f"loss {at + 1}" if at < steps else f"weight {at - steps}"
         far = (one.double() - other.double()).abs().max().item()
         assert torch.equal(one, other), (
             f"{what} differs by {far:.3g} at most ({one.flatten()[0]}, {other.flatten()[0]})"
@@ -168,6 +175,14 @@ def smoke(notes: Notes) -> None:
             "bfloat16 copies": lambda: compared(notes, build, mixed_precision=bf16),
             "checkpointed": lambda: compared(notes, lambda: Small(width, checkpointing=True), mixed_precision=bf16),
             "all on the device": lambda: compared(notes, build, resident=True),
+            "bfloat16, all on the device": lambda: compared(notes, build, mixed_precision=bf16, resident=True),
+            "bfloat16, all on the device, checkpointed": lambda: compared(
+                notes, lambda: Small(width, checkpointing=True), mixed_precision=bf16, resident=True
+            ),
+            "bfloat16, all on the device, two micro-batches": lambda: compared(
+                notes, build, mixed_precision=bf16, resident=True, parts=2
+            ),
+            "two micro-batches": lambda: compared(notes, build, mixed_precision=bf16, parts=2),
             "streamed gradients": lambda: compared(
                 notes, build, mixed_precision=bf16, overlap="backward", gradients="streamed"
             ),

@@ -11,13 +11,16 @@ from pathlib import Path
 from benchmarks.gpu import processes
 from benchmarks.gpu.notes import Notes
 
-FILES = {
-    "tests/gpu/test_assumptions.py": 40,
-    "tests/cuda/test_on_gpu.py": 60,
-    "tests/gpu/test_moves.py": 50,
-    "tests/gpu/test_managed.py": 110,
-}
-"""The seconds that each may take."""
+MANAGED = "tests/gpu/test_managed.py"
+FIRST = "fits_stays or late or homes_that_move"
+RUNS = (
+    (MANAGED, FIRST, 60),
+    ("tests/gpu/test_assumptions.py", "", 40),
+    ("tests/cuda/test_on_gpu.py", "", 60),
+    ("tests/gpu/test_moves.py", "", 50),
+    (MANAGED, f"not ({FIRST})", 110),
+)
+"""File, which of its tests, and the seconds that these may take; those that say most first."""
 _SOME = "explained or homes_that_move or stay_on_the_gpu_for"
 SANITIZER = "compute-sanitizer"
 _TOOLKITS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
@@ -30,10 +33,11 @@ def suites(notes: Notes) -> None:
         notes.text("tests", "not run: pytest is not installed")
         return
     pytest = notes.program("pytest")
-    for path, seconds in FILES.items():
-        chosen = ["-k", _SOME] if notes.small else []
+    for path, which, seconds in RUNS:
+        which = " and ".join(f"({each})" for each in (which, _SOME if notes.small else "") if each)
         limit = 10 * seconds if notes.small else seconds
-        run(notes, path, [*pytest, *_OPTIONS, *chosen, str(processes.ROOT / path)], limit)
+        name = f"{path}, {which}" if which else path
+        run(notes, name, [*pytest, *_OPTIONS, *(["-k", which] if which else []), str(processes.ROOT / path)], limit)
     checker = find_sanitizer()
     if checker is None:
         notes.text(SANITIZER, "not on this machine: it comes with the CUDA toolkit")
@@ -44,11 +48,11 @@ def suites(notes: Notes) -> None:
 
 def run(notes: Notes, name: str, command: list[str], seconds: float) -> None:
     """Note how many tests passed and failed; all that pytest said of failures is kept."""
-    limit = min(seconds, notes.left() - 2)
+    limit = min(seconds, notes.left() - processes.end_seconds() - 1)
     if limit < 10:
         notes.line(name=name, skipped=f"{notes.left():.0f} s were left")
         return
-    log = notes.folder / f"tests-{Path(name).stem}.log"
+    log = notes.folder / f"tests-{re.sub(r'[^a-z]+', '-', name)}.log"
     scratch = Path(os.environ["TMPDIR"]).parent
     code = processes.run(
         [*command, f"--rootdir={processes.ROOT}", f"-c{processes.ROOT / 'pyproject.toml'}"], limit, log, scratch

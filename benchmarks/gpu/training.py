@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial, reduce
 from operator import getitem
 from typing import Any
@@ -192,29 +194,33 @@ def streamed(notes: Notes) -> None:
     with filled_fast():
         model: Any = Llama(**shape)
     alone = notes.attempt("compute alone", _alone, notes, lambda: Llama(**shape), tokens)
-    streaming = {"overlap": "backward", "gradients": "streamed"}
-    rows: tuple[tuple[str, float, str, dict[str, str]], ...] = (  # those that say most first
-        ("half of the copies", 0.5, "", streaming),
-        ("all copies", 1.2, "", streaming),
-        ("a tenth of the copies", 0.1, "", streaming),
-        ("half of the copies", 0.5, "", {}),
-        ("half of the copies", 0.5, "checkpointed", streaming),
-        ("half of the copies", 0.5, "", {"overlap": "backward"}),
-        ("an eighth of the copies", 0.125, "checkpointed", streaming),
-        ("all copies", 1.2, "", {}),
-        ("half of the copies", 0.5, "compiled", streaming),  # the last: blocks stay compiled
+    streaming, trailing = {"overlap": "backward", "gradients": "streamed"}, {"overlap": "forward"}
+    rows: tuple[tuple[str, float, int, dict[str, str]], ...] = (  # those that say most first
+        ("half of the copies", 0.5, 0, streaming),
+        ("all copies", 1.2, 0, trailing),
+        ("all copies", 1.2, 0, streaming),
+        ("half of the copies", 0.5, 0, trailing),
+        ("half of the copies, 8 threads update", 0.5, 8, streaming),
+        ("half of the copies, 12 threads update", 0.5, 12, streaming),
+        ("half of the copies", 0.5, 0, {}),
     )
-    for name, share, blocks, adamw in rows:
+    for name, share, threads, adamw in rows:
         said = ", ".join(f"{key} {value}" for key, value in adamw.items()) or "overlap off"
-        case = f"{name}{blocks and f', {blocks}'}, {said}"
-        model.checkpointing = blocks == "checkpointed"
-        if blocks == "compiled" and not notes.small:  # a faked device has no compiler
-            for block in model.blocks:
-                block.compile()
-        build = partial(Llama, **shape, checkpointing=model.checkpointing)
-        chunks = int(share * 2 * count)
-        notes.attempt(case, _streamed, notes, case, build, model, tokens, chunks, adamw, alone, needs=12)
+        case, chunks = f"{name}, {said}", int(share * 2 * count)
+        build = partial(Llama, **shape)
+        notes.attempt(case, _streamed, notes, case, build, model, tokens, chunks, adamw, alone, threads, needs=9)
         _free()
+
+
+@contextmanager
+def _some_cores(count: int) -> Iterator[None]:
+    """Let the threads that begin within run on the first `count` of this process's cores only; on all if 0."""
+    all_cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(all_cores)[:count] if count else all_cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, all_cores)
 
 
 def _free_host_bytes() -> int:
@@ -240,7 +246,15 @@ def _alone(notes: Notes, build: Callable[[], Any], tokens: torch.Tensor) -> floa
 
 
 def _streamed(
-    notes: Notes, case: str, build: Any, model: Any, tokens: torch.Tensor, chunks: int, adamw: Any, alone: float | None
+    notes: Notes,
+    case: str,
+    build: Any,
+    model: Any,
+    tokens: torch.Tensor,
+    chunks: int,
+    adamw: Any,
+    alone: float | None,
+    threads: int,
 ) -> None:
     import hetmem
 
@@ -264,7 +278,10 @@ def _streamed(
         managed = time.perf_counter() - start
         optimizer = hetmem.AdamW(model.parameters(), lr=1e-4, **adamw)
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-        steps = Steps(training_step(model, optimizer, tokens), 1 if notes.small else 3, 6.0)
+        step_of = training_step(model, optimizer, tokens)
+        with _some_cores(threads):
+            step_of()  # which starts the threads
+        steps = Steps(step_of, 1 if notes.small else 3, 5.0, warm_up=1)
         report = hetmem.report(model).to_dict()
     finally:
         hetmem.release(model)
@@ -276,7 +293,7 @@ def _streamed(
     ]
     if "host.update_bytes_per_second" in rates:
         terms.append(28 * count / rates["host.update_bytes_per_second"])
-    terms.append((alone or 0.0) * (4 / 3 if model.checkpointing else 1))
+    terms.append(alone or 0.0)
     notes.number(
         f"{case}: step",
         1e3 * steps.seconds,
@@ -296,29 +313,39 @@ def _streamed(
 
 
 def largest(notes: Notes) -> None:
-    """4, 8 and 11 billion parameters where host and disk hold their states, built as `@managed` builds; 8192 tokens."""
+    """What device and host are said to hold by the bytes of a parameter, and the 11.3 B that an H100 has trained; built
+    as `@managed` builds, 8192 tokens a step."""
     device, disk = torch.cuda.mem_get_info()[1], shutil.disk_usage(notes.folder).free
-    for billions in (11.0, 4.0, 8.0):  # the one that says most first
-        host = int(0.8 * _free_host_bytes())
-        width, depth, vocabulary = 4096, max(1, round(billions * 5)), 50304
+    host = int(0.8 * _free_host_bytes())
+    room = max(0, device - 13 * GIB)
+    """Without activations and the context. A weight takes 17 bytes there (four of float32 and its 16-bit copy), 12.5 on
+    the host."""
+    streaming: dict[str, Any] = {"overlap": "backward", "gradients": "streamed"}
+    shapes = {"largest": int((0.9 * room / 17 + host / 13) / 1e9 * 4.95), "11.3 B": 55}
+    for case, depth, adamw in (
+        ("largest", shapes["largest"], streaming),
+        ("11.3 B", 55, streaming),
+        ("11.3 B, updates in the next forward", 55, {"overlap": "forward"}),
+    ):
+        size = 4096, depth, 50304
         if notes.small:
-            width, depth, vocabulary, host, device = 64, round(billions), 512, 2 << 20, 0
-        size = width, depth, vocabulary
-        states = int(12.5 * sum(sizes_of(partial(GPT, *size))))
-        case, nvme = f"{billions:g} B", max(0, states - host - device // 2)  # the device holds activations, too
+            size, host, room = (64, 8 if case == "largest" else 4, 512), 2 << 20, 0
+        count = sum(sizes_of(partial(GPT, *size)))
+        states = int(12.5 * count)
+        nvme = max(0, states - host - int(0.75 * room))
         if nvme > 0.8 * disk:
             notes.line(name=case, skipped=f"{states / GIB:.0f} GiB of states: device, host and disk hold less")
             continue
         needs = 3.0 if notes.small else 10 + states / GIB / 2.5 + 8 * nvme / GIB / 1.5
-        notes.attempt(case, _largest, notes, case, size, min(host, states), nvme, needs=needs)
+        case = f"{case} ({count / 1e9:.1f} B)" if case == "largest" else case
+        notes.attempt(case, _largest, notes, case, size, min(host, states), nvme, adamw, needs=needs)
         _free()
 
 
-def _largest(notes: Notes, case: str, size: tuple[int, int, int], host: int, nvme: int) -> None:
+def _largest(notes: Notes, case: str, size: tuple[int, int, int], host: int, nvme: int, fast: dict[str, Any]) -> None:
     import hetmem
 
     tokens = _tokens(*((1, 16) if notes.small else (8, 1024)), size[-1])
-    fast: dict[str, Any] = {"overlap": "backward", "gradients": "streamed"}
     build = partial(GPT, *size, checkpointing=True)
     with tempfile.TemporaryDirectory() as directory:
         limits: dict[str, Any] = {"host": host, **({"nvme": nvme + GIB, "nvme_dir": directory} if nvme else {})}
@@ -387,8 +414,9 @@ def peers(notes: Notes) -> None:
                 f"{about}: step", 1e3 * peer.median("wall"), "ms", ceiling=ceiling, **details, loss=last["loss"]
             )
 
+    names = [name for name in compared.PEERS if "nvme" not in name]  # which take most of each round
     found = compared.compare(
-        list(compared.PEERS), shape, 2 if notes.small else 8, notes.left() - 4, tell, notes.program("benchmarks.peers")
+        names, shape, 2 if notes.small else 8, notes.left() - 4, tell, notes.program("benchmarks.peers")
     )
     for peer in found:
         if not peer.counts:

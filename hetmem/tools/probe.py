@@ -1,6 +1,7 @@
 """Measures this machine for the planner, in about a minute: memory, disk, links and, if there is one, the GPU.
 
-It measures with the code that training uses: the optimizer's kernel, the NVMe store, torch's copies. It leaves no file.
+It measures with the code and the memory that training uses: the optimizer's kernel, the NVMe store, torch's copies,
+huge pages that the driver page-locks. It leaves no file.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from hetmem.base.units import MIB
 from hetmem.cpu import AdamWStep, adamw_tasks
 from hetmem.cpu.workers import WorkerPool, usable_cores
 from hetmem.engine.homes import ALLOCATOR_SHARE
+from hetmem.memory.chunk import elements
+from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.host_memory import Mapping
 from hetmem.memory.nvme_store import BLOCK_BYTES, REQUEST_BYTES, THREADS, Extent, NvmeStore
 from hetmem.planner import DEFAULT_HARDWARE, load_profile
 from hetmem.planner.step_program import UPDATE_BYTES
 
 _COPY_BYTES = 256 * MIB
-_UPDATE_ELEMENTS = 16 << 20
+_UPDATE_ELEMENTS = 64 << 20  # 1 GiB in all: of less a part would stay in the cache of a large processor
 _DISK_BYTES = 256 * MIB
 _LOOKED_SECONDS, _BUSY_SHARE = 0.3, 0.25
 
@@ -142,19 +145,26 @@ def _host(scale: int) -> HostProfile:
 
 def _copy_rate(scale: int) -> float:
     nbytes = _COPY_BYTES // scale
-    source, target = torch.ones(nbytes // 4), torch.zeros(nbytes // 4)
+    source, target = _parts(Mapping(2 * nbytes), 2, torch.float32)
+    source.fill_(1.0)  # unwritten pages are all one page of zeros
     return nbytes / seconds(lambda: target.copy_(source))
 
 
-def _update_rate(elements: int) -> float:
+def _update_rate(count: int) -> float:
     """Measure the bytes per second of the optimizer's own kernel, all traffic counted."""
     pool = WorkerPool()
-    param, gradient, first, second = (torch.full((elements,), 1e-3) for _ in range(4))
+    param, gradient, first, second = (part.fill_(1e-3) for part in _parts(Mapping(16 * count), 4, torch.float32))
     hyper = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3, False)
     try:
-        return UPDATE_BYTES * elements / seconds(lambda: pool.run(adamw_tasks(hyper, param, gradient, first, second)))
+        return UPDATE_BYTES * count / seconds(lambda: pool.run(adamw_tasks(hyper, param, gradient, first, second)))
     finally:
         pool.close()
+
+
+def _parts(memory: Mapping, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return `count` tensors of equal length that share `memory`, a mapping as homes lie in."""
+    nbytes = memory.nbytes // count
+    return [elements(memory.buffer(at * nbytes, nbytes), dtype, nbytes // dtype.itemsize) for at in range(count)]
 
 
 # ---- the disk ----------------------------------------------------------------------------------------------------
@@ -215,9 +225,37 @@ def _simulated(scale: int, host: HostProfile) -> tuple[DeviceProfile, Rate, Rate
 
 
 def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
-    """Measure the first GPU: its links from pinned memory, its memory, its matrix rates."""
+    """Measure the first GPU: its links from page-locked memory, its memory, its matrix rates."""
     nbytes = _COPY_BYTES // scale
-    pinned = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    memory = Mapping(2 * nbytes)
+    unpin = CudaDevice(0).pin(memory)
+    try:
+        latency, up, down, both = _links(_parts(memory, 2, torch.uint8))
+    finally:
+        unpin()
+    device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+
+    def copy() -> None:
+        device[1].copy_(device[0])
+        torch.cuda.synchronize()
+
+    bandwidth = 2 * nbytes / seconds(copy)
+    flops = {
+        str(t).removeprefix("torch."): _matrix_rate(t, scale) for t in (torch.bfloat16, torch.float16, torch.float32)
+    }
+    launch = _launch_seconds()
+    total = int(torch.cuda.get_device_properties(0).total_memory)
+    return (
+        DeviceProfile(total, bandwidth, flops, launch, ALLOCATOR_SHARE),
+        Rate(up, latency),
+        Rate(down, latency),
+        both,
+    )
+
+
+def _links(pinned: list[torch.Tensor]) -> tuple[float, float, float, float]:
+    """Return the seconds of a small copy from and to `pinned`, and the bytes a second up, down, and both at once."""
+    nbytes = pinned[0].nbytes
     device = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
 
@@ -238,23 +276,7 @@ def _gpu(scale: int) -> tuple[DeviceProfile, Rate, Rate, float]:
     up = nbytes / seconds(lambda: move(up=True, down=False))
     down = nbytes / seconds(lambda: move(up=False, down=True))
     both = 2 * nbytes / seconds(lambda: move(up=True, down=True))
-
-    def copy() -> None:
-        device[1].copy_(device[0])
-        torch.cuda.synchronize()
-
-    bandwidth = 2 * nbytes / seconds(copy)
-    flops = {
-        str(t).removeprefix("torch."): _matrix_rate(t, scale) for t in (torch.bfloat16, torch.float16, torch.float32)
-    }
-    launch = _launch_seconds()
-    memory = int(torch.cuda.get_device_properties(0).total_memory)
-    return (
-        DeviceProfile(memory, bandwidth, flops, launch, ALLOCATOR_SHARE),
-        Rate(up, latency),
-        Rate(down, latency),
-        both,
-    )
+    return latency, up, down, both
 
 
 def _matrix_rate(dtype: torch.dtype, scale: int) -> float:
