@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from benchmarks import nearest_codes
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Task, adamw_tasks, prepare_adamw
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, Task, adamw_tasks, prepare_small
 from hetmem.cpu.workers import WorkerPool
 
 SEED, CORPUS_BYTES, HELD_OUT_BYTES = 20, 4_000_000, 200_000
@@ -73,7 +73,7 @@ def compact(weight: torch.dtype, moments: torch.dtype) -> Callable[[Tensor, int]
         p = computed.to(weight, copy=True)
         computed.copy_(p)
         m, v = (torch.zeros_like(p, dtype=moments) for _ in range(2))
-        return lambda step, grad: prepare_adamw(p, grad, [m, v], computed, key=key)(step)
+        return lambda step, grad: prepare_small(p, grad, [m, v], computed, key=key)(step)
 
     return make
 
@@ -89,7 +89,7 @@ def eight_bits(weight: torch.dtype) -> Callable[[Tensor, int], Update]:
         p = computed.to(weight, copy=True)
         computed.copy_(p)
         codes = zero_codes(p.numel())
-        return lambda step, grad: prepare_adamw(p, grad, codes, computed, key=key)(step)
+        return lambda step, grad: prepare_small(p, grad, codes, computed, key=key)(step)
 
     return make
 

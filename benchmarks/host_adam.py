@@ -30,7 +30,7 @@ from hetmem.cpu import (
     AdamWStep,
     adamw_tasks,
     kernel_name,
-    prepare_adamw,
+    prepare_small,
     square_sum_tasks,
 )
 from hetmem.cpu.workers import WorkerPool
@@ -135,11 +135,11 @@ def small_states(elements: int, pool: WorkerPool) -> Runs:
     for name, weight in (("fp32 weights", torch.float32), ("bf16 weights", torch.bfloat16)):
         p, grad, m, v, copy = make_tensors(elements)
         small = (p.to(weight), grad, [m.bfloat16(), v.bfloat16()], copy if weight is torch.float32 else None)
-        runs[f"{name}, bf16 moments"] = lambda small=small: pool.run(prepare_adamw(*small, key=1)(STEP))
+        runs[f"{name}, bf16 moments"] = lambda small=small: pool.run(prepare_small(*small, key=1)(STEP))
         scales = [torch.zeros(-(-elements // GROUP_ELEMENTS)) for _ in range(2)]
         codes = [torch.zeros(elements, dtype=dtype) for dtype in (torch.int8, torch.uint8)]
         coded = (p.to(weight), grad, [codes[0], scales[0], codes[1], scales[1]], small[3])
-        runs[f"{name}, 8-bit moments"] = lambda coded=coded: pool.run(prepare_adamw(*coded, key=1)(STEP))
+        runs[f"{name}, 8-bit moments"] = lambda coded=coded: pool.run(prepare_small(*coded, key=1)(STEP))
     return runs
 
 

@@ -91,7 +91,7 @@ class Replay:
         for block in range(blocks):
             if self.residency.state(block, Tier.DEVICE) is not None:
                 self.carry_out(self.residency.invalidate(block, Tier.DEVICE))
-                self.carry_out(self.residency.prefetch(block, Tier.DEVICE))
+                self.carry_out(self.residency.prefetch([block], Tier.DEVICE))
         self.drain()
 
 

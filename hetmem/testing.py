@@ -41,8 +41,8 @@ POINTS = {
     "write of the user": "hetmem.engine.write_check:WriteCheck._supersede",
     "ask for a role": "hetmem.engine.traffic:Traffic.ask_role",
     "close a role": "hetmem.engine.traffic:Traffic.close_role",
-    "begin an update": "hetmem.engine.traffic:Traffic.begin_update",
-    "end an update": "hetmem.engine.traffic:Traffic.end_update",
+    "begin an update": "hetmem.engine.traffic:Traffic.begin_updates",
+    "end an update": "hetmem.engine.traffic:Traffic.end_updates",
     "give a home away": "hetmem.engine.write_check:give_away",
     "give a copy away": "hetmem.engine.param_views:give_away",
     "gradients arrive": "hetmem.engine.gradients:GradientSink.wait_until_home",
@@ -278,7 +278,7 @@ class Inside:
         """Begin to fetch `role` of `chunk` to `tier`, if there is room."""
         block = self._runtime.chunks[chunk].homes[_role(role)].block
         assert block is not None
-        self._traffic.execute(self._traffic.residency.prefetch(block, Tier[tier.upper()]))
+        self._traffic.execute(self._traffic.residency.prefetch([block], Tier[tier.upper()]))
 
     def forget_copies(self) -> None:
         """Evict every copy on every tier; none may be in use."""

@@ -1,14 +1,14 @@
 """The optimizer's passes over host memory, each as tasks over tiles: AdamW, AdamW on smaller states, and the norm."""
 
 from hetmem.cpu.adamw import (
-    GROUP_ELEMENTS,
     AdamWStep,
     adamw_on_device,
     adamw_tasks,
     kernel_name,
-    prepare_adamw,
+    prepare_runs,
 )
 from hetmem.cpu.norm import square_sum_tasks, total
+from hetmem.cpu.small_states import GROUP_ELEMENTS, prepare_small
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
 __all__ = [
@@ -19,7 +19,8 @@ __all__ = [
     "adamw_on_device",
     "adamw_tasks",
     "kernel_name",
-    "prepare_adamw",
+    "prepare_runs",
+    "prepare_small",
     "square_sum_tasks",
     "total",
 ]

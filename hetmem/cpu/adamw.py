@@ -13,23 +13,10 @@ kernel differs, the host updates.
 
 Note "tail": torch's kernel on the host rounds v differently in the elements behind its last full vector. The length of
 a vector depends on the CPU and on how torch was built, so for the device it is found by trying.
-
-Note "stochastic rounding": states smaller than float32 (bfloat16 moments, moments of 8 bits, bfloat16 weights without a
-master) are updated in float32 and then rounded up or down with the probabilities that make the expected value exact.
-Rounding to nearest would keep the second moment from ever falling, as b2 = 0.999 takes off a thousandth a step and
-bfloat16 has 8 bits (a 256th): v would stay at its greatest value; a weight would lose every change below a 512th of
-itself, which is most of them; a first moment of 8 bits would stay at codes below 5.
-
-The random bits are a hash of (key, step, element, which state) without any memory: the same for any number of threads,
-tile size or arrangement in chunks, and in a run that continues from a checkpoint. `loops._mix` has Wellons's lowbias32
-(2018). 8 bits: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), with linear codes: -127 to 127
-for the first moment, 0 to 255 for the root of the second.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -43,15 +30,17 @@ import torch
 from hetmem import torch_private
 from hetmem.base.units import round_down
 from hetmem.cpu import loops
-from hetmem.cpu.workers import Task, as_array, check_flat, cut, one_torch_thread, runs_of, tiles_of
+from hetmem.cpu.workers import Task, as_array, check_flat, cut, most_threads, one_torch_thread, tiles_of
 from hetmem.cuda import kernels
 from hetmem.cuda.backend import Backend, TorchBackend, backend
-from hetmem.errors import ManageError
 
 # Vectors have at most 16 float32, and every width divides 16, so torch's kernel treats the last `numel % 16` elements
 # alike alone and within the whole: see note "tail".
 WIDEST_VECTOR = 16
 _SCALED_BYTES = 64 << 20
+
+SHARED_TILE_ELEMENTS = 64 * 1024
+"""Elements of a tile of `loops.adamw_tiles`: some hundred microseconds, as the last ones keep single threads busy."""
 
 # What the loops read and write beside the states.
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,45 +83,78 @@ def adamw_tasks(
     `torch.optim.AdamW(fused=True)` with `(grad.float() * grad_scale).to(param.dtype)`, and
     `param.to(compute_copy.dtype)`, bit for bit (a NaN is a NaN of any payload). Compiles on first use.
     """
-    return prepare_adamw(param, grad, (exp_avg, exp_avg_sq), compute_copy)(step)
+    copies = () if compute_copy is None else (compute_copy,)
+    return prepare_runs([(param, grad, exp_avg, exp_avg_sq, *copies)])([step])
 
 
-def prepare_adamw(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    moments: Sequence[torch.Tensor],
-    compute_copy: torch.Tensor | None = None,
-    *,
-    key: int | None = None,
-) -> Callable[[AdamWStep], list[Task]]:
-    """Return a function that makes the `adamw_tasks` of these tensors for a step; call it once a step. It holds the
-    memory.
+Flats = tuple[torch.Tensor, ...]
+"""The flat tensors of one parameter: itself, its gradient, two moments and, if there is one, its 16-bit copy."""
 
-    With a `key` of the parameter's own (made from a seed and its number), `param` and each moment may be float32 or
-    bfloat16, and both moments in 8 bits; what is not float32 is rounded stochastically: see the note. In 8 bits
-    `moments` are codes and scales of the first, then of the second. code * scale is the first moment (int8), or the
-    root of the second (uint8), with a float32 scale for each GROUP_ELEMENTS. All zeros is the state before the first
-    step. `compute_copy` gets the stored `param`. Equal bits on every CPU. A group of codes with an element that is not
-    finite decodes to NaN from then on. Raises `ManageError` if Numba cannot compile the loop.
+
+def prepare_runs(runs: Sequence[Flats]) -> Callable[[Sequence[AdamWStep]], list[Task]]:
+    """Return a function that makes the `adamw_tasks` of all `runs` (parameter, gradient, two moments, and perhaps a
+    copy) for a step of each; call it once a step, when the tasks of the last one have ended. It holds the memory.
+
+    Runs of one kind are updated by a few tasks, which share their tiles: see `loops.adamw_tiles`.
     """
-    flats, numel = (param, grad, *moments, compute_copy), param.numel()
-    pers = [GROUP_ELEMENTS if len(moments) == 4 and at in (3, 5) else 1 for at in range(len(flats))]  # per item
-    check_flat(param, *(flat for flat, per in zip(flats, pers, strict=True) if per == 1))
-    dtypes = tuple([None if flat is None else flat.dtype for flat in flats])
-    loop: Any = _kernel(dtypes) if key is not None else _verified_loop(param.dtype, grad.dtype, dtypes[-1])
-    body = 0 if isinstance(loop, str) else numel if key is not None else round_down(numel, WIDEST_VECTOR)
-    arrays = [None if flat is None or not body else as_array(flat) for flat in flats]
-    tiles = [(np.int64(tile.start), cut(arrays, tile, pers)) for tile in runs_of(body)]
-    rest = [cut(flats, slice(body + tile.start, body + tile.stop), pers) for tile in tiles_of(numel - body)]
+    tables: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[tuple[int, ...]]] = {}
+    owners: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[int]] = {}
+    rest: list[tuple[int, list[Any]]] = []
+    for number, flats in enumerate(runs):
+        check_flat(*flats)
+        param, grad, exp_avg, exp_avg_sq, *copies = flats
+        kind = param.dtype, grad.dtype, copies[0].dtype if copies else None
+        body = 0 if isinstance(_verified_loop(*kind), str) else round_down(param.numel(), WIDEST_VECTOR)
+        rest += [
+            (number, cut(flats, slice(body + tile.start, body + tile.stop), [1] * len(flats)))
+            for tile in tiles_of(param.numel() - body)
+        ]
+        if body:
+            bases = [(flat.data_ptr(), flat.itemsize) for flat in (param, exp_avg, exp_avg_sq, grad, *copies)]
+            tiles = [(start, min(SHARED_TILE_ELEMENTS, body - start)) for start in range(0, body, SHARED_TILE_ELEMENTS)]
+            tables.setdefault(kind, []).extend(
+                (0, size, *(base + start * itemsize for base, itemsize in bases), *(() if copies else (0,)))
+                for start, size in tiles
+            )
+            owners.setdefault(kind, []).extend([number] * len(tiles))
+    shared = [
+        (_verified_loop(*kind), np.array(table, np.int64), np.array(owners[kind]), *_samples(kind))
+        for kind, table in tables.items()
+    ]
 
-    def tasks(step: AdamWStep) -> list[Task]:
-        scalars = scalars_of(step)
-        if key is not None:
-            return [partial(loop, scalars, _keys(key, step.step, first), first, *tile) for first, tile in tiles]
-        made: list[Task] = [partial(loop, scalars, _NO_KEYS, first, *tile) for first, tile in tiles]
-        return [*made, *[partial(update_by_torch, step, *tile) for tile in rest]] if rest else made
+    def tasks(steps: Sequence[AdamWStep]) -> list[Task]:
+        made: list[Task] = [partial(update_by_torch, steps[number], *tile) for number, tile in rest]
+        numbers = {step: at for at, step in enumerate(dict.fromkeys(steps))}
+        scalars = np.array([scalars_of(step) for step in numbers], np.float32)
+        which = None if len(numbers) == 1 else np.array([numbers[step] for step in steps])
+        for loop, table, owner, *samples in shared:
+            if which is not None:
+                table[:, 0] = which[owner]
+            elif len(scalars) == 1:
+                table[:, 0] = 0
+            task = SharedTiles(loop, (scalars, table, np.zeros(1, np.int64), *samples), runs)
+            made += [task] * min(len(table), most_threads())
+        return made
 
     return tasks
+
+
+class SharedTiles:
+    """A task of several threads: each call of `loop` runs tiles until none is left. Holds the `memory` to which the
+    tiles have addresses."""
+
+    __slots__ = ("_arguments", "_loop", "_memory")
+
+    def __init__(self, loop: loops.Loop, arguments: tuple[Any, ...], memory: object) -> None:
+        self._loop, self._arguments, self._memory = loop, arguments, memory
+
+    def __call__(self) -> None:
+        self._loop(*self._arguments)
+
+
+def _samples(kind: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> list[Any]:
+    """Return empty arrays of the types of gradient and copy."""
+    return [None if dtype is None else as_array(torch.empty(0, dtype=dtype, device="cpu")) for dtype in kind[1:]]
 
 
 def adamw_on_device(
@@ -210,7 +232,7 @@ def scalars_of(step: AdamWStep) -> tuple[np.float32, ...]:
 
 # ---- The choice between loop and torch, and torch's kernel. ----
 
-_STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
+TRIED_STEP = AdamWStep(lr=1e-3, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.3)
 """The step of trials."""
 
 
@@ -219,7 +241,7 @@ def _verified_loop(param: torch.dtype, grad: torch.dtype, compute_copy: torch.dt
     """Return the compiled loop for these dtypes once it has given torch's bits, or why torch's kernel must run."""
     if param != torch.float32 or grad not in GRADIENTS or compute_copy not in COPIES:
         return f"no loop for {param}, {grad}, {compute_copy}"
-    return loops.verified(loops.adamw, lambda loop: _equals_torch(loop, grad, compute_copy))
+    return loops.verified(loops.adamw_tiles, lambda loop: _equals_torch(loop, grad, compute_copy))
 
 
 def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
@@ -230,10 +252,12 @@ def _equals_torch(loop: loops.Loop, grad_dtype: torch.dtype, copy_dtype: torch.d
     tensors = (param, grad.to(grad_dtype), exp_avg, exp_avg_sq.square(), copy)
     given = [tensor for tensor in tensors if tensor is not None]
     expected = [tensor.clone() for tensor in given]
-    update_by_torch(_STEP, *expected)
-    loop(
-        scalars_of(_STEP), _NO_KEYS, np.int64(0), *(None if tensor is None else as_array(tensor) for tensor in tensors)
-    )
+    update_by_torch(TRIED_STEP, *expected)
+    in_rows = param, *given[2:4], given[1], *given[4:]
+    half = param.numel() // 2  # two tiles
+    tiles = [[0, half, *(flat[part * half :].data_ptr() for flat in in_rows), 0][:7] for part in range(2)]
+    scalars, taken = np.array([scalars_of(TRIED_STEP)], np.float32), np.zeros(1, np.int64)
+    loop(scalars, np.array(tiles, np.int64), taken, *_samples((torch.float32, grad_dtype, copy_dtype)))
     return all(map(torch.equal, given, expected))
 
 
@@ -276,60 +300,7 @@ def _fused(
     )  # fmt: skip
 
 
-# ---- Smaller states: see note "stochastic rounding". ----
-
-GROUP_ELEMENTS = loops.GROUP
-"""Elements that share a scale; groups start at a parameter's first element."""
-
-_STATES = (torch.float32, torch.bfloat16)
-
-
-def check_numba() -> None:
-    """Raise `ManageError` if Numba is not installed."""
-    if importlib.util.find_spec("numba") is None:
-        raise _needs_numba("it is not installed")
-
-
-def _needs_numba(why: str) -> ManageError:
-    return ManageError(
-        f"moments= and stochastic_rounding= need Numba, which cannot compile here ({why}): pip install 'numba>=0.61', "
-        f"or leave them out"
-    )
-
-
-def _keys(key: int, step: int, first: np.int64 | int) -> tuple[np.uint32, ...]:
-    """Return two keys for the moments and two for the weight, with the bits of the index beyond the hash's 32."""
-    digest = hashlib.blake2b(f"{key} {step} {int(first) >> 32}".encode(), digest_size=16).digest()
-    return tuple(np.frombuffer(digest, np.dtype("<u4")).astype(np.uint32))
-
-
-_NO_KEYS = (np.uint32(0),) * 4
-
-
-@cache
-def _kernel(dtypes: tuple[torch.dtype | None, ...]) -> loops.Loop:
-    """Return the loop as machine code for param, grad, moments (7 in all where they have scales) and copy of `dtypes`.
-    Raises `ManageError` if Numba cannot compile it."""
-    in_codes, grad, copy = len(dtypes) == 7, dtypes[1], dtypes[-1]
-    for dtype in dtypes[:1] if in_codes else (dtypes[0], *dtypes[2:4]):
-        assert dtype in _STATES, f"states are float32 or bfloat16, got {dtype}"
-    assert grad in GRADIENTS and copy in COPIES, f"gradients and copies are of 16 or 32 bits, got {grad} and {copy}"
-    try:
-        with loops.compiling():
-            compiled = loops.compile_loop(loops.adamw_8_bit if in_codes else loops.adamw)
-            nothing = (
-                None if dtype is None else as_array(torch.empty(0, dtype=dtype, device="cpu")) for dtype in dtypes
-            )
-            compiled(scalars_of(_STEP), _NO_KEYS, np.int64(0), *nothing)
-            return compiled
-    except Exception as error:
-        raise _needs_numba(f"{type(error).__name__}: {error}") from error
-
-
 # ---- On a device, with the bits of the host. ----
-
-Flats = tuple[torch.Tensor, ...]
-"""The flat tensors of one parameter: itself, its gradient, two moments and, if there is one, its 16-bit copy."""
 
 _SIMULATED = TorchBackend("the device is simulated")
 _WIDTHS = (16, 8, 4, 2, 1)
@@ -377,8 +348,8 @@ def _trial(dtype: torch.dtype, copy_dtype: torch.dtype | None) -> list[torch.Ten
     param, grad, exp_avg, exp_avg_sq = normal
     sample = [param, grad, exp_avg, exp_avg_sq.square()]
     vectors, others = ([tensor.clone() for tensor in sample] for _ in range(2))
-    kernels.adamw(_SIMULATED, scalars_of(_STEP), *vectors)
-    kernels.adamw(_SIMULATED, scalars_of(_STEP), *others, tail=_SAMPLE)
+    kernels.adamw(_SIMULATED, scalars_of(TRIED_STEP), *vectors)
+    kernels.adamw(_SIMULATED, scalars_of(TRIED_STEP), *others, tail=_SAMPLE)
     telling = (vectors[-1] != others[-1]).nonzero().flatten()
     rest = torch.arange(sum(_TRIED) - _TRIED[0], device="cpu") % telling.numel()
     chosen = torch.cat([torch.arange(_TRIED[0], device="cpu"), telling[rest]])
@@ -391,6 +362,6 @@ def _agrees(device: torch.device, given: list[torch.Tensor], width: int) -> bool
     there = [tensor.to(device, copy=True) for tensor in given]
     parts = (zip(*(tensor.split(_TRIED) for tensor in tensors), strict=True) for tensors in (here, there))
     for on_host, on_device in zip(*parts, strict=True):
-        update_by_torch(_STEP, *on_host)
-        kernels.adamw(kernels_of(device), scalars_of(_STEP), *on_device, tail=on_device[0].numel() % width)
+        update_by_torch(TRIED_STEP, *on_host)
+        kernels.adamw(kernels_of(device), scalars_of(TRIED_STEP), *on_device, tail=on_device[0].numel() % width)
     return all(torch.equal(one, other.cpu()) for one, other in zip(here, there, strict=True))

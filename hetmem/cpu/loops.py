@@ -51,8 +51,8 @@ def element(scalars: Any, p: Any, g: Any, m: Any, v: Any) -> Any:
 def adamw(scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any) -> None:
     """Update arrays by `element`; `copy`, if not None, gets the new `param` in its own type.
 
-    States are float32, or bfloat16 with stochastic rounding (see the note in `hetmem.cpu.adamw`), for which element 0
-    is the parameter's element `first`.
+    States are float32, or bfloat16 with stochastic rounding (see the note in `hetmem.cpu.small_states`), for which
+    element 0 is the parameter's element `first`.
     """
     for i in range(param.size):
         state = _widen(param[i]), _widen(grad[i]), _widen(exp_avg[i]), _widen(exp_avg_sq[i])
@@ -64,6 +64,24 @@ def adamw(scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: A
         param[i] = stored
         if copy is not None:
             copy[i] = _narrow(_widen(stored), copy[i])
+
+
+def adamw_tiles(scalars: Any, tiles: Any, taken: Any, grad: Any, copy: Any) -> None:
+    """Update the float32 tiles that no other thread takes, one after the other, by `adamw`.
+
+    A row of `tiles` has a row of `scalars`, a number of elements, and addresses: of the parameter, both moments, the
+    gradient and the copy, which are of the types of `grad` and `copy`. `taken[0]` counts the tiles that threads have
+    taken.
+    """
+    keys = (np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0))
+    at = _take(taken)
+    while at < tiles.shape[0]:
+        row = tiles[at]
+        s, size = scalars[row[0]], row[1]
+        own = s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]
+        param, exp_avg, exp_avg_sq = _memory(row[2], size, s), _memory(row[3], size, s), _memory(row[4], size, s)
+        adamw(own, keys, 0, param, _memory(row[5], size, grad), exp_avg, exp_avg_sq, _memory(row[6], size, copy))
+        at = _take(taken)
 
 
 def adamw_8_bit(
@@ -246,12 +264,23 @@ def _code(x: Any, scale: Any, noise: Any, like: Any) -> Any:
     raise NotImplementedError
 
 
+def _take(taken: Any) -> Any:
+    """Add 1 to `taken[0]`, an int64, in one step for all threads; return the number before."""
+    raise NotImplementedError
+
+
+def _memory(address: Any, size: Any, like: Any) -> Any:
+    """Return `size` elements at `address` as an array of the type of elements of `like`; None if that is None."""
+    raise NotImplementedError
+
+
 @cache
 def _teach_numba() -> None:
     """Register with Numba the operations above, in Python or LLVM's terms, and let it inline what loops call."""
     from llvmlite import ir
     from numba import types
     from numba.extending import lower_builtin, register_jitable, type_callable
+    from numba.np.arrayobj import make_array, populate_array
 
     f64, f32, bf16, f16 = types.float64, types.float32, types.uint16, types.int16
     half = ir.HalfType()
@@ -273,6 +302,26 @@ def _teach_numba() -> None:
         _need_float16()
         return build.bitcast(build.fptrunc(args[0], half), ir.IntType(16))
 
+    def take(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        counter = make_array(sig.args[0])(context, build, args[0]).data
+        return build.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    def memory(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        address, size, _ = args
+        of, element = sig.return_type, context.get_data_type(sig.return_type.dtype)
+        array, itemsize = make_array(of)(context, build), ir.Constant(ir.IntType(64), context.get_abi_sizeof(element))
+        pointer = build.inttoptr(address, element.as_pointer())
+        populate_array(array, data=pointer, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None)
+        return array._getvalue()
+
+    def no_memory(context: Any, build: Any, sig: Any, args: Any) -> Any:
+        return context.get_dummy_value()
+
+    def type_of_memory(context: Any) -> Any:
+        return lambda address, size, like: like if like is types.none else types.Array(like.dtype, 1, "C")
+
+    type_callable(_take)(lambda context: lambda taken: types.int64)
+    type_callable(_memory)(type_of_memory)
     type_callable(_fma)(lambda context: lambda a, b, c: c)
     type_callable(_widen)(lambda context: lambda x: f32)
     type_callable(_narrow)(lambda context: lambda x, like: like)
@@ -291,9 +340,12 @@ def _teach_numba() -> None:
         (_dither, (f32, bf16, types.uint32), python(_dither_bfloat16)),
         (_code, (f32, f32, types.uint32, types.int8), python(_code_int8)),
         (_code, (f32, f32, types.uint32, types.uint8), python(_code_uint8)),
+        (_take, (types.Array,), take),
+        (_memory, (types.Integer, types.Integer, types.Array), memory),
+        (_memory, (types.Integer, types.Integer, types.NoneType), no_memory),
     ):
         lower_builtin(operation, *operands)(lower)
-    for function in (element, _add_squares, _by_halves, _mix, _upper, _magnitude, _scale, _coded):
+    for function in (element, adamw, _add_squares, _by_halves, _mix, _upper, _magnitude, _scale, _coded):
         register_jitable(**_OPTIONS)(function)
 
 

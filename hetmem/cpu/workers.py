@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,10 +106,36 @@ def usable_cores(cores: Collection[int] = ()) -> int:
     return min(allowed, psutil.cpu_count(logical=False) or allowed)
 
 
+def most_threads() -> int:
+    """Return how many threads of this process can run at a time."""
+    return len(os.sched_getaffinity(0))
+
+
 def _allowed(cores: Collection[int]) -> set[int]:
     """Return the CPUs that this process may run on, of `cores` if it may use any."""
     all_allowed = os.sched_getaffinity(0)
     return all_allowed.intersection(cores) or all_allowed
+
+
+_MANY = 8
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+def left_to_training(allowed: set[int], folder: Path = _CPUS) -> set[int]:
+    """Return the CPUs among `allowed` that updates leave to the thread that trains: a physical core, as a thread whose
+    sibling streams memory launches operators at half its speed. Virtual machines often hide which CPUs are siblings: of
+    many CPUs two are left then. The last CPUs, as the first ones serve interrupts; none if there is only one."""
+    if len(allowed) < 2:
+        return set()
+    last = max(allowed)
+    siblings = {last}
+    with suppress(OSError, ValueError):
+        listed = (folder / f"cpu{last}/topology/thread_siblings_list").read_text().strip()
+        spans = (part.partition("-") for part in listed.split(","))
+        siblings = {cpu for first, _, end in spans for cpu in range(int(first), int(end or first) + 1)} & allowed
+    if len(siblings) == 1 and len(allowed) >= _MANY:
+        return {last, max(allowed - {last})}
+    return siblings if len(siblings) < len(allowed) else {last}
 
 
 class Batch:
@@ -193,26 +220,32 @@ def _drain(batch: Batch, more: int, submit: Callable[[Task], None]) -> None:
 
 
 def _bind_this_thread(cores: Collection[int]) -> None:
-    """Bind this thread to `cores`, as far as the process may use them. If that fails the thread is only slower."""
+    """Bind this thread to `cores`, as far as the process may use them, and of many only to those that are not
+    `left_to_training`. If that fails the thread is only slower."""
     with suppress(OSError, ValueError):
         if cores:
-            os.sched_setaffinity(0, _allowed(cores))
+            allowed = _allowed(cores)
+            os.sched_setaffinity(0, allowed - left_to_training(allowed) if len(allowed) >= _MANY else allowed)
 
 
 class WorkerPool:
     """Runs the tasks of a batch on `threads` threads, the calling one included.
 
-    `threads=None` takes `usable_cores(cores)`. Workers bind to `cores` (numbers of CPUs, such as those near the memory)
-    if possible. They start with the first batch that can use them; the interpreter's exit waits for batches under way.
-    A thread that runs or joins a batch works on it too, and needs no worker to finish it; so `run` may be called from
-    several threads, from a task, after `close`, or in a forked child.
+    `threads=None` takes one for each CPU but those that are `left_to_training`, and the calling one. Workers bind to
+    `cores` (numbers of CPUs, such as those near the memory) if possible. They start with the first batch that can use
+    them; the interpreter's exit waits for batches under way. A thread that runs or joins a batch works on it too, and
+    needs no worker to finish it; so `run` may be called from several threads, from a task, after `close`, or in a
+    forked child.
     """
 
     def __init__(self, threads: int | None = None, cores: Collection[int] | None = None) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"a worker pool needs at least 1 thread, got {threads}")
         self._cores = frozenset(cores or ())
-        self.threads = usable_cores(self._cores) if threads is None else threads
+        if threads is None:
+            allowed = _allowed(self._cores)
+            threads = len(allowed - left_to_training(allowed)) + (len(allowed) > 1)
+        self.threads = threads
         self._lock = threading.Lock()
         self._workers = self._new_workers()
 

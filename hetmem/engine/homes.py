@@ -172,7 +172,8 @@ class Memory:
                 self._home_ranges.append(_range(memory, size))
         for chunk, size, tier in placed:
             if tier is Tier.HOST:
-                chunk.homes[role] = Home(Tier.HOST, self.host_pool.reserve(size))
+                memory = self.host_pool.reserve(size)
+                chunk.homes[role] = Home(Tier.HOST, memory, untouched=self.host_pool.is_untouched(memory))
 
     def _settle(self, chunk: Chunk, role: Role, memory: RawMemory) -> Home:
         """Make `memory`, on the device, the home of `role`."""

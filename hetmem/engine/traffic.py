@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -20,12 +21,13 @@ from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError
 from hetmem.memory.chunk import Chunk, Home, Role
 from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import PLACED, Command, CopyState, in_flight_bytes
+from hetmem.schedule.blocks import PLACED, CopyState, in_flight_bytes
 from hetmem.schedule.gradients import wait_until
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, Tier
 from hetmem.schedule.tracer import StepTracer
 
+_OPERAND_BLOCK = attrgetter("operand_block")
 _LOADING = (CopyState.WAITING, CopyState.LOADING)
 
 
@@ -160,10 +162,7 @@ class Traffic:
         residency = self.residency
         if residency.all_on_device(blocks):
             return [*blocks]
-        commands: list[Command] = []
-        for block in blocks:
-            commands += residency.prefetch(block, DEVICE)
-        if commands:
+        if commands := residency.prefetch(blocks, DEVICE):
             self.execute(commands)
         return [block for block in blocks if residency.state(block, DEVICE) is CopyState.VALID]
 
@@ -329,32 +328,34 @@ class Traffic:
 
     # ---- updates -----------------------------------------------------------------------------------------------
 
-    def begin_update(self, chunk: Chunk, *, keep_copy: bool = False) -> bool:
-        """Fetch nothing from the home of the parameters of `chunk`, which other threads write, until `end_update`.
-        Drops the device copy, or with `keep_copy` leaves it to be remade. Returns whether there is one."""
-        self.wait_for_update(chunk)
-        self.updating.add(chunk)
-        block = chunk.operand_block
-        if block < 0:
-            return False
-        self.residency.suspend(block)
+    def begin_updates(self, chunks: Sequence[Chunk], *, keep_copies: bool = False) -> list[Chunk]:
+        """Fetch nothing from the homes of the parameters of `chunks`, which other threads write, until `end_updates`.
+        Drops their device copies, or with `keep_copies` leaves them to be remade. Returns the chunks that have one."""
+        if not self.updating.isdisjoint(chunks):
+            for chunk in chunks:
+                self.wait_for_update(chunk)
+        self.updating.update(chunks)
+        blocks = [block for block in map(_OPERAND_BLOCK, chunks) if block >= 0]
+        self.residency.suspend(blocks)
         try:
-            found = self.has_copy(block)
-            if found and not keep_copy:
-                self.execute(self.residency.invalidate(block, Tier.DEVICE))
+            for block in blocks if CopyState.LOADING in self.residency.states(blocks, DEVICE) else ():
+                self.has_copy(block)  # waits: nothing is dropped before, as commands are carried out in order
+            states = dict(zip(blocks, self.residency.states(blocks, DEVICE), strict=True))
+            found = [chunk for chunk in chunks if states.get(chunk.operand_block) is CopyState.VALID]
+            if found and not keep_copies:
+                self.execute(self.residency.invalidate_all(map(_OPERAND_BLOCK, found), DEVICE))
         except BaseException:
-            self.updating.discard(chunk)
-            self.execute(self.residency.resume(block))
+            self.end_updates(chunks)
             raise
         return found
 
-    def end_update(self, chunk: Chunk, *, renew: bool = False) -> None:
-        """End `begin_update`; with `renew` fetch a copy to the device again."""
-        self.updating.discard(chunk)
-        block = chunk.operand_block
-        commands = [] if block < 0 else self.residency.resume(block)
+    def end_updates(self, chunks: Iterable[Chunk], *, renew: Sequence[Chunk] = ()) -> None:
+        """End `begin_updates`, and fetch copies of `renew` to the device again."""
+        self.updating.difference_update(chunks)
+        blocks = [block for block in map(_OPERAND_BLOCK, chunks) if block >= 0]
+        commands = self.residency.resume(blocks) if blocks else []
         if renew:
-            commands += self.residency.prefetch(block, Tier.DEVICE)
+            commands += self.residency.prefetch(map(_OPERAND_BLOCK, renew), DEVICE)
         if commands:
             self.execute(commands)
 
@@ -367,13 +368,13 @@ class Traffic:
             return
         with ExitStack() as begun:
             for chunk in chunks:
-                self.begin_update(chunk, keep_copy=True)
+                self.begin_updates([chunk], keep_copies=True)
                 begun.callback(self._end_update_here, chunk)
             yield
 
     def _end_update_here(self, chunk: Chunk) -> None:
         with suppress(Exception):  # a failed prefetch is repeated at its use
-            self.end_update(chunk)
+            self.end_updates([chunk])
         self.executor.copy_homes_again([chunk])
 
     def wait_for_update(self, chunk: Chunk) -> None:

@@ -190,6 +190,8 @@ class Home:
     extent: Extent | None = None
     written: bool = False
     """Whether it was ever written (a state of an optimizer)."""
+    untouched: bool = False
+    """Whether its memory is zero as the kernel has made it, as no update has begun to use it and nothing else has."""
     away: Home | None = None
     flat: torch.Tensor | None = None
     """The result of `Chunk.flat`: neither the number nor the dtype of elements changes while it is a home."""

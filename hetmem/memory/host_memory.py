@@ -355,6 +355,11 @@ class HostPool:
         self._staging_offset = 0
         self.slot_bytes = 0  # of staging
         self._spans = Spans(self.capacity_bytes, PIECE_BYTES)
+        self._lowest_loan = self.capacity_bytes
+
+    def is_untouched(self, reserved: memoryview) -> bool:
+        """Return whether the bytes that were just `reserved` are zeros, as they were never lent before."""
+        return address_of(reserved) + reserved.nbytes - self.mapping.address <= self._lowest_loan
 
     @property
     def free_bytes(self) -> int:
@@ -383,6 +388,7 @@ class HostPool:
         at = self._spans.take(nbytes, round_up(self._first_loan(leave_bytes) + apart_bytes, PAGE_BYTES))
         if at is None:
             return None
+        self._lowest_loan = min(self._lowest_loan, at)
         self.peak_bytes = max(self.peak_bytes, self.reserved_bytes + self.lent_bytes)
         return Loan(self._spans, at, self.mapping.buffer(at, round_up(nbytes, PAGE_BYTES)))
 

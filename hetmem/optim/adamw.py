@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -16,9 +17,11 @@ from hetmem.cpu import (
     AdamWStep,
     Task,
     adamw_on_device,
-    prepare_adamw,
+    prepare_runs,
+    prepare_small,
 )
-from hetmem.cpu.adamw import adamw_as_on_host, check_numba, equals_host
+from hetmem.cpu.adamw import adamw_as_on_host, equals_host
+from hetmem.cpu.small_states import check_numba
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
@@ -118,7 +121,7 @@ def _check(group: dict[str, Any]) -> None:
 
 class AdamWRule(Rule):
     """The arithmetic of `torch.optim.AdamW(fused=True)`; or, with a `seed`, of AdamW on states smaller than float32,
-    with stochastic rounding (see `hetmem.cpu.adamw`): in host memory only."""
+    with stochastic rounding (see `hetmem.cpu.small_states`): in host memory only."""
 
     def __init__(self, moments: Moments, seed: int | None, *, stochastic_rounding: bool) -> None:
         if seed is not None:
@@ -155,14 +158,28 @@ class AdamWRule(Rule):
         scales = (f"{role.name}_scale" for role in roles if role.scale_block)
         return "step", *(role.name for role in roles), *scales
 
-    def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """Return the tasks of one pass over parameter, gradient and states."""
-        step = _count(update)
-        if update.kernel is None:
-            key = None if self.seed is None else (self.seed << 32) + update.number
-            moments = [update.states[name] for name in _STATES if name in update.states]
-            update.kernel = prepare_adamw(update.param, update.grad, moments, update.copy, key=key)
-        return update.kernel(step)
+    def tasks(self, updates: list[ParameterUpdate]) -> list[Task]:
+        """Return the tasks of one pass over parameters, gradients and states."""
+        steps, first = _count(updates), updates[0]
+        if first.kernel is None:
+            first.kernel = prepare_runs([*map(_flats, updates)]) if self.seed is None else self._prepare_small(updates)
+        made: list[Task] = first.kernel(steps)
+        return made
+
+    def _prepare_small(self, updates: list[ParameterUpdate]) -> Callable[[list[AdamWStep]], list[Task]]:
+        """Return what `prepare_runs` does, for small states."""
+        assert self.seed is not None
+        kernels = [
+            prepare_small(
+                update.param,
+                update.grad,
+                [update.states[name] for name in _STATES if name in update.states],
+                update.copy,
+                key=(self.seed << 32) + update.number,
+            )
+            for update in updates
+        ]
+        return lambda steps: [task for kernel, step in zip(kernels, steps, strict=True) for task in kernel(step)]
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
         """Compare the kernel on `device` with torch's on the host."""
@@ -175,12 +192,12 @@ class AdamWRule(Rule):
                 "moments= and stochastic_rounding= work on the host only, and this model is kept on the device as a "
                 "whole: leave them out, or set Budget(device_chunks=…) lower, so that its states stay in host memory"
             )
-        for update in updates:
-            step, (param, grad, exp_avg, exp_avg_sq, *copy) = _count(update), _flats(update)
+        for step, update in zip(_count(updates), updates, strict=True):
+            param, grad, exp_avg, exp_avg_sq, *copy = _flats(update)
             if equals_host(param.device, param.dtype, copy[0].dtype if copy else None):
                 adamw_as_on_host(step, _flats(update))
                 continue
-            adamw_on_device(step, [param], [grad], [exp_avg], [exp_avg_sq], update.counts[:1])
+            adamw_on_device(step, [param], [grad], [exp_avg], [exp_avg_sq], [_ready(update.state)])
             for each in copy:
                 each.copy_(param)
 
@@ -215,22 +232,30 @@ def _flats(update: ParameterUpdate) -> tuple[torch.Tensor, ...]:
     return update.param, update.grad, update.states["exp_avg"], update.states["exp_avg_sq"], *copies
 
 
-def _count(update: ParameterUpdate) -> AdamWStep:
-    """Count one more step of these parameters, which have equal step counts, and return their hyper-parameters."""
-    group = update.group
-    if not update.counts:
-        update.counts = [_ready(state) for state in (update.state, *update.also)]
-    torch_private.foreach_add(update.counts, 1)
-    beta1, beta2 = group["betas"]
+def _count(updates: list[ParameterUpdate]) -> list[AdamWStep]:
+    """Count one more step of these parameters, each with the same count as those beside it in `also`, and return the
+    hyper-parameters of each."""
+    counts = updates[0].counts
+    if not counts:
+        found = [[_ready(state) for state in (update.state, *update.also)] for update in updates]
+        counts = updates[0].counts = [*chain.from_iterable(found)]
+    torch_private.foreach_add(counts, 1)
+    steps, ages, at = list[AdamWStep](), torch.stack(counts).tolist(), 0
+    group, age, scale = updates[0].group, ages[0], updates[0].grad_scale
+    step = _step(group, age, scale)
+    for update in updates:
+        if update.group is not group or ages[at] != age or update.grad_scale != scale:
+            group, age, scale = update.group, ages[at], update.grad_scale
+            step = _step(group, age, scale)
+        steps += (step,)
+        at += 1 + len(update.also)
+    return steps
+
+
+def _step(group: dict[str, Any], age: float, grad_scale: float) -> AdamWStep:
+    (beta1, beta2), maximize = group["betas"], bool(group["maximize"])
     return _step_of(
-        float(group["lr"]),
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-        int(update.counts[0].item()),
-        bool(group["maximize"]),
-        update.grad_scale,
+        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], int(age), maximize, grad_scale
     )
 
 

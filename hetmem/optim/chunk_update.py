@@ -1,279 +1,43 @@
-"""The updates of one step: of a chunk (its inputs, its progress, and the pass over its memory that is under way), or of
+"""The updates of one step: of chunks (their inputs, progress, and the pass over their memory that is under way), or of
 all parameters of a group at once in a model that is whole on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from hetmem.cpu import square_sum_tasks
 from hetmem.cpu.workers import Batch, Task, WorkerPool
-from hetmem.engine.gradient_views import are_home, take_gradient
+from hetmem.engine.gradient_views import take_gradient
 from hetmem.engine.runtime import Runtime
-from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.optim.members import Members, Opened, Part, in_order
 from hetmem.optim.options import Rule
 from hetmem.schedule.trace import Tier
 
-_StepperT = TypeVar("_StepperT", bound="Steps")
-Opened = dict[Role, torch.Tensor]
-"""Flat tensors over the roles of one chunk, in host memory, or on the device if the home is there."""
-
-
 # Read for each parameter in each step: these run in C.
 ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
-_LAYOUT, _DTYPE, _NBYTES = attrgetter("layout"), attrgetter("dtype"), attrgetter("nbytes")
-_COUNT = attrgetter("is_cpu", "dtype")
+_DTYPE, _COUNT = attrgetter("dtype"), attrgetter("is_cpu", "dtype")
 _ROLES, _GRADIENT, VERSION = attrgetter("roles"), attrgetter("grad"), attrgetter("_version")
-
-
-def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Return whether both hold the same objects, in the same order."""
-    return [*map(id, some)] == [*map(id, others)]
-
-
-class GroupOptions:
-    """A parameter group of an optimizer with `rule`, and its options when a step last read them."""
-
-    def __init__(self, group: dict[str, Any], rule: Rule) -> None:
-        self._group, self._rule = group, rule
-        self._options: dict[str, Any] | None = None
-        self._roles: dict[torch.dtype, tuple[Role, ...]] = {}
-        self._needs: dict[torch.dtype, tuple[str, ...]] = {}
-
-    def now(self, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Role, ...]]:
-        """Return the group's options without its parameters, the same object as long as they are equal, and the roles
-        of its states for `dtype`. Raises the rule's errors for invalid options."""
-        options = {name: value for name, value in self._group.items() if name != "params"}
-        if self._options != options:
-            self._options, self._roles, self._needs = deepcopy(options), {}, {}
-        if dtype not in self._roles:
-            self._roles[dtype] = self._rule.roles(self._options, dtype)
-        return self._options, self._roles[dtype]
-
-    def needs(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Return what `Rule.needs` does for the options now."""
-        options, _ = self.now(dtype)
-        if dtype not in self._needs:
-            self._needs[dtype] = self._rule.needs(options, dtype)
-        return self._needs[dtype]
-
-
-class Members:
-    """Parameters that an optimizer steps, with their groups: those of one chunk, in the order of their offsets, or
-    those of one group in a model that is whole on the device. Reused until parameters or groups of the optimizer
-    change."""
-
-    def __init__(self, members: Iterable[tuple[ManagedParameter, GroupOptions]]) -> None:
-        in_order = sorted(members, key=lambda member: member[0].offset)
-        self.managed, self._groups = [managed for managed, _ in in_order], [group for _, group in in_order]
-        self.parameters: list[torch.Tensor] = [managed.parameter for managed in self.managed]
-        self.nbytes = sum(managed.numel * managed.chunk.dtype.itemsize for managed in self.managed)
-        self.largest_bytes = max(map(_NBYTES, self.parameters), default=0)
-        self._distinct = list(dict.fromkeys(self._groups))
-        self.chunks = (*dict.fromkeys(managed.chunk for managed in self.managed),)
-        self.dtypes = {chunk.dtype for chunk in self.chunks}
-        self._some: tuple[list[bool], Members] | None = None
-        self.roles: tuple[Role, ...] = ()
-        """The states of all parameters, once read."""
-        self._addresses: list[list[int]] = []
-
-    @cached_property
-    def strides(self) -> list[tuple[int, ...]]:
-        """Those of the parameters."""
-        return [managed.stride for managed in self.managed]
-
-    def addresses(self, *, anew: bool = False) -> list[list[int]]:
-        """Return the addresses of the homes of the parameters, and of each of `roles`; cached unless `anew`."""
-        if anew or not self._addresses:
-            of_states = [[_address(managed, role) for managed in self.managed] for role in self.roles]
-            self._addresses = [[managed.home_address for managed in self.managed], *of_states]
-        return self._addresses
-
-    def with_gradients(self, optimizer: str) -> Members | None:
-        """Return those that have a gradient; None if none has. Raises RuntimeError, in the name of `optimizer`, for a
-        sparse one."""
-        gradients: list[Any] = [*map(_GRADIENT, self.parameters)]
-        have = [gradient is not None for gradient in gradients]
-        if not any(have):
-            return None
-        layouts = [*map(_LAYOUT, compress(gradients, have))]
-        if set(layouts) != {torch.strided}:
-            names = (managed.name for managed in compress(self.managed, have))
-            name = next(name for name, layout in zip(names, layouts, strict=True) if layout is not torch.strided)
-            raise RuntimeError(f"{optimizer} does not support sparse gradients, and {name} has one")
-        if all(have):
-            return self
-        if self._some is None or self._some[0] != have:
-            self._some = have, Members(compress(zip(self.managed, self._groups, strict=True), have))
-        return self._some[1]
-
-    def incomplete(self, shown: Any) -> Iterator[tuple[ManagedParameter, list[str]]]:
-        """Yield those that have something in `shown`, the optimizer's states, but not all that an update needs, each
-        with what is missing."""
-        entries = [*map(shown.get, self.parameters)]
-        if not any(entries):
-            return
-        for managed, group, entry in zip(self.managed, self._groups, entries, strict=True):
-            if entry and (missing := missing_in(entry, group.needs(managed.chunk.dtype))):
-                yield managed, missing
-
-    def parts(self) -> list[Part]:
-        """Return the inputs of an update of these parameters, all of which have gradients, as they are now."""
-        dtype, gradients = self.managed[0].chunk.dtype, [*map(_GRADIENT, self.parameters)]
-        options_of = {group: group.now(dtype) for group in self._distinct}
-        at_home = are_home(gradients, self.managed)
-        fields = zip(self.managed, map(options_of.__getitem__, self._groups), gradients, at_home, strict=True)
-        return [
-            Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields
-        ]
-
-
-def missing_in(entry: Mapping[str, Any], needs: Iterable[str]) -> list[str]:
-    """Return those of `needs` that are not in `entry`, or None there."""
-    return [name for name in needs if entry.get(name) is None]
-
-
-def _address(managed: ManagedParameter, role: Role) -> int:
-    """Return the address of `role` of `managed`; 0 if it has no home, or no elements."""
-    home = managed.chunk.homes.get(role)
-    if home is None or not managed.numel:
-        return 0
-    return address_of(home.memory) + managed.byte_offsets(role)[role.name]
-
-
-class Steps(Protocol):
-    """Steps the parameters of one model."""
-
-    @property
-    def updates_whole(self) -> bool:
-        """Whether it updates all parameters of a group at once."""
-
-
-class AllMembers(Generic[_StepperT]):
-    """The `Members` of all groups of an optimizer with `rule`, by stepper and chunk, or by group for a stepper that
-    `updates_whole`. Reused until groups, their parameters, or models change."""
-
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self._members: dict[_StepperT, dict[Chunk, Members]] = {}
-        self.whole: list[tuple[_StepperT, dict[str, Any], Members]] = []
-        """The `Members` by group."""
-        self._made_of: list[object] = []
-        self._parameters: list[torch.Tensor] = []
-        self._of: list[Members | None] = []
-        """Of each of these, those that it is of; None: no managed model has it any more."""
-
-    def of(
-        self,
-        groups: list[dict[str, Any]],
-        steppers: dict[Any, _StepperT],
-        find: Callable[[torch.Tensor], tuple[_StepperT, ManagedParameter]],
-    ) -> dict[_StepperT, dict[Chunk, Members]]:
-        """Return the `Members` by stepper and chunk. `find` adds to `steppers`, and raises `ManageError` for a
-        parameter that is not managed."""
-        made_of = [*chain.from_iterable((group, *group["params"]) for group in groups)]
-        now, before = [*made_of, *_ways(steppers)], self._made_of
-        if len(now) == len(before) and False not in map(is_, now, before):
-            return self._members
-        found: dict[_StepperT, dict[Chunk, list[tuple[ManagedParameter, GroupOptions]]]] = {}
-        self.whole, self._parameters = [], [*chain.from_iterable(group["params"] for group in groups)]
-        for group in groups:
-            options, whole = GroupOptions(group, self._rule), dict[_StepperT, list[ManagedParameter]]()
-            for parameter in group["params"]:
-                try:
-                    stepper, managed = find(parameter)
-                except ManageError:
-                    continue
-                if stepper.updates_whole:
-                    whole.setdefault(stepper, []).append(managed)
-                else:
-                    found.setdefault(stepper, {}).setdefault(managed.chunk, []).append((managed, options))
-            self.whole += [(to, group, Members((each, options) for each in of)) for to, of in whole.items()]
-        self._members = {
-            stepper: {chunk: Members(members) for chunk, members in found.get(stepper, {}).items()}
-            for stepper in steppers.values()
-        }
-        made = chain((each for _, _, each in self.whole), *map(dict.values, self._members.values()))
-        of = {id(parameter): members for members in made for parameter in members.parameters}
-        self._of = [*map(of.get, map(id, self._parameters))]
-        self._made_of = [*made_of, *_ways(steppers)]
-        return self._members
-
-    def with_gradients(self) -> dict[Members | None, torch.Tensor]:
-        """Return those that have parameters with a gradient, each with one, of what `of` returned last; None stands for
-        parameters that no managed model has."""
-        has = [*map(is_not, map(_GRADIENT, self._parameters), repeat(None))]
-        return dict(zip(compress(self._of, has), compress(self._parameters, has), strict=True))
-
-
-def _ways(steppers: Mapping[Any, Steps]) -> list[object]:
-    return [each for stepper in steppers.values() for each in (stepper, stepper.updates_whole)]
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """A parameter to update: its gradient, the options of its group at that time, and the roles of its states."""
-
-    managed: ManagedParameter
-    group: dict[str, Any]
-    roles: tuple[Role, ...]
-    gradient: torch.Tensor
-    at_home: bool
-    version: int
-    watched: bool = False
-    """Whether writes of the program to `gradient` are seen."""
-    shared: bool = False
-    """Whether the program had another tensor over its memory then."""
-
-    def same(self, other: Part) -> bool:
-        """Return whether both stand for the same update."""
-        return (
-            (self.managed, self.version) == (other.managed, other.version)
-            and self.gradient is other.gradient
-            and (self.group is other.group or self.matches(other.group))
-        )
-
-    def matches(self, group: dict[str, Any]) -> bool:
-        """Return whether `group` has the options of this part."""
-        return self.group == {name: value for name, value in group.items() if name != "params"}
-
-    def flat_gradient(self, opened: Opened) -> torch.Tensor:
-        """Return the gradient in the order in which the parameter's elements lie in memory."""
-        if self.at_home and Role.GRAD in opened:
-            return self.managed.part(opened[Role.GRAD])
-        gradient = in_order(self.managed, self.gradient)
-        return torch.as_strided(gradient, (self.managed.numel,), (1,), gradient.storage_offset())
-
-
-def in_order(managed: ManagedParameter, given: torch.Tensor) -> torch.Tensor:
-    """Return the gradient that was `given` for `managed`, with its elements in the order of the parameter's memory."""
-    gradient: torch.Tensor = stored(given)
-    narrow = gradient is not given  # in fewer bits, which an update widens itself
-    if gradient.stride() == managed.stride and (narrow or gradient.dtype == managed.chunk.dtype):
-        return gradient
-    flat = torch.empty(managed.numel, dtype=managed.chunk.dtype, device=gradient.device)
-    ordered: torch.Tensor = flat.as_strided(managed.shape, managed.stride)
-    ordered.copy_(gradient)
-    return ordered
+_HOMES, _FLAT = attrgetter("homes"), attrgetter("flat")
 
 
 @dataclass(eq=False)
 class ChunkUpdate:
-    """The update of `members` of `chunk`, with the gradients of `parts`. At most one pass of it is queued or under way:
-    its sums of squares, or the update itself. `tasks` makes the tiles once the roles that it `needs` are open, `done`
-    ends the pass."""
+    """The update of `members` of `chunks` (several only if all their homes are in host memory), with the gradients of
+    `parts`. At most one pass of it is queued or under way: its sums of squares, or the update itself. `tasks` makes the
+    tiles once the roles that it `needs` are open, `done` ends the pass."""
 
     members: Members
     parts: list[Part]
+    chunks: tuple[Chunk, ...] = field(init=False)
     chunk: Chunk = field(init=False)
+    """The first of `chunks`."""
     sums: list[torch.Tensor] = field(default_factory=list)
     summing: bool = False
     """Whether the sums of squares are queued or under way."""
@@ -301,15 +65,29 @@ class ChunkUpdate:
     """Called once at the end of a pass: with False if it failed or was cancelled."""
     writes: bool = False
     """Whether all roles but the gradient change; nothing fetches parameters from their home until the end then."""
-    had_copy: bool = False
-    """Whether a device copy was dropped that is to be fetched again."""
-    opened: Opened = field(default_factory=dict)
+    had_copies: Sequence[Chunk] = ()
+    """The chunks whose device copies were dropped, to be fetched again."""
+    opened: dict[Chunk, Opened] = field(default_factory=dict)
     batch: Batch | None = None
     began: float = 0.0
 
     def __post_init__(self) -> None:
-        self.chunk = self.members.managed[0].chunk
+        self.chunks = self.members.chunks
+        self.chunk = self.chunks[0]
         self.roles = tuple(dict.fromkeys(chain.from_iterable(map(_ROLES, self.parts))))
+
+    @property
+    def flats(self) -> list[torch.Tensor | None]:
+        """The flat tensors over all homes of the chunks, as far as they were made. In C alone."""
+        return [*map(_FLAT, chain.from_iterable(map(dict.values, map(_HOMES, self.chunks))))]
+
+    def open_homes(self) -> None:
+        """Open the roles that are not staged, at home."""
+        for chunk in self.chunks:
+            opened = self.opened.setdefault(chunk, {})
+            for role in self.needs:
+                if role not in opened and role in chunk.homes:
+                    opened[role] = chunk.flat(role)
 
     def updates(self, managed: ManagedParameter) -> bool:
         """Return whether `managed` is one of the parts."""

@@ -89,11 +89,14 @@ class TorchRule(Rule):
             self._known[key] = tuple(map(Role, names)), needs
         return self._known[key]
 
-    def tasks(self, update: ParameterUpdate) -> list[Task]:
+    def tasks(self, updates: list[ParameterUpdate]) -> list[Task]:
         """Return one run of torch's `step` for each tile; the first one also counts the step."""
-        numbers = {name: value for name, value in update.state.items() if name not in update.states}
-        tiles = tiles_of(update.param.numel()) or [slice(0)]
-        return [self._tile(update, numbers, tile, tile.start in (0, None)) for tile in tiles]
+        tasks: list[Task] = []
+        for update in updates:
+            numbers = {name: value for name, value in update.state.items() if name not in update.states}
+            tiles = tiles_of(update.param.numel()) or [slice(0)]
+            tasks += [self._tile(update, numbers, tile, tile.start in (0, None)) for tile in tiles]
+        return tasks
 
     def on_device(self, updates: list[ParameterUpdate]) -> None:
         """Update as on the host, in one tile."""

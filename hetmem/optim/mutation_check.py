@@ -17,7 +17,8 @@ from hetmem import torch_private
 from hetmem.engine.gradient_views import ConsumedGradient, is_as_it_was, show_gradient, take_gradient
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
-from hetmem.optim.chunk_update import ChunkUpdate, Part
+from hetmem.optim.chunk_update import ChunkUpdate
+from hetmem.optim.members import Part
 from hetmem.optim.options import Gradients, advice
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.optim.update_pass import Passes

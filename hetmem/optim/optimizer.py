@@ -26,7 +26,8 @@ from hetmem.intercept.dynamo import uncompiled
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
-from hetmem.optim.chunk_update import AllMembers, Members, WholeUpdate
+from hetmem.optim.chunk_update import WholeUpdate
+from hetmem.optim.members import AllMembers, Members
 from hetmem.optim.options import (
     Gradients,
     LossScale,
@@ -119,6 +120,9 @@ class OffloadedOptimizer(Optimizer):
     def state(self, value: Any) -> None:
         for stepper in self._steppers.values():
             stepper.refuse_states()
+        if self._all_at_once:  # torch's own constructor, which keeps no reference
+            self.states.shown = value
+            return
         self.synchronize()  # updates under way use the old states
         self.states.replace(value)
 
@@ -389,7 +393,7 @@ class OffloadedOptimizer(Optimizer):
         of_chunks = chain.from_iterable(map(dict.values, work.values()))
         for members in chain(of_chunks, (members for _, _, members in whole if members is not None)):
             self.states.check(members.managed)
-        for stepper, chunks in work.items():
+        for stepper, chunks in work.items() if self.states.handed_out else ():
             for members in chunks.values():
                 stepper.refuse_incomplete(members)
         return work, [(to, to.whole_update(group, members)) for to, group, members in whole if members is not None]

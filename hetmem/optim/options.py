@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, TypeVar
@@ -24,8 +24,8 @@ class ParameterUpdate:
     has not the parameter's shape (a step count). The `fresh` ones among `states` are new and zero. `number` is the
     parameter's index in the optimizer. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new
     parameter, rounded. A rule that `has_kernel` gets adjacent parameters of one group and step count as one; `also` has
-    the states of the others. The rule gets the same object in the next step as long as tensors and states are the same,
-    and may cache what it derives from them in `counts` and `kernel`.
+    the states of the others. The rule gets the same objects in the next step as long as tensors and states are the
+    same, and may cache what it derives from them in `counts` and `kernel` of the first.
     """
 
     group: dict[str, Any]
@@ -39,7 +39,7 @@ class ParameterUpdate:
     copy: torch.Tensor | None = None
     also: Sequence[dict[str, Any]] = ()
     counts: list[torch.Tensor] = field(default_factory=list)
-    kernel: Callable[[Any], list[Task]] | None = None
+    kernel: Any = None
 
 
 class Rule(ABC):
@@ -63,8 +63,8 @@ class Rule(ABC):
         an entry of `optimizer.state` that has others but lacks one of these is damaged, or of another optimizer."""
 
     @abstractmethod
-    def tasks(self, update: ParameterUpdate) -> list[Task]:
-        """Return the tasks of `update` in host memory, for any order and threads. Counts the step in `state`."""
+    def tasks(self, updates: list[ParameterUpdate]) -> list[Task]:
+        """Return the tasks of `updates` in host memory, for any order and threads. Counts the step in each `state`."""
 
     def equals_host(self, device: torch.device, dtype: torch.dtype, copy_dtype: torch.dtype | None) -> bool:
         """Return whether updates on `device` of parameters of `dtype`, with copies of `copy_dtype` (None: without),

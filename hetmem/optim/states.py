@@ -23,7 +23,8 @@ from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
-from hetmem.optim.chunk_update import ADDRESS, VERSION, Members, are_same, missing_in
+from hetmem.optim.chunk_update import ADDRESS, VERSION
+from hetmem.optim.members import Members, are_same, missing_in
 from hetmem.optim.options import Gradients, Overlap, Rule
 from hetmem.schedule.placement import slots_for_staging
 
@@ -44,19 +45,19 @@ class States:
         """Identifies the optimizer, also after it was collected."""
         self._clean: set[Chunk] = set()
         """Chunks to whose states the program cannot have written since `written` last checked them."""
-        self._handed_out = False
+        self.handed_out = False
         """Whether the program ever got `shown`, and may hold parts of it."""
         self._seen: tuple[list[Any], ...] = ()
         """Identities, versions and addresses that `look` found."""
 
     def hand_out(self) -> Any:
         """Return `shown` for the program, which may write to it and to what is in it."""
-        self._handed_out = True
+        self.handed_out = True
         return self.shown
 
     def replace(self, shown: Any) -> None:
         """Replace all entries by `shown`."""
-        self.shown, self._handed_out = shown, True
+        self.shown, self.handed_out = shown, True
         self._clean.clear()
 
     def of(self, managed: ManagedParameter) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class States:
     def look(self) -> None:
         """Detect whether the program has written to states or replaced entries of `shown`, before a step reads them.
         Runs in each step over all states: in C alone."""
-        if not self._handed_out:
+        if not self.handed_out:
             return
         entries = [*self.shown.values()]
         values = [*chain.from_iterable(map(dict.values, entries))]

@@ -11,7 +11,6 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Members, WholeUpdate
+from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
+from hetmem.optim.members import Joins, Members
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
     Arrivals,
@@ -40,7 +40,6 @@ from hetmem.optim.update_queue import Updates
 
 ChunkWork = dict[Chunk, Members]
 """Parameters with gradients, by chunk."""
-_INDEX = attrgetter("spec.index")
 
 
 class Stepper:
@@ -63,6 +62,7 @@ class Stepper:
         """Both as they were when the first gradient of the step arrived."""
         self._arrivals = Arrivals(sees_all=not self.runtime.memory.resident)
         self._progress: dict[Chunk, ChunkUpdate] = {}
+        self._joins = Joins()
         self._mutations = MutationCheck(self._passes, self.runtime.writes)
         self.failed = False
         """Whether a step raised, and may be repeated with the same gradients."""
@@ -75,6 +75,11 @@ class Stepper:
         names = {"overlap": optimizer.overlap.value, "gradients": optimizer.gradients.value}
         limit = optimizer.max_grad_norm  # infinity (only the norm is wanted) is no JSON number
         return {"class": type(optimizer).__name__, **names, "max_grad_norm": None if limit == math.inf else limit}
+
+    @property
+    def _under_way(self) -> dict[ChunkUpdate, None]:
+        """The updates of this step that are known, whatever became of them."""
+        return dict.fromkeys(self._progress.values())
 
     @property
     def _optimizer(self) -> SteppingOptimizer:
@@ -106,7 +111,7 @@ class Stepper:
         if update is not None and self.failed:
             self.forget()  # the failed step is not repeated
         elif update is not None and update.begun:
-            raise came_late(managed, self._optimizer, self._progress.values())
+            raise came_late(managed, self._optimizer, self._under_way)
         elif update is not None:
             self._drop(managed.chunk)  # its norm lacks this gradient
         self.runtime.traffic.wait_for_update(managed.chunk)
@@ -133,12 +138,14 @@ class Stepper:
 
     def _drop(self, chunk: Chunk) -> None:
         """Forget how far the update of `chunk` is, if there is one."""
-        if (update := self._progress.pop(chunk, None)) is not None:
+        if (update := self._progress.get(chunk)) is not None:
+            for each in update.chunks:
+                self._progress.pop(each, None)
             self._passes.end_watch(update)
 
     def backward_over(self) -> None:
         """End a backward. Used-up streamed gradients raise when they are read from here on."""
-        begun = [update for update in self._progress.values() if update.begun]
+        begun = [update for update in self._under_way if update.begun]
         for update in begun:
             self._passes.watch_shown(update)
         if begun and self._optimizer.gradients is Gradients.STREAMED:
@@ -159,31 +166,24 @@ class Stepper:
                 f"before step(), after its update had begun (overlap={self._optimizer.overlap.value!r}), as all its "
                 f"gradients had arrived: call step() before (to leave it out, or after a backward that did not end, "
                 f"forget_step() and zero_grad()), or {advice(self._optimizer.gradients)}. {GOES_THROUGH}. "
-                f"{updated_already(self._progress.values())}"
+                f"{updated_already(self._under_way)}"
             )
 
     def refuse_states(self) -> None:
         """Raise RuntimeError if the program uses states before the end of a step that has updated some already."""
-        if not self.failed and any(update.begun for update in self._progress.values()):
+        if not self.failed and any(update.begun for update in self._under_way):
             raise RuntimeError(
                 f"optimizer states are used before step(), after updates had begun during backward "
                 f"(overlap={self._optimizer.overlap.value!r}), which change them: use them before backward() or after "
                 f"step() (to leave it out, forget_step() and zero_grad()), or set overlap='off'. "
-                f"{updated_already(self._progress.values())}"
+                f"{updated_already(self._under_way)}"
             )
 
     # ---- homes that move -------------------------------------------------------------------------------------------
 
     def updates_on_device(self) -> set[int]:
         """Return the `id`s of parameters whose update has the same bits on the device, with homes there."""
-        rule, groups = self._optimizer.rule, self._optimizer.groups_by_parameter()
-        device = self.runtime.memory.device.torch_device
-
-        def equals_host(chunk: Chunk) -> bool:
-            copy_dtype = chunk.compute_dtype if Role.COMPUTE in chunk.homes else None
-            return device.type == "cpu" or rule.equals_host(device, chunk.dtype, copy_dtype)
-
-        chunks = [chunk for chunk in self.runtime.chunks if rule.runs_on_device and equals_host(chunk)]
+        chunks, groups = filter(self._passes.equals_host, self.runtime.chunks), self._optimizer.groups_by_parameter()
         return {id(each.parameter) for chunk in chunks for each in chunk.parameters} & groups.keys()
 
     def may_move(self, chunk: Chunk) -> bool:
@@ -220,7 +220,7 @@ class Stepper:
         self.runtime.writes.notice_counted(chunk)  # later writes are refused
         members = self._members[chunk].with_gradients(type(self._optimizer).__name__)
         assert members is not None, "one has just arrived"
-        if any(members.incomplete(self._optimizer.states.shown)):
+        if self._optimizer.states.handed_out and any(members.incomplete(self._optimizer.states.shown)):
             return  # the step refuses it
         update = self._progress[chunk] = ChunkUpdate(members, members.parts())
         self._passes.notice_states(chunk)
@@ -240,12 +240,12 @@ class Stepper:
         self._interception.reset()
         self._interception.segments.begin_step()
         self._refuse_edits()
-        self._mutations.show_no_more(update for update in self._progress.values() if update.begun)
+        self._mutations.show_no_more(update for update in self._under_way if update.begun)
         with self.runtime.unwatched():
             self.runtime.writes.renew_touched()
         self._optimizer.states.look()
         with self._remembering_a_failure():
-            unbegun = [update.chunk for update in self._progress.values() if not update.begun]
+            unbegun = [chunk for chunk, update in self._progress.items() if not update.begun]
             self._passes.notice(unbegun)  # in others `MutationCheck` detects writes
             if not self._deferred:
                 self._carry_out()
@@ -298,11 +298,11 @@ class Stepper:
         states = self._optimizer.states
         if any(members.incomplete(states.shown)):
             self.runtime.traffic.wait_for_updates()  # one of the last step may be about to make them
-            states.refuse_incomplete(members, updated_already(self._progress.values()))
+            states.refuse_incomplete(members, updated_already(self._under_way))
 
     def begun(self) -> Iterable[ManagedParameter]:
         """Return the parameters whose update has begun in the present step."""
-        parts = (part.managed for update in self._progress.values() if update.begun for part in update.parts)
+        parts = (part.managed for update in self._under_way if update.begun for part in update.parts)
         return dict.fromkeys((*parts, *self._passes.corrupt))
 
     def square_sums(self, chunks: ChunkWork) -> list[torch.Tensor]:
@@ -330,23 +330,23 @@ class Stepper:
                     self._updates.pump()
             if deferred:
                 self._updates.pump()
-                for update in self._progress.values():
+                for update in self._under_way:
                     update.use_up_gradients()  # after all that may fail: a repeated step needs them
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 
     def skip(self) -> None:
         """End the work of a step without updates. Raises RuntimeError if one has begun."""
-        for update in self._progress.values():
+        for update in self._under_way:
             if update.begun:
-                raise changed(update.parts, self._optimizer, self._progress.values())
+                raise changed(update.parts, self._optimizer, self._under_way)
 
     def end(self, *, updated: bool) -> None:
         """End the step for all models of the optimizer; it is not repeated."""
         self._updates.detach()  # a later failure is not repeated by a step
         if updated and (self._deferred or self._optimizer.gradients is Gradients.STREAMED):
             with self.runtime.unwatched(), torch.no_grad():
-                self._mutations.leave(self._progress.values())
+                self._mutations.leave(self._under_way)
         self.forget()
         self.runtime.statistics.steps += updated
         self.runtime.after_step()
@@ -365,7 +365,7 @@ class Stepper:
     @property
     def half_stepped(self) -> bool:
         """Whether a step has begun to change weights and has not ended."""
-        return bool(self._passes.corrupt) or any(update.begun for update in self._progress.values())
+        return bool(self._passes.corrupt) or any(update.begun for update in self._under_way)
 
     def refuse_corrupt(self) -> None:
         """Raise RuntimeError if an update has failed half-way."""
@@ -406,16 +406,16 @@ class Stepper:
 
     def _wanted(self, chunks: ChunkWork) -> list[ChunkUpdate]:
         """Return the updates of `chunks`, in order; raise if anything updated in the backward has changed since."""
-        self._mutations.check([update for update in self._progress.values() if update.begun], self._optimizer)
-        wanted = [self._current(chunk, chunks[chunk]) for chunk in sorted(chunks, key=_INDEX)]
-        if new := [update.chunk for update in wanted if update.chunk not in self._progress]:
+        self._mutations.check([update for update in self._under_way if update.begun], self._optimizer)
+        wanted = [self._current(members) for members in self._joins.of(chunks, self._progress)]
+        if new := [chunk for update in wanted for chunk in update.chunks if chunk not in self._progress]:
             self._passes.notice(new)
-            self._progress |= {update.chunk: update for update in wanted}
+            self._progress |= {chunk: update for update in wanted for chunk in update.chunks}
         return wanted
 
-    def _current(self, chunk: Chunk, members: Members) -> ChunkUpdate:
-        """Return the update of `members` of `chunk`, perhaps one under way. Raises if its inputs have changed since."""
-        parts = members.parts()
+    def _current(self, members: Members) -> ChunkUpdate:
+        """Return the update of `members`, perhaps one under way. Raises if its inputs have changed since."""
+        parts, chunk = members.parts(), members.chunks[0]
         update = self._progress.get(chunk)
         if update is not None and self.failed and not update.of(parts):
             self.forget()  # the failed step is not repeated
@@ -427,7 +427,7 @@ class Stepper:
             self._drop(chunk)
             return ChunkUpdate(members, parts)
         if not unchanged:
-            raise changed(update.parts, self._optimizer, self._progress.values())
+            raise changed(update.parts, self._optimizer, self._under_way)
         return update
 
     # ---- jobs --------------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ class Stepper:
     def _add_update(self, update: ChunkUpdate, grad_scale: float) -> None:
         if update.summing:
             self._updates.finish()
-        if not update.chunk.homes.keys() >= {*update.roles}:
+        if not update.chunk.homes.keys() >= {*update.roles}:  # then its only one
             self.runtime.traffic.wait_for_update(update.chunk)  # another optimizer's, of other parameters of the chunk
             self.ensure_homes(update.chunk, update.roles)
         try:

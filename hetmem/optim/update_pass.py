@@ -18,7 +18,8 @@ from hetmem.engine.gradient_watch import end_watch, is_edited, note_access, watc
 from hetmem.engine.param_views import is_shared
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
-from hetmem.optim.chunk_update import ChunkUpdate, Opened, Part, are_same
+from hetmem.optim.chunk_update import ChunkUpdate
+from hetmem.optim.members import Opened, Part, are_same
 from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.trace import Tier
@@ -27,7 +28,7 @@ _AT_HOME, _ROLES = attrgetter("at_home"), attrgetter("roles")
 
 
 class Prepared:
-    """The rule's arguments for the update of a chunk whose roles are all at home, reused in the next step."""
+    """The rule's arguments for an update whose roles are all at home, reused in the next step."""
 
     def __init__(
         self,
@@ -37,14 +38,14 @@ class Prepared:
         updates: list[ParameterUpdate],
     ) -> None:
         self.updates = updates
-        self._members, self._opened = update.members, [*update.opened.values()]
+        self._members, self._flats = update.members, update.flats
         self._entries, self._counts, self._sizes = entries, _counts(entries), [*map(len, entries)]
         self._firsts = [run.start for run in runs for _ in range(run.start, run.stop)]
 
     def renew(self, update: ChunkUpdate) -> bool:
         """Make `updates` those of `update`; False if memory, parameters or step counts are other objects, or step
         counts differ within a run. Runs for each chunk in each step: mostly in C."""
-        same = update.members is self._members and are_same([*update.opened.values()], self._opened)
+        same = update.members is self._members and are_same(update.flats, self._flats)
         same = same and are_same(_counts(self._entries), self._counts) and [*map(len, self._entries)] == self._sizes
         if not (same and all(map(_AT_HOME, update.parts))):
             return False
@@ -88,7 +89,7 @@ class Passes:
             return
         self._detect_edits(update)
         in_backward = self._interception.segments.in_backward
-        if not (in_backward and not update.summing and update.chunk in self._interception.gradients.lent):
+        if not (in_backward and not update.summing and self._interception.gradients.lent.issuperset(update.chunks)):
             self.watch(update)  # else they are consumed within the backward
 
     def _detect_edits(self, update: ChunkUpdate) -> None:
@@ -155,10 +156,11 @@ class Passes:
 
     def _sum_tasks(self, update: ChunkUpdate) -> list[Task]:
         self._remember_gradients(update)
+        update.open_homes()
         tasks: list[Task] = []
         update.sums = []
         for part in update.parts:
-            more, sums = square_sum_tasks(part.flat_gradient(update.opened))
+            more, sums = square_sum_tasks(part.flat_gradient(update.opened[part.managed.chunk]))
             tasks += more
             update.sums.append(sums)
         return tasks
@@ -176,23 +178,34 @@ class Passes:
         chunk, parts = update.chunk, update.parts
         update.needs = {Role.PARAM: True}
         if Role.COMPUTE in chunk.homes:
-            update.needs[Role.COMPUTE] = len(parts) < len(chunk.parameters)
+            update.needs[Role.COMPUTE] = len(parts) < sum(len(each.parameters) for each in update.chunks)
         update.needs |= {Role.GRAD: True} if True in map(_AT_HOME, parts) else {}
         update.needs |= {role: chunk.homes[role].written for role in update.roles}
         update.tasks, update.done = self._update_tasks, self._updated
         update.begun, update.scale, update.writes = True, grad_scale, True
 
+    def equals_host(self, chunk: Chunk) -> bool:
+        """Return whether updates of `chunk` on the device have the bits of those on the host."""
+        device, copy_dtype = self._runtime.memory.device.torch_device, None
+        if Role.COMPUTE in chunk.homes:
+            copy_dtype = chunk.compute_dtype
+        rule = self._rule
+        return rule.runs_on_device and (device.type == "cpu" or rule.equals_host(device, chunk.dtype, copy_dtype))
+
     def _begin(self, update: ChunkUpdate) -> list[ParameterUpdate]:
         """Return the rule's arguments for `update`, after saving everything that a failure must restore."""
         prepared = self.prepared.get(update.chunk)
-        if prepared is not None and prepared.renew(update):
+        if prepared is not None and not update.staged and prepared.renew(update):
             return prepared.updates
+        update.open_homes()
         homes = {name for role in update.roles for name in (role.name, f"{role.name}_scale")}
         states = [self._states.of(part.managed) for part in update.parts]
         update.remember_numbers(states, homes)
-        merges = self._rule.has_kernel and Role.GRAD in update.opened
+        merges = self._rule.has_kernel and all(Role.GRAD in opened for opened in update.opened.values())
         runs = self._runs(update, states, merges=merges)
         updates = [self._update_of(update.parts[run], states[run], update) for run in runs]
+        for home in (chunk.homes[role] for chunk in update.chunks for role in update.roles):
+            home.untouched = False
         self.prepared.pop(update.chunk, None)
         if merges and not update.staged and all(part.at_home for part in update.parts):
             self.prepared[update.chunk] = Prepared(update, states, runs, updates)
@@ -210,6 +223,7 @@ class Passes:
             one, other = parts[at - 1], parts[at]
             alike = merges and one.group is other.group and ages[at - 1] == ages[at] is not None
             adjoin = one.managed.offset + one.managed.numel == other.managed.offset
+            adjoin = adjoin and one.managed.chunk is other.managed.chunk
             if not (alike and adjoin and one.at_home and other.at_home):
                 starts.append(at)
         starts.append(len(parts))
@@ -218,16 +232,17 @@ class Passes:
     def _update_tasks(self, update: ChunkUpdate) -> list[Task]:
         self._remember_gradients(update)
         rule = self._rule
-        if update.opened[Role.PARAM].device.type != "cpu":
+        if update.chunk.moved and update.chunk.flat(Role.PARAM).device.type != "cpu":
             rule.on_device(self._begin(update))
             return []
-        return [task for each in self._begin(update) for task in rule.tasks(each)]
+        return rule.tasks(self._begin(update))
 
     def _update_of(self, parts: list[Part], entries: list[dict[str, Any]], update: ChunkUpdate) -> ParameterUpdate:
         """Return the update of `parts`, which are adjacent if they are several, and whose states have `entries`."""
-        fresh = self._make_states(parts, entries, update.opened)
-        first, opened, managed = parts[0], update.opened, parts[0].managed
-        copy = update.opened.get(Role.COMPUTE)
+        first, managed = parts[0], parts[0].managed
+        opened = update.opened[managed.chunk]
+        fresh = self._make_states(parts, entries, opened)
+        copy = opened.get(Role.COMPUTE)
         states: dict[str, torch.Tensor] = {}
         if len(parts) == 1:
             for role in first.roles:
@@ -252,19 +267,21 @@ class Passes:
         )
 
     def _make_states(self, parts: list[Part], entries: list[dict[str, Any]], opened: Opened) -> frozenset[str]:
-        """Make, and show, the states of `parts` that `entries` lack, all zero; return their names."""
+        """Make, and show, the states of `parts` that `entries` lack, all zero; return their names. Memory that nothing
+        has used is zero already: writing to it would take as long as the update."""
         made: dict[str, torch.Tensor] = {}
         for part, entry in zip(parts, entries, strict=True):
             for role in part.roles:
                 if entry.get(role.name) is None:
                     made |= part.managed.parts(role, opened[role])
-                    for part_of_role in part.managed.parts(role, opened[role]).values():
-                        part_of_role.zero_()
+                    home = part.managed.chunk.homes[role]
+                    if home.written or not home.untouched:
+                        for part_of_role in part.managed.parts(role, opened[role]).values():
+                            part_of_role.zero_()
                     self._states.show(part.managed, role)
         return frozenset(made)
 
     def _updated(self, update: ChunkUpdate, done: bool) -> None:
-        chunk = update.chunk
         if update.corrupt:
             self.corrupt += (part.managed for part in update.parts)
         elif not done:
@@ -275,12 +292,16 @@ class Passes:
                 self._states.forget_empty(part.managed)
         if not done:
             return
-        for role in update.roles:
-            chunk.homes[role].written = True
-        on_device = chunk.homes[Role.PARAM].tier is Tier.DEVICE
+        for chunk in update.chunks:
+            for role in update.roles:
+                chunk.homes[role].written = True
+        on_device = update.chunk.homes[Role.PARAM].tier is Tier.DEVICE
         self._runtime.statistics.updated_bytes[Tier.DEVICE if on_device else Tier.HOST] += update.members.nbytes
         torch.autograd.graph.increment_version(update.members.parameters)
         for managed in update.members.managed:
             managed.version += 1
         self._detect_edits(update)
-        self._interception.gradients.retire(chunk, update.members.managed)
+        gradients = self._interception.gradients
+        for chunk in update.chunks:
+            if chunk in gradients.lent:
+                gradients.retire(chunk, update.members.managed)

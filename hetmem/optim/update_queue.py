@@ -9,6 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 
 from hetmem import torch_private
@@ -21,7 +22,7 @@ from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
 
-_CHUNK = attrgetter("chunk")
+_CHUNKS = attrgetter("chunks")
 
 
 class Updates(HostUpdates[ChunkUpdate]):
@@ -35,7 +36,7 @@ class Updates(HostUpdates[ChunkUpdate]):
     def add(self, update: ChunkUpdate) -> None:
         """Queue a pass of `update`."""
         if update.writes:
-            update.had_copy = self._traffic.begin_update(update.chunk)
+            update.had_copies = self._traffic.begin_updates(update.chunks)
         self._put(update)
         self._traffic.executor.keep(self._owner())
 
@@ -64,12 +65,12 @@ class Updates(HostUpdates[ChunkUpdate]):
 
     def wait_for(self, chunk: Chunk) -> None:
         """Wait until no update computes with `chunk`; queued updates stay queued."""
-        while any(update.chunk is chunk for update in self._running):
+        while any(chunk in update.chunks for update in self._running):
             self._traffic.wait_for_one()
 
     def forget(self, chunk: Chunk) -> None:
         """Dismiss queued updates of `chunk`."""
-        self._dismiss(lambda update: update.chunk is chunk)
+        self._dismiss(lambda update: chunk in update.chunks)
 
     def close(self) -> None:
         """Carry everything out, or dismiss it if that fails, and end the threads; later work starts new ones."""
@@ -102,19 +103,21 @@ class Updates(HostUpdates[ChunkUpdate]):
         for update in [update for update in self._queue if which(update)]:
             self._queue.remove(update)
             if update.writes:
-                self._traffic.end_update(update.chunk)
+                self._traffic.end_updates(update.chunks)
             update.done(update, False)
 
     def _is_free(self, update: ChunkUpdate) -> bool:
-        under_way = update.chunk in map(_CHUNK, (*self._opening, *self._running))
-        return not under_way and not self._traffic.gradients.arriving(update.chunk)
+        under_way, on_their_way = (*self._opening, *self._running), self._traffic.gradients.sends.on_their_way
+        if under_way and not set(update.chunks).isdisjoint(chain.from_iterable(map(_CHUNKS, under_way))):
+            return False
+        return not on_their_way or on_their_way.keys().isdisjoint(update.chunks)
 
     def _has_slots(self, update: ChunkUpdate) -> bool:
         return not update.staged or all(self._traffic.role_has_slot(update.chunk, role) for role in update.staged)
 
     def _request(self, update: ChunkUpdate) -> None:
         asked: list[Role] = []
-        homes = update.chunk.homes
+        homes = update.chunk.homes  # an update of several chunks stages nothing
         update.staged = [role for role in update.needs if homes[role].tier is Tier.NVME]
         try:
             for role in update.staged:
@@ -133,9 +136,9 @@ class Updates(HostUpdates[ChunkUpdate]):
         return not update.staged or all(self._traffic.role_has_arrived(update.chunk, role) for role in update.staged)
 
     def _run(self, update: ChunkUpdate) -> None:
-        update.opened = {role: update.chunk.flat(role) for role in update.needs if role not in update.staged}
-        for role in update.staged:
-            update.opened[role] = self._traffic.asked_role(update.chunk, role)
+        if update.staged:
+            asked = {role: self._traffic.asked_role(update.chunk, role) for role in update.staged}
+            update.opened = {update.chunk: asked}
         try:
             tasks = update.tasks(update)
         except BaseException:
@@ -161,41 +164,51 @@ class Updates(HostUpdates[ChunkUpdate]):
                 finally:
                     self._close(update, failed=True)
             self._close(update, failed=False)
-            self._runtime.events.updates.append((f"chunk {update.chunk.spec.index}", update.began, batch.ended))
+            self._runtime.events.updates.append((_label(update), update.began, batch.ended))
             if self.idle:
                 self._traffic.executor.forget(self._owner())
             self.pump()
 
     def _close(self, update: ChunkUpdate, *, failed: bool) -> None:
         """Release all roles of `update` in reverse order, each of them whatever raises."""
-        traffic, chunk = self._traffic, update.chunk
+        traffic, chunks = self._traffic, update.chunks
         roles = update.needs if failed else update.staged
-        back: list[Callable[[], object]] = [partial(self._close_role, update, role, failed=failed) for role in roles]
+        back: list[Callable[[], object]] = [
+            partial(self._close_role, update, chunk, role, failed=failed)
+            for role in roles
+            for chunk in chunks
+            if role in chunk.homes
+        ]
         if failed and Role.COMPUTE in update.needs:
-            back.append(chunk.recast)  # parameters may be unchanged and their copies not
+            back += [chunk.recast for chunk in chunks]  # parameters may be unchanged and their copies not
         if failed and update.detached and not update.corrupt:
             back.append(partial(self._put, update))  # no step would repeat it
         elif update.writes:
-            renew = update.had_copy and not self._runtime.writes.handed_out
-            back.append(partial(traffic.end_update, chunk, renew=renew))
+            renew = () if self._runtime.writes.handed_out else update.had_copies
+            back.append(partial(traffic.end_updates, chunks, renew=renew))
         if update.writes and update.staged and not failed:
-            back.append(partial(traffic.write_back, [chunk.homes[role] for role in update.staged]))
+            back.append(partial(traffic.write_back, [update.chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))
         update.opened = {}
         _call_all(iter(back))
 
-    def _close_role(self, update: ChunkUpdate, role: Role, *, failed: bool) -> None:
+    def _close_role(self, update: ChunkUpdate, chunk: Chunk, role: Role, *, failed: bool) -> None:
         """Release `role`; after a failure, drop what was half computed in staging, as its home is unchanged."""
         changed = update.writes and role is not Role.GRAD
-        self._traffic.close_role(update.chunk, role, dirty=changed and not failed)
+        self._traffic.close_role(chunk, role, dirty=changed and not failed)
         if changed and failed:
-            self._traffic.superseded(update.chunk, role)
+            self._traffic.superseded(chunk, role)
 
     def _cannot_open(self, update: ChunkUpdate) -> CapacityError:
         names = ", ".join(role.name for role in update.needs)
         return CapacityError(
             f"no room in host staging for {names} of chunk {update.chunk.spec.index} together: raise Budget(host=…)"
         )
+
+
+def _label(update: ChunkUpdate) -> str:
+    first, last = update.chunk.spec.index, update.chunks[-1].spec.index
+    return f"chunk {first}" if first == last else f"chunks {first} to {last}"
 
 
 def _call_all(calls: Iterator[Callable[[], object]]) -> None:

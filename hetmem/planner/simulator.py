@@ -209,7 +209,7 @@ class SimulatedTraffic:
         copy is dropped. Return whether there was one."""
         if operand is None:
             return False
-        self.residency.suspend(operand)
+        self.residency.suspend([operand])
         while self.residency.state(operand, DEVICE) is LOADING:
             self.wait_for_one()
         found = self.residency.state(operand, DEVICE) is VALID
@@ -220,9 +220,9 @@ class SimulatedTraffic:
     def end_update(self, operand: int | None, *, renew: bool) -> None:
         """Allow fetches of `operand` again, as its home has been written; with `renew` prefetch it to the device."""
         if operand is not None:
-            self.execute(self.residency.resume(operand))
+            self.execute(self.residency.resume([operand]))
             if renew:
-                self.execute(self.residency.prefetch(operand, DEVICE))
+                self.execute(self.residency.prefetch([operand], DEVICE))
 
     def copy_beside(self, link: LinkQueue, nbytes: int, done: Fetch | Write | Callable[[], None]) -> float:
         """Send `nbytes` over `link` in the background; `done` follows at their arrival, whose time is returned."""

@@ -74,6 +74,11 @@ class Residency:
         copies = self._caches[tier].copies
         return copies[block].state if block in copies else None
 
+    def states(self, blocks: Iterable[int], tier: Tier) -> list[CopyState | None]:
+        """Return the `state` of each of `blocks`."""
+        copies = self._caches[tier].copies
+        return [copies[block].state if block in copies else None for block in blocks]
+
     def copied(self, block: int) -> bool:
         """Return whether `block` has a copy in any state on any tier."""
         device, host = self._caches
@@ -297,6 +302,21 @@ class Residency:
             copy.state = STALE
         return commands
 
+    def invalidate_all(self, blocks: Iterable[int], tier: Tier) -> list[Command]:
+        """Do `invalidate` for each of `blocks`, which have VALID copies."""
+        commands: list[Command] = []
+        cache, drop = self._caches[tier], self._ledger.drop
+        for block in blocks:
+            copy = cache.copies[block]
+            if copy.dirty or copy.state is not VALID:
+                raise self._ledger.illegal(block, tier, "invalidate")
+            if copy.uses:
+                copy.state = STALE
+            else:
+                drop(block, cache, commands)
+        self._supply.serve(commands)
+        return commands
+
     def limit(self, tier: Tier, slots: int) -> list[Command]:
         """Allow at most `slots` slots of `tier` from now on. Idle copies beyond that are evicted at once; copies in use
         and loads in flight are, as soon as they are idle."""
@@ -317,18 +337,19 @@ class Residency:
             self._supply.prefetch(self._caches[tier], commands)
         return commands
 
-    def resume(self, block: int) -> list[Command]:
-        """Let `block` come to the device again, and serve the requests that waited for its home."""
-        self._supply.resume(block)
+    def resume(self, blocks: Iterable[int]) -> list[Command]:
+        """Let `blocks` come to the device again, and serve the requests that waited for their homes."""
+        self._supply.resume(blocks)
         commands: list[Command] = []
         self._supply.serve(commands)
         self._supply.prefetch(self._caches[DEVICE], commands)
         return commands
 
-    def prefetch(self, block: int, tier: Tier) -> list[Command]:
-        """Bring `block` to `tier` without a use, if no more urgent copy has to be evicted for it."""
+    def prefetch(self, blocks: Iterable[int], tier: Tier) -> list[Command]:
+        """Bring each of `blocks` to `tier` without a use, if no more urgent copy has to be evicted for it."""
         commands: list[Command] = []
-        self._supply.prefetch_block(block, tier, commands)
+        for block in blocks:
+            self._supply.prefetch_block(block, tier, commands)
         return commands
 
     def done(self, command: Fetch | Write) -> list[Command]:

@@ -6,7 +6,7 @@ mean for a copy is in `residency` and `ledger`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import LOADING, STALE, VALID, WAITING, Command, Copy
@@ -60,13 +60,13 @@ class Supply:
                 self._caches[tier].remove(block)
         return error
 
-    def suspend(self, block: int) -> None:
-        """Bring `block` to the device no more until `resume`: its home is being rewritten."""
-        self._suspended.add(block)
+    def suspend(self, blocks: Iterable[int]) -> None:
+        """Bring `blocks` to the device no more until `resume`: their homes are being rewritten."""
+        self._suspended.update(blocks)
 
-    def resume(self, block: int) -> None:
-        """Let `block` come to the device again."""
-        self._suspended.discard(block)
+    def resume(self, blocks: Iterable[int]) -> None:
+        """Let `blocks` come to the device again."""
+        self._suspended.difference_update(blocks)
         self._caches[DEVICE].prefetch_at = 0
 
     def serve(self, commands: list[Command], changed: Tier = HOST) -> None:

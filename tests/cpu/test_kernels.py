@@ -298,7 +298,7 @@ def test_one_torch_thread_means_this_threads_operators() -> None:
 
 
 def test_a_loop_that_disagrees_with_torch_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "adamw", lambda scalars, keys, first, param, grad, exp_avg, exp_avg_sq, copy: None)
+    monkeypatch.setattr(loops, "adamw_tiles", lambda scalars, tiles, taken, grad, copy: None)
     update._verified_loop.cache_clear()
     assert kernel_name() == "torch (this build of torch rounds differently)"
     update._verified_loop.cache_clear()
@@ -310,14 +310,14 @@ def test_a_cpu_without_fma_and_f16c_gives_the_same_bits(forks: Forks) -> None:
     code = """
 import numba, torch
 numba.config.CPU_NAME = "generic"  # what NUMBA_CPU_NAME sets
-from hetmem.cpu import AdamWStep, adamw, adamw_tasks
+from hetmem.cpu import AdamWStep, adamw, adamw_tasks, small_states
 from hetmem.errors import ManageError
 b, f = torch.bfloat16, torch.float16
-assert callable(adamw._kernel((b, b, b, b, b)))
+assert callable(small_states._kernel((b, b, b, b, b)))
 assert callable(adamw._verified_loop(torch.float32, b, b))
 assert "no casts of float16" in adamw._verified_loop(torch.float32, f, f)
 try:
-    adamw._kernel((b, f, b, b, f))
+    small_states._kernel((b, f, b, b, f))
 except ManageError as error:
     assert "no casts of float16" in str(error)
 else:

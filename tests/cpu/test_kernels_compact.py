@@ -23,6 +23,7 @@ from tests.cpu.tested import (
     adamw_compact_tasks,
     adamw_tasks,
     in_one,
+    small_states,
     torch_adamw,
     update,
 )
@@ -41,7 +42,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def clear() -> None:
-    update._kernel.cache_clear()
+    small_states._kernel.cache_clear()
 
 
 def randn(numel: int, dtype: torch.dtype = F32, seed: int = 7) -> torch.Tensor:
@@ -128,8 +129,8 @@ def test_five_steps_are_the_float32_update_rounded_by_chance(
 def test_numba_is_what_runs_here(
     param_dtype: torch.dtype, grad_dtype: torch.dtype, copy_dtype: torch.dtype | None
 ) -> None:
-    assert callable(update._kernel((param_dtype, grad_dtype, BF16, BF16, copy_dtype)))
-    assert callable(update._kernel((param_dtype, grad_dtype, torch.int8, F32, torch.uint8, F32, copy_dtype)))
+    assert callable(small_states._kernel((param_dtype, grad_dtype, BF16, BF16, copy_dtype)))
+    assert callable(small_states._kernel((param_dtype, grad_dtype, torch.int8, F32, torch.uint8, F32, copy_dtype)))
 
 
 def test_states_in_float32_are_the_ordinary_update(pool: WorkerPool) -> None:

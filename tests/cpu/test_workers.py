@@ -9,7 +9,9 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Iterable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -415,3 +417,25 @@ def test_tasks_for_which_no_thread_can_be_started_are_run_by_who_begins_them(mon
     batch = WorkerPool(threads=2).begin([lambda at=at: done.append(at) for at in range(3)])
     assert batch.done
     assert sorted(done) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("siblings", "allowed", "left"),
+    [
+        ({cpu: f"{cpu % 8},{cpu % 8 + 8}" for cpu in range(16)}, range(16), {7, 15}),
+        ({cpu: f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}" for cpu in range(4)}, range(4), {2, 3}),
+        ({cpu: f"{cpu}" for cpu in range(16)}, range(16), {14, 15}),  # as virtual machines hide them
+        ({cpu: f"{cpu}" for cpu in range(4)}, range(4), {3}),
+        ({}, range(2), {1}),
+        (dict.fromkeys(range(2), "0-1"), range(2), {1}),
+        ({}, [5], set()),
+    ],
+)
+def test_updates_leave_a_physical_core_to_the_thread_that_trains(
+    siblings: dict[int, str], allowed: Iterable[int], left: set[int], tmp_path: Path
+) -> None:
+    for cpu, listed in siblings.items():
+        folder = tmp_path / f"cpu{cpu}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(listed + "\n")
+    assert workers.left_to_training(set(allowed), tmp_path) == left

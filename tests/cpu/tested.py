@@ -18,6 +18,7 @@ from hetmem.cpu import (
     kernel_name,
     loops,
     norm,
+    small_states,
     square_sum_tasks,
     total,
     workers,
@@ -49,6 +50,7 @@ __all__ = [
     "loops",
     "norm",
     "one_torch_thread",
+    "small_states",
     "square_sum",
     "square_sum_tasks",
     "torch_adamw",
@@ -82,14 +84,14 @@ def adamw_compact_tasks(
 ) -> list[Task]:
     both = (exp_avg, exp_avg_sq)
     moments = [each for moment in both for each in (moment if isinstance(moment, Codes8Bit) else [moment])]
-    return update.prepare_adamw(param, grad, moments, copy, key=key)(step)
+    return small_states.prepare_small(param, grad, moments, copy, key=key)(step)
 
 
 def in_one(step: AdamWStep, key: int, first: int, *tensors: torch.Tensor | None) -> None:
     """The update on small states of a tile that begins at element `first`."""
-    loop = update._kernel(tuple(None if tensor is None else tensor.dtype for tensor in tensors))
+    loop = small_states._kernel(tuple(None if tensor is None else tensor.dtype for tensor in tensors))
     arrays = (None if tensor is None else workers.as_array(tensor) for tensor in tensors)
-    loop(update.scalars_of(step), update._keys(key, step.step, first), np.int64(first), *arrays)
+    loop(update.scalars_of(step), small_states._keys(key, step.step, first), np.int64(first), *arrays)
 
 
 def adamw(pool: WorkerPool, *of: Any) -> None:

@@ -144,7 +144,7 @@ def test_a_copy_comes_after_whatever_compute_made_of_its_slot_though_no_operator
     runtime.forget_copies()
     traffic.execute(residency.limit(Tier.DEVICE, 1))  # so that all of them lie in one slot
     with Compute(device.streams):
-        traffic.execute(residency.prefetch(cast, Tier.DEVICE))
+        traffic.execute(residency.prefetch([cast], Tier.DEVICE))
         traffic.execute(residency.invalidate(cast, Tier.DEVICE))
         traffic.acquire(fetched, Tier.DEVICE)
         traffic.release(fetched, Tier.DEVICE)

@@ -188,10 +188,10 @@ def test_an_update_of_a_chunk_that_waits_for_room_begins_at_once(tmp_path: Path)
     traffic.execute(residency.acquire(second, Tier.DEVICE))
     assert residency.state(second, Tier.DEVICE) is CopyState.WAITING
     assert not residency.in_flight()
-    assert traffic.begin_update(wanted) is False
+    assert traffic.begin_updates([wanted]) == []
     traffic.release(first, Tier.DEVICE)
     assert residency.state(second, Tier.DEVICE) is CopyState.WAITING, "its home is being written"
-    traffic.end_update(wanted)
+    traffic.end_updates([wanted])
     traffic.executor.drain()
     assert residency.state(second, Tier.DEVICE) is CopyState.VALID
     traffic.release(second, Tier.DEVICE)

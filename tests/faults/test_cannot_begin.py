@@ -117,7 +117,7 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
     traffic = registry.of_module(managed).runtime.traffic
     blocks = [chunk.operand_block for chunk in registry.of_module(managed).runtime.chunks][:2]
     once = Once(monkeypatch, *testing.place_of("take a slot"), lambda: RuntimeError("refused"), main=False)
-    commands = [command for block in blocks for command in traffic.residency.prefetch(block, Tier.DEVICE)]
+    commands = [command for block in blocks for command in traffic.residency.prefetch([block], Tier.DEVICE)]
     assert len(commands) == 2
     once.arm(1)
     with pytest.raises(RuntimeError):

@@ -50,6 +50,8 @@ class BrokenTiles:
 @pytest.fixture
 def of_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenTiles]:
     monkeypatch.setattr("hetmem.cpu.workers.TILE_ELEMENTS", 512)
+    monkeypatch.setattr("hetmem.cpu.adamw.SHARED_TILE_ELEMENTS", 512)
+    monkeypatch.setattr("hetmem.cpu.adamw.most_threads", lambda: 2)
     made = BrokenTiles()
     with testing.around("begin tasks", made.begun):
         yield made

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hetmem
-from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, prepare_adamw
+from hetmem.cpu import GROUP_ELEMENTS, AdamWStep, prepare_small
 from tests.engine.harness import (
     CHUNK,
     CHUNK_ELEMENTS,
@@ -57,7 +57,7 @@ class Plain:
             if p.grad is None:
                 continue
             flats, key = (p.data.view(-1), p.grad.reshape(-1), moments), (SEED << 32) + number
-            for task in prepare_adamw(*flats, key=key)(step):
+            for task in prepare_small(*flats, key=key)(step):
                 task()
 
 

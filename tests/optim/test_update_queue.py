@@ -291,3 +291,38 @@ def test_neighbours_in_a_chunk_are_updated_each_with_its_own_numbers(
         assert_same_weights(plain, managed, f"step {step}")
     assert_same_states(*optimizers, "at the end")
     hetmem.release(managed)
+
+
+def test_small_chunks_in_host_memory_are_updated_in_one_go(tmp_path: Path) -> None:
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    managed = hetmem.manage(copy.deepcopy(plain), budget("host", tmp_path), device="sim", chunk_bytes=CHUNK)
+    left = torch.optim.AdamW(plain.parameters(), fused=True)
+    right, chunks = hetmem.AdamW(managed.parameters()), registry.of_module(managed).runtime.chunks
+    for batch in vector_batches(3, 4, WIDTH):
+        for model, optimizer in ((plain, left), (managed, right)):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_weights(plain, managed)
+    spans = registry.of_module(managed).runtime.events.updates
+    assert len(spans) <= 3 * 2 < len(chunks)  # homes that have moved to the device are updated there
+
+
+def test_states_begin_at_zero_where_another_optimizer_has_loaded_some(tmp_path: Path) -> None:
+    """Their memory is not written before the first update, as the kernel's pages are zeros; these are not."""
+    plain = nn.Linear(WIDTH, WIDTH)
+    limits = budget("host", tmp_path, device="160KiB", device_chunks="64KiB")
+    managed = hetmem.manage(copy.deepcopy(plain), limits, device="sim", chunk_bytes=CHUNK)
+    left, (batch,) = torch.optim.AdamW(plain.parameters(), fused=True), vector_batches(1, 4, WIDTH)
+    loss_of(plain, batch).backward()
+    before = copy.deepcopy(plain.state_dict())
+    left.step()
+    hetmem.AdamW(managed.parameters()).load_state_dict(left.state_dict())
+    plain.load_state_dict(before)
+    left, right = torch.optim.AdamW(plain.parameters(), fused=True), hetmem.AdamW(managed.parameters())
+    plain.zero_grad()
+    for model, optimizer in ((plain, left), (managed, right)):
+        loss_of(model, batch).backward()
+        optimizer.step()
+    assert_same_weights(plain, managed)
+    assert_same_states(left, right)

@@ -208,7 +208,7 @@ def test_without_an_engine_whoever_needs_a_copy_makes_it() -> None:
 
 def test_an_end_is_noticed_only_when_somebody_looks() -> None:
     simulated = traffic(2, [Tier.HOST])
-    simulated.execute(simulated.residency.prefetch(0, Tier.DEVICE))
+    simulated.execute(simulated.residency.prefetch([0], Tier.DEVICE))
     simulated.now = 5.0
     assert simulated.residency.state(0, Tier.DEVICE) is CopyState.LOADING
     simulated.poll()

@@ -182,7 +182,7 @@ def test_nothing_fetches_what_is_being_updated_and_its_copy_comes_back_afterward
     made = updates(simulated, cores=1)
     made.add(update(5.0, operand=0))
     assert simulated.residency.state(0, DEVICE) is None
-    simulated.execute(simulated.residency.prefetch(0, DEVICE))
+    simulated.execute(simulated.residency.prefetch([0], DEVICE))
     assert simulated.residency.state(0, DEVICE) is None
     made.finish()
     assert simulated.residency.state(0, DEVICE) is CopyState.LOADING

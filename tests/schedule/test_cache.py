@@ -129,11 +129,11 @@ class Run:
     def update(self, block: int, home: Tier) -> None:
         residency = self.residency
         if self.random.random() < 0.5:
-            residency.suspend(block)
+            residency.suspend([block])
         if home is NVME:
             residency.reach((block,), HOST)
             if not self.get(block, HOST):
-                self.carry_out(residency.resume(block))
+                self.carry_out(residency.resume([block]))
                 return
             while residency.writing(block):
                 self.answer()
@@ -142,8 +142,8 @@ class Run:
             self.answer()
         self.carry_out(residency.invalidate(block, DEVICE))
         self.carry_out(residency.settle(block))
-        self.carry_out(residency.resume(block))
-        self.carry_out(residency.prefetch(block, DEVICE))
+        self.carry_out(residency.resume([block]))
+        self.carry_out(residency.prefetch([block], DEVICE))
 
 
 @pytest.mark.each

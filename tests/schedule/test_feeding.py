@@ -116,16 +116,16 @@ def test_nothing_is_fed_from_behind_the_barrier_or_from_a_home_that_is_rewritten
     r = residency(*[NVME] * 4, device=1, host=4, lookahead=4)
     assert reads(answer(r, r.expect({DEVICE: Schedule([(0,), (1,), (2,), (3,)], barrier=2)}))) == [0, 1]
     r = residency(*[NVME] * 4, device=1, host=4, lookahead=4)
-    r.suspend(1)
+    r.suspend([1])
     assert reads(answer(r, r.expect({DEVICE: Schedule([(0,), (1,), (2,), (3,)])}))) == [0, 2, 3]
-    assert reads(answer(r, r.resume(1))) == [1]
+    assert reads(answer(r, r.resume([1]))) == [1]
 
 
 def test_what_the_device_is_fed_goes_on_when_its_first_read_is_what_tells_that_it_is_fed() -> None:
     """Two reads are on their way for the optimizer: nothing could begin, and it was not known yet that more is to."""
     r = residency(*[NVME] * 5, device=1, host=5, lookahead=1)
     assert r.expect({HOST: Schedule([(3,)])}) == [read(3, 0)]
-    assert r.prefetch(4, HOST) == [read(4, 1)]
+    assert r.prefetch([4], HOST) == [read(4, 1)]
     assert r.expect({DEVICE: Schedule([(0,), (1,), (2,)])}) == []
     assert r.done(read(3, 0)) == [read(0, 2)]
 
@@ -154,13 +154,13 @@ def test_a_use_in_host_memory_counts_as_one_on_the_device_does() -> None:
     """0 is used by the step next and then on the device, 1 on the device alone and later than the step."""
     r = residency(NVME, NVME, NVME, device=3, host=2, lookahead=1)
     for block in (0, 1):
-        answer(r, r.prefetch(block, HOST))
+        answer(r, r.prefetch([block], HOST))
     known = book({"forward": (2, 2, 1)}, step=(0,))
     assert r.expect(known.schedules(STEP)) == []
     assert r._caches[HOST].victims(1, ()) == [1], "1 comes later than the step"
     r = residency(NVME, NVME, NVME, device=3, host=2, lookahead=1)
     for block in (0, 1):
-        answer(r, r.prefetch(block, HOST))
+        answer(r, r.prefetch([block], HOST))
     commands = r.expect(known.schedules("forward"))
     assert commands[0] == Drop(0, HOST, 0), "the step comes behind the forward"
 
@@ -169,7 +169,7 @@ def test_both_schedules_are_known_before_anything_begins() -> None:
     """By the schedule of the segment before 0 would be used in host memory long after 1 is on the device."""
     r = residency(*[NVME] * 8, device=1, host=2, lookahead=1)
     for block in (0, 1):
-        answer(r, r.prefetch(block, HOST))
+        answer(r, r.prefetch([block], HOST))
     assert r.expect({HOST: Schedule(UseSequence([(0,), (1,)], (), [100, 101], 102))}) == []
     known = book({"forward": (2, 3, 3, 4, 5, 6, 7, 1)}, host=(0, 0))
     assert r.expect(known.schedules("forward"))[0] == Drop(1, HOST, 1)
@@ -193,8 +193,8 @@ def test_staging_ranks_what_is_passed_over_on_the_device_anew() -> None:
     """A use of 0 began and failed before it was asked for: its next one is a round away."""
     r = residency(*[NVME] * 3, device=1, host=2, lookahead=1)
     for block in (0, 1):
-        answer(r, r.prefetch(block, HOST))
-    r.suspend(0)
+        answer(r, r.prefetch([block], HOST))
+    r.suspend([0])
     r.expect({DEVICE: Schedule([(0,), (2,), (1,)])})
     r.reach((0,), DEVICE)
     assert r._caches[HOST].victims(1, ()) == [1]

@@ -84,12 +84,12 @@ class Program:
 
     def update(self, block: int) -> None:
         residency = self.residency
-        residency.suspend(block)
+        residency.suspend([block])
         while residency.state(block, DEVICE) is CopyState.LOADING:
             self.end_one()
         self.issue(residency.invalidate(block, DEVICE))
         self.end_some()
-        self.issue(residency.resume(block))
+        self.issue(residency.resume([block]))
         self.end_some()
 
 

@@ -80,7 +80,7 @@ def test_a_prefetch_touches_neither_dirty_copies_nor_copies_in_use() -> None:
     assert r.done(Write(0, 0)) == [Drop(0, HOST, 0), read(1, 0)]
     in_use = residency(HOST, HOST, device=1, lookahead=2)
     bring(in_use, 0, DEVICE)
-    assert in_use.expect({DEVICE: Schedule([(1,)])}) == in_use.prefetch(1, DEVICE) == []
+    assert in_use.expect({DEVICE: Schedule([(1,)])}) == in_use.prefetch([1], DEVICE) == []
 
 
 def test_nothing_behind_the_barrier_is_prefetched_but_it_counts_for_eviction() -> None:
@@ -96,15 +96,15 @@ def test_a_waiting_request_goes_before_any_prefetch() -> None:
     r = residency(HOST, Block("large", HOST, span=2), HOST, device=2, lookahead=2)
     bring(r, 0, DEVICE)
     assert use(r, 1, DEVICE) == []
-    assert r.expect({DEVICE: Schedule([(2,), (0,)])}) == r.prefetch(2, DEVICE) == [], "not even into the free slot"
+    assert r.expect({DEVICE: Schedule([(2,), (0,)])}) == r.prefetch([2], DEVICE) == [], "not even into the free slot"
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(1, 2)]
 
 
 def test_what_no_schedule_names_is_prefetched_into_free_slots_only() -> None:
     r = residency(HOST, HOST, HOST, device=2)
     visit(r, 0, DEVICE)
-    assert r.prefetch(1, DEVICE) == [up(1, 1)]
-    assert r.done(up(1, 1)) == r.prefetch(2, DEVICE) == []
+    assert r.prefetch([1], DEVICE) == [up(1, 1)]
+    assert r.done(up(1, 1)) == r.prefetch([2], DEVICE) == []
 
 
 def test_a_prefetch_from_nvme_is_two_steps() -> None:

@@ -14,7 +14,7 @@ from tests.schedule.tested import CopyState, Drop, Write
 
 def test_a_failed_fetch_that_nobody_waits_for_leaves_no_copy_and_can_be_tried_again() -> None:
     r = residency(HOST, device=1)
-    assert r.prefetch(0, DEVICE) == [up(0, 0)]
+    assert r.prefetch([0], DEVICE) == [up(0, 0)]
     assert r.failed(up(0, 0)) == [Drop(0, DEVICE, 0)]
     assert (r.state(0, DEVICE), r.in_flight()) == (None, 0)
     assert r.acquire(0, DEVICE) == [up(0, 0)]

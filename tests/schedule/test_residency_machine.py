@@ -299,7 +299,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         block = number % self.params
         if any(not use.load for use in self.asked if use.block == block):
             return
-        self.event("prefetch", block, tier)
+        self.event("prefetch", [block], tier)
 
     @rule()
     def drain(self) -> None:
