@@ -20,6 +20,7 @@ from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, registry
 from hetmem.intercept.interceptor import Interception
+from hetmem.memory import heap
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.device import Device, SimDevice
@@ -125,6 +126,7 @@ def _manage(
 ) -> ModuleT:
     """Manage `module` as `manage` does; `built`: the memory for `accelerator` that its parameters were built in."""
     _refuse(module, budget, asked)
+    heap.map_large_blocks()
     mixed_precision, chunk_bytes = precision_of(asked.mixed_precision), asked.chunk_bytes
     _warn_of_others()
     planned = _plan(asked.plan)
@@ -161,6 +163,7 @@ def _manage(
         registry.watch_scalers()
         registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
+    heap.trim()  # where the weights were before
     return module
 
 
@@ -272,6 +275,7 @@ def _wrap_init(cls: type[torch.nn.Module], budget: Budget | None, asked: _Option
         if Building.active():
             init(self, *args, **kwargs)  # of a submodule or a base class of the module that is being built
             return
+        heap.map_large_blocks()
         plan = _plan(asked.plan)
         limits = (budget or (Budget() if plan is None else plan.budget)).limits()
         accelerator = _accelerator(asked.device)

@@ -228,6 +228,12 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     # ---- Memory, errors, interrupts
     "No tier holds more than its budget": "keep homes on the device when an operator needs their memory",
+    "The anonymous memory of the process grows by no more": Mutation(
+        "memory/heap.py",
+        '    _call("mallopt", _M_MMAP_THRESHOLD, MAPPED_BYTES)\n',
+        "",
+        "tests/test_process_memory.py::test_large_tensors_of_a_process_that_manages_a_model_are_not_in_the_heap",
+    ),
     "Building a class that `@managed` decorates": Mutation(
         "placing/filling.py",
         "            if parameter is not None and _is_placed(parameter):\n",

@@ -129,6 +129,11 @@ def world_size() -> int:
     return int(text) if text.isdigit() else 1
 
 
+def sets_malloc() -> bool:
+    """Return whether the environment sets the size from which on `malloc` maps blocks."""
+    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+
+
 def turn_timeout_seconds() -> float:
     """Return how many seconds a thread waits for its turn with a model: HETMEM_TURN_TIMEOUT, by default half an hour,
     as another thread may save a checkpoint; at most `threading.TIMEOUT_MAX`.

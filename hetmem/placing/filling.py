@@ -33,6 +33,7 @@ from hetmem.engine.param_views import is_shared, reside, storage_references
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
 from hetmem.memory.device import Device
+from hetmem.memory.heap import Freed
 from hetmem.memory.host_memory import PAGE_BYTES, Mapping, free_host_bytes
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
@@ -57,6 +58,8 @@ class BuildingMemory:
         self._limits, self._device_bytes = limits, device_bytes
         self._host_used = self._beside_bytes = 0
         self._placed: list[torch.Tensor] = []
+        self.freed = Freed()
+        """Blocks of ordinary memory that parameters were in before, or were copied through."""
         self._files: dict[int, range] = {}
         """Addresses used in each file of the store."""
 
@@ -72,6 +75,7 @@ class BuildingMemory:
             target = flat.as_strided(parameter.shape, parameter.stride())
             target.copy_(parameter)
             parameter.data = target
+        self.freed.add(nbytes)
         self._placed.append(flat)
 
     def _take(self, nbytes: int) -> memoryview | None:
@@ -234,6 +238,7 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     source = built.source(data) if built is not None else _NOWHERE
     if built is not None and source and home.device.type == "cpu":
         _copy_bytes(home, data, over_disk=built.on_disk(source.start))
+        built.freed.add(home.nbytes)
     else:
         home.copy_(data)
     managed.chunk.parameters.append(managed)
