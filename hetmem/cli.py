@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,16 +184,18 @@ def _planned(options: argparse.Namespace) -> int:
         _say(f"hetmem plan: {profile.name} has {has} for programs: planned with that, not {asked}", to_stderr=True)
     limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
+    offline = planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext()
     same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference activations"
-    plan = planner.plan_within(
-        _call(options),
-        planner.capacities_of(limits, profile),
-        profile,
-        chunk_bytes=chunk_bytes,
-        nvme_directories=tuple(options.nvme_dir or ()),
-        on_stage=_show_stage,
-        **{name: getattr(options, name) for name in same.split()},
-    )
+    with offline:  # tracing too may make transformers fetch what it computes with
+        plan = planner.plan_within(
+            _call(options),
+            planner.capacities_of(limits, profile),
+            profile,
+            chunk_bytes=chunk_bytes,
+            nvme_directories=tuple(options.nvme_dir or ()),
+            on_stage=_show_stage,
+            **{name: getattr(options, name) for name in same.split()},
+        )
     if options.output:
         plan.best.save(options.output)
     _say(plan)

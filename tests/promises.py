@@ -253,6 +253,14 @@ PROMISES: dict[str, Mutation | str] = {
         "os.open(path, os.O_RDWR | os.O_CREAT, 0o666)",
         "tests/test_whole_files.py::test_nothing_is_written_through_what_lies_beside[checkpoint]",
     ),
+    "runs no code but that of transformers": Mutation(
+        "planner/hugging_face/offline.py",
+        "    if event in _REFUSED and ",
+        "    if False and ",
+        "tests/planner/test_configurations.py::"
+        "test_within_offline_the_network_and_questions_are_refused_on_this_thread_alone",
+        costly=True,
+    ),
     "taken whole, or refused with the name of a key": Mutation(
         "report/files.py",
         "        check_report(data)\n",

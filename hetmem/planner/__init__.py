@@ -32,13 +32,14 @@ from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
 from hetmem.planner.decide import RANK, Variant, approximations, cheapest_mix, combined, decide
+from hetmem.planner.hugging_face.call import hugging_face_call
+from hetmem.planner.hugging_face.offline import Offline
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
     TracedCall,
     checkpointed,
     divided,
-    hugging_face_call,
     in_bfloat16,
     repeated_layers,
     trace,
@@ -51,6 +52,7 @@ from hetmem.schedule.placement import Capacities
 
 __all__ = [
     "Capacities",
+    "Offline",
     "Plan",
     "PlanError",
     "TracedCall",

@@ -1,14 +1,14 @@
 """Builds a model on `meta` and traces a call of it as a workload; where that fails, the error says what to do.
 
-Models are given as functions, or by the configuration file of a Hugging Face model, whose weights are never read.
+Models are given as functions.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import extract_tb
@@ -16,6 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.checkpoint import checkpoint
 
 from hetmem.placing.filling import as_written
@@ -26,6 +30,10 @@ from hetmem.planner.workload import Workload
 from hetmem.torch_private import tree_leaves, tree_map
 
 Builder = Callable[[], nn.Module]
+MOST_PARAMETERS = 10**13
+"""The most elements of all parameters of a model that is planned."""
+MOST_MODULES = 500_000
+"""The most modules of a model that is planned, each counted where it is a part of another one."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
             f"that it can be built without memory"
         )
     try:
-        with torch.device(device), RefuseRealMemory() if device == "meta" else nullcontext():
+        with torch.device(device), RefuseRealMemory() if device == "meta" else nullcontext(), _of_possible_size():
             model = as_written(build_model)
     except PlanError:
         raise
@@ -165,6 +173,38 @@ def _build(build_model: Builder, device: str = "meta") -> nn.Module:
     if not any(True for _ in model.parameters()):
         raise PlanError(f"{type(model).__name__} has no parameters, so there is nothing to plan")
     return model.to(device)
+
+
+@contextmanager
+def _of_possible_size() -> Iterator[None]:
+    """Raise `PlanError` in a block that builds a model, as soon as it has more parameters or modules than any has."""
+    thread, elements, modules = threading.get_ident(), 0, 0
+
+    def parameter(module: nn.Module, name: str, value: nn.Parameter) -> None:
+        nonlocal elements
+        if threading.get_ident() == thread and not nn.parameter.is_lazy(value):
+            elements += value.numel()
+            if elements > MOST_PARAMETERS:
+                raise PlanError(
+                    f"the model has more than {MOST_PARAMETERS:.0e} parameters, the most that is planned, with {name} "
+                    f"of {type(module).__name__}, of shape {list(value.shape)}"
+                )
+
+    def submodule(module: nn.Module, name: str, value: nn.Module | None) -> None:
+        nonlocal modules
+        modules += threading.get_ident() == thread
+        if modules > MOST_MODULES:
+            raise PlanError(f"the model has more than {MOST_MODULES:,} modules, the most that is planned")
+
+    hooks = [
+        register_module_parameter_registration_hook(parameter),
+        register_module_module_registration_hook(submodule),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _on(value: Any, device: str) -> Any:
@@ -284,110 +324,3 @@ class _Unfilled(nn.Linear):
         """Initialize the weights, unless they are on `meta`."""
         if not self.weight.is_meta:
             super().reset_parameters()
-
-
-_LABELS = {
-    "tokens": "ForCausalLM LMHeadModel ForMaskedLM ForPreTraining ForConditionalGeneration ForTokenClassification",
-    "rows": "ForSequenceClassification ForImageClassification ForAudioClassification ForMultipleChoice",
-}
-"""The shape of `labels` ("tokens": one per token, "rows": one per row) by the ending of a model class's name."""
-
-
-def hugging_face_call(
-    config_file: str | os.PathLike[str],
-    batch: int,
-    sequence: int,
-    mixed_precision: torch.dtype | None,
-    inputs: Mapping[str, torch.Tensor] | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
-) -> TracedCall:
-    """Return the call of the model that `config_file` names in `architectures`, with `batch` rows of `sequence` tokens
-    (where it takes tokens); `inputs` replace those of the same names. Raises `PlanError`."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise PlanError(
-            "a Hugging Face configuration needs the package transformers: pip install transformers"
-        ) from error
-    path = Path(config_file)
-    transformers.logging.set_verbosity_error()  # its warnings are about running the model
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise PlanError(f"{path} is no Hugging Face configuration: {reason}") from error
-    if min(batch, sequence) < 1:
-        raise PlanError(f"expected at least one sequence of one token, got {batch} of {sequence}")
-    config.use_cache = False
-    if hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
-        config._experts_implementation = "grouped_mm"
-    kind = _class_of(config, path, transformers)
-    try:
-        made = _inputs_of(kind, config, batch, sequence)
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise PlanError(f"there is no tensor of {batch} sequences of {sequence} tokens") from error
-
-    def build() -> torch.nn.Module:
-        model: torch.nn.Module = kind._from_config(config, dtype=torch.float32)
-        _check_positions(model, path, sequence)
-        return model
-
-    return TracedCall(build, {**made, **(inputs or {})}, loss, mixed_precision)
-
-
-def _class_of(config: Any, path: Path, transformers: Any) -> Any:
-    """Return the class that the configuration names, or the language model of its `model_type`."""
-    names = list(getattr(config, "architectures", None) or ())
-    for name in names:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    if names:
-        raise PlanError(f"{path}: transformers {transformers.__version__} has no class {names[0]}, which it names")
-    encodes = bool(getattr(config, "is_encoder_decoder", False))
-    auto: Any = transformers.AutoModelForSeq2SeqLM if encodes else transformers.AutoModelForCausalLM
-    if type(config) not in auto._model_mapping:
-        raise PlanError(
-            f"{path}: {config.model_type} is no language model and the file names no `architectures`: add the name of "
-            f"the class there, or name a function that builds it (hetmem plan MODULE:FUNCTION --input 4x2048)"
-        )
-    return auto._model_mapping[type(config)]
-
-
-def _inputs_of(kind: Any, config: Any, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    """Return the training inputs of a model of the class `kind`, guessed from its name and its main input's."""
-
-    def whole(*sizes: int) -> torch.Tensor:
-        return torch.empty(sizes, dtype=torch.long, device="meta")
-
-    main = getattr(kind, "main_input_name", "input_ids")
-    labels = next((what for what, ends in _LABELS.items() if kind.__name__.endswith(tuple(ends.split()))), "")
-    found: dict[str, torch.Tensor] = {}
-    if main == "pixel_values":
-        size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        found[main] = torch.empty(batch, getattr(config, "num_channels", 3), height, width, device="meta")
-    elif main == "input_features":
-        frames = 2 * getattr(config, "max_source_positions", 1500)
-        found[main] = torch.empty(batch, getattr(config, "num_mel_bins", 80), frames, device="meta")
-        sequence = min(sequence, getattr(config, "max_target_positions", sequence))
-    else:
-        found["input_ids"] = whole(batch, sequence)
-        if labels == "tokens" and getattr(config, "is_encoder_decoder", False):
-            found["decoder_input_ids"] = whole(batch, sequence)
-    if kind.__name__.endswith("ForQuestionAnswering"):
-        found |= {"start_positions": whole(batch), "end_positions": whole(batch)}
-    elif labels:
-        found["labels"] = whole(batch) if labels == "rows" else whole(batch, sequence)
-    return found
-
-
-def _check_positions(model: torch.nn.Module, path: Path, sequence: int) -> None:
-    """Refuse a sequence longer than the table of learned positions, as no operator on `meta` does."""
-    for name, module in model.named_modules():
-        last = name.rpartition(".")[2]
-        known = isinstance(module, torch.nn.Embedding) and (last == "wpe" or "position_emb" in last)
-        if known and sequence > module.num_embeddings:
-            raise PlanError(
-                f"{path}: the model has {module.num_embeddings} positions ({name}), expected a sequence of at most "
-                f"so many tokens, got {sequence}: --sequence {module.num_embeddings}"
-            )
