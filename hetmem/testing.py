@@ -1,7 +1,9 @@
-"""The access of hetmem's tests to a managed model: facts as plain data, waits, and faults injected at named points.
+"""For programs `first_difference`, which compares a managed model with plain torch; and the access of hetmem's tests to
+a managed model: facts as plain data, waits, and faults injected at named points.
 
-Private: tests that are not about a single unit use public names and this module. It returns names, numbers, strings and
-copies of values, and no object of the runtime, so that the runtime can be rebuilt without touching a test.
+All but `first_difference` is private: tests that are not about a single unit use public names and this module. It
+returns names, numbers, strings and copies of values, and no object of the runtime, so that the runtime can be rebuilt
+without touching a test.
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, UnreadableGradient
 from hetmem.schedule import saved
 from hetmem.schedule.trace import Tier, segment_name
+from hetmem.tools.difference import Difference, compare, first_difference
+
+__all__ = ["Difference", "compare", "first_difference"]
 
 POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",
     "release a copy": "hetmem.schedule.residency:Residency.release",
+    "a copy is stale": "hetmem.schedule.residency:Residency.invalidate",
+    "copies are stale": "hetmem.schedule.residency:Residency.invalidate_all",
     "copy done": "hetmem.schedule.residency:Residency.done",
     "carry out": "hetmem.engine.executor:Executor._carry_out",
     "note an end": "hetmem.engine.executor:Executor._note",

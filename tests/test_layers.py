@@ -33,7 +33,8 @@ ORDER = (
     "checkpoint report planner distributed",  # saves, tells, plans
     "api",  # what users call
     "__init__",
-    "tools testing integrations",  # measures, looks inside for tests, lets frameworks call
+    "tools",  # measures, compares
+    "testing integrations",  # looks inside for tests, lets frameworks call
     "cli",
     "__main__",
 )
@@ -60,11 +61,13 @@ WRITES_TOO = {
         "hetmem.memory.chunk",  # a new view of a home
         "hetmem.optim.states",  # states that the program sees
         "hetmem.planner.meta_trace",  # a model on the meta device
+        "hetmem.tools.difference",  # a plain model
     },
     "grad": {
         "hetmem.engine.param_views",  # a gradient from before the parameter was managed
         "hetmem.optim.elementwise",  # the parameter of one tile
         "hetmem.planner.meta_trace",
+        "hetmem.tools.difference",
     },
     "__class__": {
         "hetmem.engine.gradient_watch",  # gradients, for as long as the program may write to them

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import hetmem
+from hetmem import testing
 
 PLACEMENTS = ("resident", "host", "nvme")
 STREAMED = ("host", "nvme")
@@ -166,11 +167,7 @@ def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 def assert_same(left: torch.Tensor | None, right: torch.Tensor | None, what: str) -> None:
     """`left` (plain) and `right` (managed) have the same bits."""
     if not same_bits(left, right):
-        if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
-            kinds = [None if t is None else (tuple(t.shape), t.dtype) for t in (left, right)]
-            raise AssertionError(f"{what}: plain {kinds[0]}, managed {kinds[1]}")
-        worst = (left.detach().cpu().double() - right.detach().cpu().double()).abs().max().item()
-        raise AssertionError(f"{what}: bits differ, by up to {worst:.3g}")
+        raise AssertionError(f"{what}: {testing.compare(0, 'bits', '', left, right)}")
 
 
 def assert_same_weights(plain: nn.Module, managed: nn.Module, what: str = "") -> None:
