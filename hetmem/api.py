@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hetmem.base.config import ActivationsName, Budget, refuse_activations, refuse_budget, world_size
+from hetmem.base.config import ActivationsName, Budget, logged_parts, refuse_activations, refuse_budget, world_size
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
+from hetmem.engine.events import log_to_standard_error
 from hetmem.engine.gradient_views import to_host_memory
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
@@ -136,6 +137,8 @@ def _manage(
         mixed_precision = _planned_precision(planned, mixed_precision)
         budget, chunk_bytes = planned.budget, planned.chunk_bytes
     profile = _profile(asked.hardware)
+    if "engine" in logged_parts():
+        log_to_standard_error()
     accelerator = accelerator or _accelerator(asked.device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")

@@ -70,6 +70,10 @@ transform_level = _C._functorch.maybe_current_level  # None outside of transform
 is_of_a_transform = _C._functorch.is_functorch_wrapped_tensor  # such a tensor has no storage of its own
 is_of_an_old_transform = _C._functorch.is_legacy_batchedtensor
 
+# ---- profiling ----
+profiler_runs = torch.autograd._profiler_enabled  # whether torch.profiler records on this thread
+labelled = _C._profiler._RecordFunctionFast  # `record_function` without an operator, which modes of operators would see
+
 # ---- modules and compilers ----
 NormBase: Any = _NormBase  # what BatchNorm and InstanceNorm share: running statistics, which stay in float32
 call_of_a_module = torch.nn.Module._call_impl  # its frames, between a caller's and a hook's

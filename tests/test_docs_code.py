@@ -93,6 +93,14 @@ def test_the_first_page_trains_and_resumes(tmp_path: Path) -> None:
     assert names["extra"] == {"scheduler": scheduler.state_dict()}
 
 
+# ---- when losses differ ----------------------------------------------------------------------------------------------
+
+
+def test_the_comparison_with_plain_torch_runs_and_finds_no_difference() -> None:
+    (code,) = snippets("docs/debugging.md")
+    assert run(code, {}) == "None\n"
+
+
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
 

@@ -134,6 +134,15 @@ def sets_malloc() -> bool:
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
 
 
+def logged_parts() -> set[str]:
+    """Return the parts of hetmem that HETMEM_LOG names, separated by commas: they log to standard error what they do.
+    Raises `BudgetError` for one that logs nothing."""
+    parts = {part.strip() for part in os.environ.get("HETMEM_LOG", "").split(",")} - {""}
+    if unknown := sorted(parts - {"engine"}):
+        raise BudgetError(f"HETMEM_LOG names {', '.join(unknown)}: known is engine")
+    return parts
+
+
 def turn_timeout_seconds() -> float:
     """Return how many seconds a thread waits for its turn with a model: HETMEM_TURN_TIMEOUT, by default half an hour,
     as another thread may save a checkpoint; at most `threading.TIMEOUT_MAX`.

@@ -15,22 +15,35 @@ Where compute is synchronous, a mark is a time, and a stretch is what the thread
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from hetmem import torch_private
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.chunk_limit import DevicePeaks
 from hetmem.schedule.trace import Tier
 
+LOGGER = logging.getLogger("hetmem.engine")
+"""Told each segment, and each command and update of a chunk, as it begins (`HETMEM_LOG=engine`)."""
 ENTRIES = 100_000
 """The most entries of each kind: some steps of a model with ten thousand operators."""
 _UNREAD = 256
 """The most marks that are left unread within a segment."""
 CAUGHT_UP = 0.1
 """Compute has caught up if it ends a stretch at most this share of the stretch's length after the launch."""
+
+
+def log_to_standard_error() -> None:
+    """Log what the engine does to standard error, with milliseconds since the start and the thread."""
+    if not LOGGER.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(relativeCreated)10.2f ms %(threadName)s: %(message)s"))
+        LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.DEBUG)
 
 
 class Transfer(NamedTuple):
@@ -184,6 +197,9 @@ class EventLog:
         """The block that the thread which trains waits for; -1: none."""
         self.forwards = Log(ForwardBegan, entries)
         self.tokens = 0
+        self.observed = False
+        """Whether the running segment is logged, or seen by torch's profiler."""
+        self._labelled: Any = None
         self._segment: tuple[str, float] | None = None
         self._begin_marked = False
         self._unread: deque[_Mark] = deque()
@@ -199,6 +215,11 @@ class EventLog:
     def begin_segment(self, what: str) -> None:
         """End the running segment, and begin the segment `what`."""
         self.end_segment()
+        self.observed = torch_private.profiler_runs() or LOGGER.isEnabledFor(logging.DEBUG)
+        if self.observed:
+            LOGGER.debug("%s", what)
+            self._labelled = torch_private.labelled(f"hetmem {what}")
+            self._labelled.__enter__()
         self._segment = (what, self.now())
         if self.asynchronous:
             self._begin_marked = self._marked(_Mark("begin", self._segment[1], self._clock.timed_mark(), what))
@@ -209,6 +230,9 @@ class EventLog:
         if self._segment is None:
             return
         (what, since), self._segment = self._segment, None
+        if self._labelled is not None:
+            self._labelled.__exit__(None, None, None)
+            self._labelled = None
         if self._begin_marked:
             self._marked(_Mark("end", self.now(), self._clock.timed_mark(), what, since=since))
         elif not self.asynchronous:

@@ -19,7 +19,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.weak import WeakList
-from hetmem.engine.events import EventLog
+from hetmem.engine.events import LOGGER, EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.memory.chunk import Chunk, Role, without_graph
@@ -340,10 +340,10 @@ class Executor:
 
     def _carry_out_all(self) -> None:
         first: BaseException | None = None
-        waiting = self._commands
+        waiting, carry_out = self._commands, self._carry_out_observed if self._events.observed else self._carry_out
         while waiting:
             try:
-                self._carry_out(waiting.popleft())
+                carry_out(waiting.popleft())
             except Exception as error:  # noqa: PERF203 - each may fail
                 first = first or error
         try:
@@ -351,6 +351,19 @@ class Executor:
                 raise first
         finally:
             del first  # the error would refer to itself, by this function's variables
+
+    def _carry_out_observed(self, command: Command) -> None:
+        """Carry out `command`, for the log and torch's profiler by name."""
+        chunk, role = self.chunk_of_block[command.block]
+        if isinstance(command, Fetch):
+            what = f"fetch {chunk.label(role)} from {command.source.name.lower()} to {command.target.name.lower()}"
+        elif isinstance(command, Write):
+            what = f"write {chunk.label(role)} to nvme"
+        else:
+            what = f"drop {chunk.label(role)} from {command.tier.name.lower()}"
+        LOGGER.debug("%s", what)
+        with torch_private.labelled(f"hetmem {what}"):
+            self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
         if type(command) is Drop:

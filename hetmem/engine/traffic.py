@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import torch
 
-from hetmem.engine.events import EventLog
+from hetmem.engine.events import LOGGER, EventLog
 from hetmem.engine.executor import Executor
 from hetmem.engine.gradient_views import GradientCopies
 from hetmem.engine.homes import Memory
@@ -335,6 +335,9 @@ class Traffic:
             for chunk in chunks:
                 self.wait_for_update(chunk)
         self.updating.update(chunks)
+        if self._events.observed:
+            for chunk in chunks:
+                LOGGER.debug("update %s", chunk.label(Role.PARAM))
         blocks = [block for block in map(_OPERAND_BLOCK, chunks) if block >= 0]
         self.residency.suspend(blocks)
         try:

@@ -281,11 +281,20 @@ class Chunk:
         for managed in self.parameters:
             managed.recast(managed.home)
 
+    def __repr__(self) -> str:
+        """Return its index, parameters, dtypes, bytes and where its homes are."""
+        homes = ", ".join(f"{role.name} on {home.tier.name.lower()}" for role, home in self.homes.items())
+        kinds = {str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.compute_dtype)}
+        return f"<{self._name()}: {self.numel} elements of {' and '.join(sorted(kinds))}; {homes}>"
+
     def label(self, role: Role) -> str:
         """Return the name of `role` of this chunk for messages."""
+        return f"{role.name} of {self._name()}"
+
+    def _name(self) -> str:
         names = [parameter.name for parameter in self.parameters]
         more = f", … ({len(names)} parameters)" if len(names) > 2 else ""
-        return f"{role.name} of chunk {self.spec.index} ({', '.join(names[:2])}{more})"
+        return f"chunk {self.spec.index} ({', '.join(names[:2])}{more})"
 
 
 NO_MEMORY = torch.empty(0, device="cpu")
@@ -356,6 +365,11 @@ class ManagedParameter:
     bound: int = 0
     data_taken: bool = False
     stepped_by: object = None
+
+    def __repr__(self) -> str:
+        """Return its name, shape, and place in its chunk; it reads no memory."""
+        end = self.offset + self.numel
+        return f"<parameter {self.name} {list(self.shape)}: [{self.offset}, {end}) of {self.chunk!r}>"
 
     def open_grad_home(self) -> None:
         """Set `grad_home` to a view of the gradient's home: a new one, or that of the last step if it is spare."""

@@ -1,0 +1,52 @@
+"""What a person sees of the engine at work: its log, labels in torch's profiler, and objects as text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import hetmem
+from tests.engine.harness import budget, manage, mlp
+from tests.forked import Forks
+
+LOGGED = """
+import torch, hetmem
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+limits = hetmem.Budget(device="1MiB", device_chunks="48KiB", host="8MiB")
+hetmem.manage(model, limits, device="sim", chunk_bytes="16KiB")
+optimizer = hetmem.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_engine_logs_what_it_decides_by_the_names_of_parameters(forks: Forks) -> None:
+    said = forks.run(LOGGED, environment={"HETMEM_LOG": "engine"})
+    assert said.returncode == 0, said.stderr
+    lines = [re.sub(r"^ *[\d.]+ ms MainThread: ", "", line) for line in said.stderr.splitlines()]
+    assert [line for line in lines if line in ("forward", "backward", "step")] == ["forward", "backward", "step"] * 2
+    for words in ("fetch param of chunk . \\(0.weight.* from host to device", "drop param of chunk .* from device"):
+        assert any(re.match(words, line) for line in lines), words
+    assert any(re.match(r"update param of chunk \d \(3.weight", line) for line in lines)
+    assert not forks.run(LOGGED).stderr.count("fetch"), "only if asked"
+    refused = forks.run(LOGGED, environment={"HETMEM_LOG": "engin"})
+    assert "BudgetError: HETMEM_LOG names engin: known is engine" in refused.stderr
+
+
+def test_torch_s_profiler_shows_phases_and_fetches_by_name(tmp_path: Path) -> None:
+    managed = manage(mlp(), budget("host", tmp_path), tmp_path, sanitize=False)
+    optimizer = hetmem.AdamW(managed.parameters())
+    for at in range(3):
+        with profile(activities=[ProfilerActivity.CPU]) if at == 2 else torch.no_grad() as seen:
+            with torch.enable_grad():
+                managed(torch.ones(2, 64)).sum().backward()
+                optimizer.step()
+        optimizer.zero_grad()
+    names = {event.name for event in seen.events()}
+    assert {"hetmem forward", "hetmem backward", "hetmem step"} <= names
+    assert any(re.match(r"hetmem fetch param of chunk \d+ \(.*weight.* from host to device", name) for name in names)
