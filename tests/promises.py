@@ -176,6 +176,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     # ---- Gradients
     "`p.grad` after `backward()` is the true gradient": "read gradients before they have arrived",
+    "of functions that read or write `p.grad` in a backward": "let hooks use gradients in flight",
     "What the program writes to `p.grad` between": Mutation(
         "engine/gradient_watch.py",
         "            if is_shared(managed.grad_home):\n",

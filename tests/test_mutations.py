@@ -108,6 +108,19 @@ MUTATIONS = {
         "pass",
         "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
     ),
+    "let hooks use gradients in flight": Mutation(
+        "engine/gradients.py",
+        "                self._flights.begin(managed)\n                if",
+        "                if",
+        "tests/engine/test_gradients_in_flight.py::test_a_hook_that_uses_a_gradient_in_flight_waits_for_it[off-host]",
+    ),
+    "let hooks write to gradients of which a copy is staged again": Mutation(
+        "engine/gradients.py",
+        "                    self._flights.begin(managed)\n\n",
+        "                    pass\n\n",
+        "tests/engine/test_gradients_in_flight.py::"
+        "test_a_hook_writes_to_a_gradient_of_a_chunk_that_got_another_since_it_did_last",
+    ),
     "round the 16-bit copy down": Mutation(
         "cpu/loops.py",
         "np.uint32(np.uint32(bits + odd) + np.uint32(0x7FFF))",

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
 from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
@@ -298,6 +299,12 @@ def updated_by_another(name: str) -> str:
 # ---- gradients in flight -------------------------------------------------------------------------------------------
 
 
+def _without_functions(work: Callable[[], None]) -> None:
+    """Do `work`, which writes to a gradient in flight, that a use of the program waits for."""
+    with torch_private.NoFunctionsOfSubclasses():
+        work()
+
+
 class GradientCopies:
     """Carries out what `GradientSends` decides: gradients in flight from the device to their homes."""
 
@@ -342,7 +349,7 @@ class GradientCopies:
         send = self.sends.send(chunk, nbytes)
         self.leaving[send.number] = memory
         ended = partial(weakly(self._arrived), chunk, send)
-        self._executor.copy_beside(Link.DEVICE_TO_HOST, work, nbytes, ended)
+        self._executor.copy_beside(Link.DEVICE_TO_HOST, partial(_without_functions, work), nbytes, ended)
         if (sent := self.sent()) is not None:
             sent()
         self.sends.wait_for_room()

@@ -1,17 +1,20 @@
-"""Sees which gradients the program may have written to while it had them, also where no version counts that.
+"""Sees what the program does with gradients: uses of those in flight, which wait, and writes, also where no version
+counts them.
 
-Used for gradients of which hetmem has a copy that a write makes stale: in staging, or in an update that has read them.
+Writes matter to gradients of which hetmem has a copy that a write makes stale: in staging, or in an update that has
+read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.param_views import hands_out, is_in_place, is_shared
-from hetmem.memory.chunk import Chunk
+from hetmem.memory.chunk import Chunk, ManagedParameter
 
 _ORDINARY: Any = torch.Tensor
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,6 +48,59 @@ class WatchedGradient(torch.Tensor):
             for leaf in met:
                 if "hetmem_accessed" not in vars(leaf):
                     leaf.__class__ = cls
+
+
+class GradientInFlight(torch.Tensor):
+    """The class of a gradient while its home may lack its value, as hooks of a backward may find it: a copy of it is in
+    flight, or in staging and not written to NVMe. The first function of torch that gets one waits for all.
+
+    Each model has a subclass of its own (`Flights`).
+    """
+
+    hetmem_arrive: Callable[[], Callable[[], None] | None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (arrive := cls.hetmem_arrive()) is not None:
+            arrive()
+        for leaf in torch_private.tree_leaves((args, kwargs or {})):
+            if type(leaf) is cls:  # its model is gone, or it was none of those awaited
+                leaf.__class__ = _ORDINARY
+        return func(*args, **(kwargs or {}))
+
+
+class Flights:
+    """The gradients of one model whose homes may lack their values, which the program waits for."""
+
+    def __init__(self, arrive: Callable[[], Callable[[], None] | None]) -> None:
+        """`arrive`: a weak reference to the function that waits for all of them, and then calls `end`."""
+        name, fields = GradientInFlight.__name__, {"hetmem_arrive": arrive, "__module__": __name__}
+        self.kind: Any = type(name, (GradientInFlight,), fields)
+        """Their class."""
+        self._begun: list[ManagedParameter] = []
+
+    def begin(self, managed: ManagedParameter) -> None:
+        """Have the program wait when it uses the gradient's home of `managed`, if there is one."""
+        home: Any = managed.grad_home
+        if home is not None:
+            home.__class__ = self.kind
+            self._begun += (managed,)
+
+    @staticmethod
+    def pause(managed: ManagedParameter) -> None:
+        """Make the gradient's home of `managed` an ordinary tensor, until `begin` or `end`."""
+        home: Any = managed.grad_home
+        home.__class__ = _ORDINARY
+
+    def end(self) -> None:
+        """Make all of them ordinary tensors; those that an update has read are watched."""
+        begun, self._begun = self._begun, []
+        for managed in begun:
+            home: Any = managed.grad_home
+            if type(home) is self.kind:
+                home.__class__ = _ORDINARY
+                if "hetmem_used" in vars(home):
+                    watch_gradient(home)
 
 
 def note_access(gradient: Any) -> None:

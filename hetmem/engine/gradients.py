@@ -7,6 +7,7 @@ back right after, as the home. The order of additions is autograd's own, so the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container
 from functools import partial
 from operator import attrgetter
@@ -29,9 +30,11 @@ from hetmem.engine.gradient_views import (
     show_widened,
     take_gradient,
 )
-from hetmem.engine.gradient_watch import end_watch_of, watch_gradients
+from hetmem.engine.gradient_watch import Flights, end_watch_of, watch_gradients
+from hetmem.engine.param_views import is_shared
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, UnreadableGradient
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, UnreadableGradient, stored
+from hetmem.memory.interrupts import HELD_BACK
 from hetmem.schedule.trace import Tier
 
 _HOOKS = attrgetter("_backward_hooks")
@@ -79,6 +82,7 @@ class GradientSink:
         self.is_simple = False
         """Whether the hook before an accumulation only has to take `p.grad` away."""
         self._arrived: list[ManagedParameter] = []
+        self._flights = Flights(weakref.WeakMethod(self._arrive))
         self._handed_out: dict[Chunk, None] | None = None
         """While the program may read and write gradients: chunks whose gradients, on NVMe, are watched."""
         self._warned: list[str] = []
@@ -137,6 +141,8 @@ class GradientSink:
         if arrived is None:  # frozen since the forward: torch leaves `p.grad`
             show_gradient(parameter, previous)
             return
+        if type(managed.grad_home) is self._flights.kind:
+            self._before_another(managed, arrived, previous)
         was_sparse = previous is not None and previous.layout is not torch.strided
         if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
@@ -162,11 +168,15 @@ class GradientSink:
         parameter = managed.parameter
         if previous is None or is_home(previous, managed):
             try:
-                self._send(managed, arrived, adds=previous is not None)
+                in_flight = self._send(managed, arrived, adds=previous is not None)
             except BaseException:
                 show_gradient(parameter, previous)  # the sum so far is not lost
                 raise
             show_gradient(parameter, managed.grad_view if managed.grad_view is not None else managed.grad_home)
+            if in_flight:
+                self._flights.begin(managed)
+                if previous is not None and is_shared(managed.grad_home):
+                    self.wait_until_home()  # the program has a view of it
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
         self._arrived += (managed,)
@@ -271,7 +281,21 @@ class GradientSink:
         else:
             traffic.wait_until_written(homes)
         finally:
+            self._flights.end()
             self.hand_over()
+
+    @HELD_BACK
+    def _arrive(self) -> None:
+        """Wait for gradients in flight, one of which the program uses."""
+        held = self.runtime.turn.held("reading a gradient")
+        with held, self.runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
+            self.wait_until_home()
+
+    def _before_another(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
+        """Prepare for `arrived`, the second gradient of `managed` in a backward; `previous`: its `p.grad` before."""
+        self._flights.pause(managed)
+        if stored(previous) is not managed.grad_home or arrived.requires_grad or arrived.layout is not torch.strided:
+            self.wait_until_home()  # else it is added behind the copy in flight
 
     def hand_over(self) -> None:
         """Let the program read and write gradients until `take_back`."""
@@ -282,7 +306,7 @@ class GradientSink:
 
     def take_back(self) -> None:
         """End `hand_over`: drop the staged copies of gradients that the program may have written to at home, those of
-        chunks that have moved to NVMe meanwhile among them."""
+        chunks that have moved to NVMe meanwhile among them. Within a backward the program waits for the next use."""
         watched, self._handed_out = self._handed_out, None
         if watched is None:
             return
@@ -290,13 +314,16 @@ class GradientSink:
             for chunk in watched | self._on_nvme():
                 if chunk not in watched or end_watch_of(chunk):
                     self.runtime.traffic.superseded(chunk, Role.GRAD)
+                for managed in filter(is_home_gradient, chunk.parameters if self.runtime.in_backward else ()):
+                    self._flights.begin(managed)
 
     def _on_nvme(self) -> dict[Chunk, None]:
         chunks = self.runtime.chunks if self.runtime.memory.staging_slots else ()  # else none is on NVMe
         return dict.fromkeys(filter(_is_on_nvme, chunks))
 
-    def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
-        """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite."""
+    def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> bool:
+        """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite. Return whether
+        its home may lack it for a while."""
         chunk = managed.chunk
         if Role.GRAD not in chunk.homes:
             if self.lends:
@@ -315,12 +342,13 @@ class GradientSink:
         if traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
             # Autograd copied the gradient to the host, not ordered behind an earlier one that may be in flight.
             traffic.gradients.wait()
-        on_nvme = _is_on_nvme(chunk)
-        if on_nvme and not any(listener.begins_early for listener in self.listeners):
+        tier = chunk.homes[Role.GRAD].tier
+        if tier is Tier.NVME and not any(listener.begins_early for listener in self.listeners):
             self._sends.complete.add(chunk, id(managed), _awaited)
-        target = self._open(managed, adds=adds) if on_nvme else managed.grad_home
+        target = self._open(managed, adds=adds) if tier is Tier.NVME else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
         traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
+        return tier is Tier.NVME or (tier is Tier.HOST and bool(self._sends.on_their_way))
 
     def open_homes(self, fresh: list[ManagedParameter]) -> None:
         """Give each of `fresh`, which have no gradient now, a `grad_home` that only hetmem holds."""

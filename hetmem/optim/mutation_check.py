@@ -105,9 +105,9 @@ class MutationCheck:
         """Mark the gradients of `begun`, which the step has used up, so that reading or adding to them raises."""
         self._marks.put((part.managed for update in begun for part in update.parts), stepped=True)
 
-    def show_more(self, parameters: Iterable[ManagedParameter]) -> None:
-        """Show the gradients of `parameters` as used up too."""
-        if self._shows:
+    def show_more(self, parameters: Iterable[ManagedParameter], *, within: bool) -> None:
+        """Show the gradients of `parameters` as used up too; `within`: a backward runs, which has not called `show`."""
+        if self._shows or within:
             self._marks.put(parameters)
 
     def check(self, begun: Sequence[ChunkUpdate], optimizer: SteppingOptimizer) -> None:

@@ -153,9 +153,10 @@ class Stepper:
                 self._mutations.show(begun)
 
     def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
-        """Mark the gradients of `parameters`, which are in `chunk`, as used up: they were readable until now."""
+        """Mark the gradients of `parameters`, which are in `chunk`, as used up: they were readable until now, also by
+        hooks of a backward that runs."""
         if chunk in self._progress:
-            self._mutations.show_more(parameters)
+            self._mutations.show_more(parameters, within=self._interception.segments.in_backward)
 
     def used_again(self, managed: ManagedParameter) -> None:
         """Raise RuntimeError if `managed` is used before the end of the step and has been updated already."""

@@ -122,7 +122,7 @@ def test_states_that_two_parameters_exchange_are_refused(placement: str, tmp_pat
 def test_parts_of_gradients_written_before_the_step_count(
     edit: Callable[[torch.Tensor], Any], options: dict[str, Any], placement: str, tmp_path: Path
 ) -> None:
-    """Without a version, as a program writes that trains some rows of an embedding alone."""
+    """Without a version, as a program writes that trains some rows of an embedding alone; the link is slow."""
 
     def write(module: Any) -> None:
         if module[2].weight.grad is not None and not is_consumed(module[2].weight.grad):
@@ -130,7 +130,8 @@ def test_parts_of_gradients_written_before_the_step_count(
         else:
             raise RuntimeError("overlap='off' is needed where gradients are edited that an update has consumed")
 
-    assert_counts_or_is_refused(write, twins(pair(mlp, placement, tmp_path), **options))
+    link = hetmem.SimDevice(device_to_host="20MB")
+    assert_counts_or_is_refused(write, twins(pair(mlp, placement, tmp_path, device=link), **options))
 
 
 @pytest.mark.each

@@ -188,6 +188,34 @@ def test_a_use_of_gradients_that_are_used_up_is_an_error(use: str, overlap: str,
     assert_same_weights(plain, managed)
 
 
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_a_hook_of_a_module_never_finds_none_where_a_gradient_was_used_up(overlap: str, tmp_path: Path) -> None:
+    """A norm of all that is there was 0, and nothing said so."""
+    link = hetmem.SimDevice(device_to_host="4MB")
+    plain, managed = pair(mlp, "host", tmp_path, device=link, sanitize=False)
+    logs: list[list[torch.Tensor | None]] = [[], []]
+
+    def read(module: nn.Module, log: list[torch.Tensor | None], *_: object) -> None:
+        if module is managed:
+            testing.of(module).wait_for_updates()
+        for gradient in [parameter.grad for parameter in module.parameters()]:
+            try:
+                log.append(None if gradient is None else gradient.clone())
+            except RuntimeError as error:
+                assert "which its update has used up during backward (gradients='streamed')" in str(error)
+                log.append(gradient)
+
+    for module, log in zip((plain, managed), logs, strict=True):
+        module[2].register_full_backward_hook(partial(read, module, log))
+    optimizers = adamws(plain, managed, overlap=overlap, gradients="streamed")
+    train_apart(plain, managed, optimizers, BATCHES)
+    for left, right in zip(*logs, strict=True):
+        assert (left is None) == (right is None)
+        if not testing.is_consumed(right):
+            assert_same(left, right, "gradient in a hook")
+    assert any(map(testing.is_consumed, logs[1]))
+
+
 @pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 @pytest.mark.parametrize("way", ["release", "forget", "squeeze"])
