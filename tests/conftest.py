@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 # Idle OpenMP threads spin by default; on two cores that takes the time of threads that work. Before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -148,17 +149,37 @@ def _late_copies(request: pytest.FixtureRequest) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Drop cases marked `nightly`, or `kernels_changed` where the kernels are those that they have seen, and those of
-    each test marked `pairs`, `each` or `in_turn` that it can do without."""
+    each test marked `pairs`, `each` or `in_turn` that it can do without; none of a test that is asked for by name."""
     if config.getoption("--all-cases"):
         return
     tests: dict[str, list[pytest.Function]] = {}
     left_out = ("nightly", "kernels_changed") if is_verified() else ("nightly",)
-    dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))}
+    named = _named(config)
+    asked = {item for item in items if any((item.path, name) in named for name in _names(item))}
+    dropped: set[pytest.Item] = {item for item in items if any(map(item.get_closest_marker, left_out))} - asked
     for item in items:
         if isinstance(item, pytest.Function) and item not in dropped and any(map(item.get_closest_marker, THINNED)):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         kept = few_of(cases)
-        dropped.update(case for index, case in enumerate(cases) if index not in kept)
+        dropped.update(case for index, case in enumerate(cases) if index not in kept and case not in asked)
     config.hook.pytest_deselected(items=[item for item in items if item in dropped])
     items[:] = [item for item in items if item not in dropped]
+
+
+def _named(config: pytest.Config) -> set[tuple[Path, str]]:
+    """The files and names of the tests that arguments name: `tests/test_package.py::test_wheel[case]`."""
+    parts = (argument.partition("::") for argument in config.args)
+    return {((config.invocation_params.dir / file).resolve(), name) for file, _, name in parts if name}
+
+
+def _names(item: pytest.Item) -> tuple[str, str]:
+    """What may name `item` behind its file: itself, or the test whose case it is."""
+    name = item.nodeid.partition("::")[2]
+    return name, name.partition("[")[0]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Say why nothing ran."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        terminalreporter.write_line("--all-cases also runs what `make test` leaves out; so does the full name of a test.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +59,30 @@ def test_tests_that_share_a_parameter_have_its_values_in_turn() -> None:
     assert chosen == [in_turn(f"test_{number}", shared) for number in range(30)], "the same in every process"
     assert in_turn("test", [*product(range(3), range(2))]) == each_occurs([*product(range(3), range(2))])
     assert in_turn("test", []) == []
+
+
+@pytest.mark.nightly
+def test_a_test_that_is_asked_for_by_name_runs_whole_and_one_left_out_says_how_it_runs(tmp_path: Path) -> None:
+    """From whatever directory, by itself or by one of its cases."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.nightly\ndef test_long(): ...\n"
+        "@pytest.mark.each\n@pytest.mark.parametrize('a', [0, 1])\n@pytest.mark.parametrize('b', [0, 1])\n"
+        "def test_thinned(a, b): ...\n"
+    )
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "tests.conftest", f"--rootdir={root}"]
+
+    def said(*arguments: str, at: Path = tmp_path) -> str:
+        environment = {"PATH": "", "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+        command_line = [*command, "-c", root / "pyproject.toml", "--collect-only", "-q", *arguments]
+        done = subprocess.run(command_line, cwd=at, env=environment, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    assert "--all-cases also runs what" in said("test_some.py", "-k", "long")
+    assert "test_long" in said("test_some.py::test_long")
+    assert "test_long" in said(f"{tmp_path}/test_some.py::test_long", at=root)
+    assert said("test_some.py").count("test_thinned") == 2
+    assert said("test_some.py::test_thinned").count("test_thinned") == 4
+    for case in ("0-0", "0-1", "1-0", "1-1"):
+        assert f"test_thinned[{case}]" in said(f"test_some.py::test_thinned[{case}]", "test_some.py::test_long")
