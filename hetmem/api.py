@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -15,6 +14,7 @@ import torch
 from hetmem.base.config import ActivationsName, Budget, logged_parts, refuse_activations, refuse_budget, world_size
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
+from hetmem.base.warning import warn_user
 from hetmem.engine.events import log_to_standard_error
 from hetmem.engine.gradient_views import to_host_memory
 from hetmem.engine.runtime import Runtime
@@ -176,10 +176,9 @@ def _warn_of_others() -> None:
     counts = {"WORLD_SIZE": world_size(), "get_world_size()": torch.distributed.get_world_size() if group else 1}
     name = max(counts, key=lambda name: counts[name])
     if counts[name] > 1:
-        warnings.warn(
+        warn_user(
             f"{name} is {counts[name]}, and hetmem trains in one process: each of them trains a whole model of its "
             f"own, adds no gradients of the others, and takes the whole budget; start it by plain python",
-            stacklevel=4,
         )
 
 

@@ -182,4 +182,6 @@ def _names(item: pytest.Item) -> tuple[str, str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     """Say why nothing ran."""
     if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        terminalreporter.write_line("--all-cases also runs what `make test` leaves out; so does the full name of a test.")
+        terminalreporter.write_line(
+            "--all-cases also runs what `make test` leaves out; so does the full name of a test."
+        )

@@ -6,7 +6,6 @@ The one writer of `p.grad`. Also carries out the copies of gradients in flight f
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.warning import warn_user
 from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
 from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
@@ -130,10 +130,9 @@ def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, o
         return
     if is_shared(managed.grad_home) and not warned:
         warned.append(managed.name)
-        warnings.warn(
+        warn_user(
             f"a view of an earlier p.grad of {managed.name} is kept, and will show the next gradient, as hetmem "
             f"puts that in the same place: keep p.grad itself, or a clone of it (said once)",
-            stacklevel=2,
         )
     with torch.no_grad():
         managed.grad_home.data = managed.grad_home.clone()

@@ -17,7 +17,6 @@ each use of a weight is slower than eager code.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
+from hetmem.base.warning import warn_user
 from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import hide_gradients, show_gradient
 from hetmem.engine.gradients import GradientSink
@@ -304,11 +304,10 @@ class Regions:
     def _warn(self, module: torch.nn.Module) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"hetmem: this {type(module).__name__} is not compiled, as its weights take more than 1/{_PART} of the "
                 f"device, or than Budget(device_chunks=…): compile its parts, or the whole model, of which the parts "
                 f"that can be are compiled",
-                stacklevel=2,
             )
 
     def end(self, frame: FrameType | None, compiler: Any) -> Any:

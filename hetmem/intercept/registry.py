@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
@@ -22,6 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hetmem.base.units import format_size
+from hetmem.base.warning import warn_user
 from hetmem.engine.gradient_views import updated_by_another
 from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.errors import ManageError, StoreError
@@ -116,11 +116,10 @@ def _warn_of_states(interception: Interception, optimizer: torch.optim.Optimizer
     nbytes = sum(v.numel() * v.itemsize for values in found for v in values if isinstance(v, torch.Tensor) and v.dim())
     if nbytes:
         _warned.add(interception)
-        warnings.warn(
+        warn_user(
             f"{name} keeps {format_size(nbytes)} of states outside of the budget of hetmem.manage: make "
             f"hetmem.AdamW(model.parameters(), …), or hetmem.optim.offload({name}, …), and give it to a Trainer as "
             f"optimizers=(optimizer, None); said once",
-            stacklevel=4,
         )
 
 

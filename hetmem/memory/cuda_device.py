@@ -9,7 +9,6 @@ import contextlib
 import os
 import resource
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
@@ -20,6 +19,7 @@ import torch
 from hetmem import torch_private
 from hetmem.base.threads import process_ends
 from hetmem.base.units import format_size, parse_size
+from hetmem.base.warning import warn_user
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import RawMemory, without_graph
@@ -101,7 +101,7 @@ class CudaDevice(Device):
                 f"{format_size(host.nbytes)} of host memory (CUDA error {locks.error}): copies to and from the GPU "
                 f"will be several times slower there. {_locked_memory_advice(host.nbytes)}, or lower Budget(host=…)"
             )
-            warnings.warn(self._refused, stacklevel=2)
+            warn_user(self._refused)
         self._page_locks.append(locks)
 
         def unpin() -> None:

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
-import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from hetmem.base.units import MIB, round_up
+from hetmem.base.warning import warn_user
 from hetmem.errors import BudgetError, CapacityError, StoreError
 from hetmem.memory.host_memory import Loan, Spans, address_of
 from hetmem.memory.nvme_io import BLOCK_BYTES, DiskLink, StoreFile, sized
@@ -308,12 +307,8 @@ def _block_aligned(memory: memoryview) -> memoryview:
 def _warn_of_buffered(files: Sequence[StoreFile]) -> None:
     slow = [file.directory for file in files if not file.is_direct]
     if slow:
-        depth = 1
-        while (sys._getframe(depth).f_globals.get("__name__") or "").startswith("hetmem."):
-            depth += 1  # warn of the user's line
-        warnings.warn(
+        warn_user(
             f"no O_DIRECT in {', '.join(map(repr, slow))}: the NVMe store goes through the page cache, and is several "
             "times slower. Use a directory on ext4 or xfs",
             RuntimeWarning,
-            stacklevel=depth + 1,
         )

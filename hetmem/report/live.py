@@ -22,7 +22,7 @@ import torch
 
 from hetmem.base.json_files import read_json
 from hetmem.base.schema import list_of, number, or_null, record, row, table_of, text, whole
-from hetmem.base.units import GIB, format_seconds, format_size, sparks
+from hetmem.base.units import GIB, KIB, MIB, format_seconds, format_size, sparks
 from hetmem.base.whole_files import publish, remove_unfinished
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import printable
@@ -111,7 +111,8 @@ _LINKS = {"host_to_device": "H2D", "device_to_host": "D2H", "nvme_read": "R", "n
 
 def _work(status: dict[str, Any]) -> list[str]:
     """Return texts for the number of steps, the step time, throughput and stalls."""
-    took = format_seconds(status["step_seconds"]) if status["step_seconds"] else "no step yet"
+    waits = "no new step" if status["steps"] else "no step yet"
+    took = format_seconds(status["step_seconds"]) if status["step_seconds"] else waits
     tokens = status.get("tokens_per_second", 0.0)
     throughput = [f"{tokens / 1e3:.1f}k tok/s" if tokens >= 1e4 else f"{tokens:.0f} tok/s"] if tokens else []
     return [f"step {status['steps']}", took, *throughput, f"stalls {status['stall_share']:.0%}"]
@@ -120,9 +121,11 @@ def _work(status: dict[str, Any]) -> list[str]:
 def line(status: dict[str, Any]) -> str:
     """Show `status` in one line of 79 columns; parts that do not fit are left out."""
     full = [f"{name} {used / capacity:.0%}" for name, (used, capacity) in status["tiers"].items() if capacity]
-    speeds = [(_LINKS[link], speed / GIB) for link, speed in status["links"].items() if speed]
-    moved = [f"{name} {speed:.{int(speed < 10)}f}" for name, speed in speeds]
-    links = [f"{' '.join(moved)} GiB/s"] if moved else []
+    speeds = {_LINKS[link]: speed for link, speed in status["links"].items() if speed}
+    fastest = max(speeds.values(), default=0.0)
+    unit, size = next((each for each in (("GiB", GIB), ("MiB", MIB)) if fastest >= each[1]), ("KiB", KIB))
+    moved = [f"{name} {speed / size:.{int(speed < 10 * size)}f}" for name, speed in speeds.items()]
+    links = [f"{' '.join(moved)} {unit}/s"] if moved else []
     parts = [*_work(status), *links, sparks(status["history"][-8:]), *full]
     text = ""
     for part in parts:

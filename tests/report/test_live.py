@@ -33,7 +33,7 @@ def test_the_line_tells_of_what_happened_since_the_last_one(tmp_path: Path) -> N
     second = live.progress(model)
     assert first.startswith("step 3  ")
     assert "H2D" in first
-    assert second.startswith("step 3  no step yet  stalls 0%")
+    assert second.startswith("step 3  no new step  stalls 0%")
     assert "H2D" not in second
     hetmem.release(model)
 
@@ -132,4 +132,7 @@ def test_both_views_fit_a_terminal_of_80_columns_and_show_speeds(directory: Path
     line = live.line(status | {"links": links | {"nvme_read": 0, "nvme_write": 0}})
     assert len(line) == 79
     assert "H2D 111 D2H 111 GiB/s" in line
+    slow = {"host_to_device": 3.25 * 2**20, "device_to_host": 50 * 2**10}
+    assert "H2D 3.2 D2H 0.0 MiB/s" in live.line(status | {"links": slow})
+    assert "D2H 50 KiB/s" in live.line(status | {"links": slow | {"host_to_device": 0}})
     assert "▅█▅█" in line
