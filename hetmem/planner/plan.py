@@ -38,6 +38,8 @@ _LOGITS_SHARE = 0.25
 _FULL_WRITES = 600
 """How many times its capacity a common drive is rated to be written."""
 _DAY = 86400
+_MOST_BYTES = 4 << 20
+"""The most that the file of a plan may have."""
 
 
 class PlanError(HetmemError, ValueError):
@@ -224,7 +226,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. Raises `PlanError` for anything else, also for one that was edited since."""
         try:
-            data = read_json(path)
+            data = read_json(path, _MOST_BYTES)
         except ValueError as error:
             raise PlanError(f"{os.fspath(path)} is no plan: {error}") from error
         return cls.from_dict(data)

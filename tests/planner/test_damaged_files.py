@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,21 @@ def test_brackets_without_end_are_no_plan_and_no_profile(tmp_path: Path) -> None
         Plan.load(path)
     with pytest.raises(ProfileError, match=r"deep\.json: .* must be JSON"):
         planner.load_profile(path)
+
+
+def test_what_is_no_regular_file_or_larger_than_any_plan_is_none(tmp_path: Path) -> None:
+    """A pipe would be waited for, and brackets take a hundred times their bytes as they are read."""
+    path = tmp_path / "plan.json"
+    os.mkfifo(path)
+    with pytest.raises(PlanError, match=r"plan\.json is no plan: it is no regular file"):
+        Plan.load(path)
+    path.unlink()
+    path.write_text(f"[{'[],' * (2 << 20)}[]]")
+    with pytest.raises(PlanError, match=r"plan\.json is no plan: it has more than 4\.00 MiB"):
+        Plan.load(path)
+    path.write_text('{"version": 10, "fits": true, "fits": false}')
+    with pytest.raises(PlanError, match=r"plan\.json is no plan: it has the key 'fits' twice"):
+        Plan.load(path)
 
 
 def figures(data: dict[str, Any], before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
