@@ -175,7 +175,7 @@ class GradientSink:
             show_gradient(parameter, managed.grad_view if managed.grad_view is not None else managed.grad_home)
             if in_flight:
                 self._flights.begin(managed)
-                if previous is not None and is_shared(managed.grad_home):
+                if previous is not None and managed.grad_home is not None and is_shared(managed.grad_home):
                     self.wait_until_home()  # the program has a view of it
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))

@@ -1,4 +1,4 @@
-"""Gradients whose copies are on their way home, in the hands of hooks: a use waits, and what is written is stepped from."""
+"""Gradients whose copies are on their way home, in hooks: a use waits, and what is written is stepped from."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ READS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 
 def hooks_that_read(module: nn.Module, log: list[torch.Tensor], *, writes: bool) -> None:
-    """A hook of a layer and one of a tensor that read gradients, the last that has arrived first, each in another way, and
-    halve them if they are to write."""
+    """A hook of a layer and one of a tensor that read gradients, the last that has arrived first, each in another way,
+    and halve them if they are to write."""
     ways = itertools.cycle(READS)
 
     def read(*_: object) -> None:
