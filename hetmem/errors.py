@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Control characters but line feed and tab, marks that turn the direction of text, and lone surrogates."""
 
@@ -44,8 +46,13 @@ class CapacityError(HetmemError, MemoryError):
     """A pool has no room and nothing in it may be evicted. No pool exceeds its capacity."""
 
 
-class DeviceOutOfMemoryError(HetmemError, RuntimeError):
-    """An operator needs more device memory than is left after all idle chunks were evicted."""
+class DeviceOutOfMemoryError(HetmemError, torch.OutOfMemoryError):
+    """An operator needs more device memory than is left after all idle chunks were evicted.
+
+    It is torch's error for a device without memory, and begins with the words that frameworks look for to try again
+    with a smaller batch: `auto_find_batch_size` of transformers, `find_executable_batch_size` of accelerate, the batch
+    size finder of Lightning.
+    """
 
 
 class DeviceAccessError(HetmemError, RuntimeError):

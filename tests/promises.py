@@ -274,6 +274,12 @@ PROMISES: dict[str, Mutation | str] = {
         "        if True:\n            self._deliver()\n",
         "tests/memory/test_interrupts.py::test_one_within_comes_at_the_end",
     ),
+    "try a smaller batch": Mutation(
+        "schedule/tracer.py",
+        "            self.book.forget(key)\n",
+        "            pass\n",
+        "tests/faults/test_shortage.py::test_what_a_batch_without_room_needed_is_not_kept_for_smaller_ones",
+    ),
     "An optimizer state that lacks entries": Mutation(
         "optim/optimizer.py",
         "                stepper.refuse_incomplete(members)\n",

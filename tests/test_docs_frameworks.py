@@ -33,6 +33,14 @@ def names_for(*modules: str) -> dict[str, Any]:
     return names | {name: pytest.importorskip(name) for name in modules}
 
 
+BUDGET = hetmem.Budget(device="1MiB", device_chunks="256KiB", host="8MiB")
+
+
+def with_little_room() -> torch.nn.Module:
+    """A model for `BUDGET`, which has room for 128 rows of 64 numbers and not for 256."""
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+
+
 def on_this_processor(code: str) -> str:
     """Without a GPU; and quietly."""
     return code.replace("max_steps=3)", "max_steps=3, use_cpu=True, bf16=False, report_to=['tensorboard'])")
@@ -90,3 +98,51 @@ def test_every_logger_gets_the_numbers() -> None:
     kept = names["mlflow"].get_run(run_of_mlflow.info.run_id).data.metrics
     assert kept["hetmem/device_peak_bytes"] > 0
     assert [*Path("out").glob("events*")]
+
+
+def test_the_batch_size_finder_of_accelerate() -> None:
+    utilities = pytest.importorskip("accelerate.utils")
+    model, tried = hetmem.manage(with_little_room(), BUDGET, device="sim"), list[int]()
+    optimizer = hetmem.AdamW(model.parameters())
+
+    @utilities.find_executable_batch_size(starting_batch_size=2048)  # type: ignore[untyped-decorator]
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        for _ in range(2):
+            model(torch.ones(batch_size, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return batch_size
+
+    assert 200 < train() < tried[-2] < 300
+
+
+@pytest.mark.parametrize("mode", ["power", "binsearch"])
+def test_the_batch_size_finder_of_lightning(mode: str) -> None:
+    lightning = pytest.importorskip("lightning")
+    data = torch.utils.data.TensorDataset(torch.randn(1024, 64))
+
+    class Training(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch_size = 2
+            self.model = hetmem.manage(with_little_room(), BUDGET, device="sim")
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.model(*batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return hetmem.AdamW(self.model.parameters())
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(data, batch_size=self.batch_size)
+
+    training = Training()
+    before = {name: value.clone() for name, value in training.state_dict().items()}
+    trainer = lightning.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False)
+    tuner = lightning.pytorch.tuner.Tuner(trainer)
+    found = tuner.scale_batch_size(training, mode=mode, steps_per_trial=2, init_val=64)
+    assert found == training.batch_size == 128 if mode == "power" else 200 < found < 256
+    assert all(torch.equal(value, before[name]) for name, value in training.state_dict().items())
+    trainer.fit(training)
+    assert hetmem.report(training.model).to_dict()["steps"] > 2

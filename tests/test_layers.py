@@ -39,7 +39,7 @@ ORDER = (
     "__main__",
 )
 LAYERS = {part: layer for layer, parts in enumerate(ORDER) for part in parts.split()}
-TORCH_FREE = {"errors", "base", "schedule"}
+TORCH_FREE = {"base", "schedule"}
 DECIDES = {"schedule"}
 # Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {

@@ -25,6 +25,7 @@ from hetmem.activations.storages import SavedStorage, SavedView, Spill
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Held
 from hetmem.engine.runtime import Runtime
+from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.memory.chunk import Role
 from hetmem.memory.host_memory import Loan
 from hetmem.schedule.blocks import Link, in_flight_bytes
@@ -237,6 +238,8 @@ class Activations:
         room, device = self._runtime.room, self._memory.device
         try:
             flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)
+        except DeviceOutOfMemoryError:
+            raise
         except torch.OutOfMemoryError:
             self._runtime.uses.out_of_memory()
             flat = torch.empty(storage.nbytes, dtype=torch.uint8, device=device.torch_device)

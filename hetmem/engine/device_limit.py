@@ -238,6 +238,7 @@ class DeviceRoom(ChunkLimit):
             if self.missing_bytes(live_bytes) > 0:
                 self.monitor.left |= self._leave_device(live_bytes)
         if self.missing_bytes(live_bytes) > 0:
+            self._tracer.lacked_room = True
             raise self.shortage.error(operator, live_bytes)
         self.statistics.device_in_use(self.chunk_bytes(), live_bytes)
         self.monitor.peak.reached(live_bytes, self.statistics.steps + 1)

@@ -14,7 +14,7 @@ import torch
 from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, address_of
-from hetmem.memory.device import Device, DevicePool
+from hetmem.memory.device import Device, DevicePool, out_of_memory
 from hetmem.memory.host_memory import HostPool
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block
@@ -130,7 +130,7 @@ class Memory:
             self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
         except torch.OutOfMemoryError as error:
             raise DeviceOutOfMemoryError(
-                f"the device has no memory for {chunk.label(role)}, whose other homes are there: "
+                f"{out_of_memory(self.device)} The device has no memory for {chunk.label(role)}, whose other homes are there: "
                 f"{format_size(chunk.home_nbytes(role))} wanted{self.homes_on_device()}, copies of parameters take "
                 f"{format_size(self.device_pool.held_bytes())}, of {format_size(self.device_bytes)}, the device "
                 f"budget: lower Budget(device_chunks=…), or Budget(device=…) if others use the device too"

@@ -12,6 +12,7 @@ from hetmem import torch_private
 from hetmem.base.units import MIB, format_size, round_down, round_up
 from hetmem.engine.homes import Memory
 from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.memory.device import out_of_memory
 from hetmem.schedule.layout import PAGE_ELEMENTS
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier, infers, segment_name
@@ -108,12 +109,16 @@ class Shortage:
     ) -> DeviceOutOfMemoryError:
         """Return the error for `operator`, which had no room. `live_bytes`: tensors that are neither copies nor homes
         of chunks; `wanted_bytes`: of the copy that has no room; `refused_bytes`: of the allocation that has none."""
+        said = self._said(operator, live_bytes, wanted_bytes, refused_bytes)
+        return DeviceOutOfMemoryError(f"{out_of_memory(self._memory.device)} {said}")
+
+    def _said(self, operator: str, live_bytes: int, wanted_bytes: int, refused_bytes: int) -> str:
         memory = self._memory
         in_use = self._in_use()
         copies = sum(in_use.values())
         wanted = f", and {format_size(wanted_bytes)} more for the chunk it uses" if wanted_bytes else ""
-        return DeviceOutOfMemoryError(
-            f"out of device memory in {operator} ({self._where()}): activations and other tensors take "
+        return (
+            f"No room for {operator} ({self._where()}): activations and other tensors take "
             f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
             f"{memory.homes_on_device()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}"
             f"{self._stays()}. {self._activations_that_stay()}"
@@ -132,9 +137,9 @@ class Shortage:
         self.refused_room_bytes = max(self.refused_room_bytes, enough)
         live_bytes = max(0, allocated_bytes - chunks)
         what = f"an allocation of {format_size(asked_bytes)}"
-        error = self.error(what, live_bytes, refused_bytes=asked_bytes)
+        said = self._said(what, live_bytes, 0, asked_bytes)
         given = min(asked_bytes, memory.device_pool.held_bytes())
-        self.last_message = f"{error}. From now on chunks leave {format_size(given)} more: the next step may have room"
+        self.last_message = f"{said}. From now on chunks leave {format_size(given)} more: the next step may have room"
         if torch_private.current_graph_task() != -1:
             logging.getLogger("hetmem").error(self.last_message)
 

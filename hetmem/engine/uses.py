@@ -20,7 +20,7 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic
 from hetmem.engine.write_check import WriteCheck
-from hetmem.errors import CapacityError
+from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
@@ -321,12 +321,15 @@ class Uses:
                 self._acquire_with_more_room(block)
             except CapacityError as error:
                 wanted = managed.chunk.spec.span * self._memory.device_pool.slot_bytes
+                self._tracer.lacked_room = True
                 raise self._room.shortage.error(operator, self._room.non_model_bytes, wanted) from error
 
     def _acquire_with_more_room(self, block: int) -> int:
         """Begin a lease of `block` on the device and return its slot, after freeing what other memory can be freed."""
         try:
             return self._traffic.acquire(block, DEVICE)
+        except DeviceOutOfMemoryError:
+            raise
         except torch.OutOfMemoryError:  # the allocator had no memory for the slot
             self.out_of_memory()
             return self._traffic.acquire(block, DEVICE)

@@ -15,7 +15,7 @@ from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data
 from hetmem.engine.runtime import Runtime, in_backward
-from hetmem.errors import ManageError
+from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.intercept.watched import Bound, Watched, classes_of
 from hetmem.memory.chunk import ManagedParameter
@@ -313,10 +313,12 @@ def _refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:
 
 
 def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call `func(*args, **kwargs)`. If the device is out of memory, free that of idle chunks of `runtimes` and call it
-    again, unless `func` may have written."""
+    """Call `func(*args, **kwargs)`. If the device's allocator is out of memory, free that of idle chunks of `runtimes`
+    and call it again, unless `func` may have written."""
     try:
         return func(*args, **kwargs)
+    except DeviceOutOfMemoryError:
+        raise  # of hetmem: nothing idle is left
     except torch.OutOfMemoryError as error:
         if is_in_place(func) or "out" in kwargs:
             raise _explained(runtimes, error) from None
@@ -324,6 +326,8 @@ def run_again(runtimes: Sequence[Runtime], func: Any, args: Sequence[Any], kwarg
             runtime.uses.out_of_memory()
     try:
         return func(*args, **kwargs)
+    except DeviceOutOfMemoryError:
+        raise
     except torch.OutOfMemoryError as error:
         raise _explained(runtimes, error) from None
 

@@ -224,3 +224,9 @@ def _speed(wanted: int | str | None, what: str) -> int | None:
     if speed == 0:
         raise BudgetError(f"{what} must be above 0 bytes per second; None is as fast as this machine copies")
     return speed
+
+
+def out_of_memory(device: Device) -> str:
+    """Return the sentence for a `device` without memory, in the words by which frameworks know it: "CUDA" and
+    " out of memory."."""
+    return f"{'simulated CUDA device' if device.watched else 'CUDA'} out of memory."

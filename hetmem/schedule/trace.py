@@ -329,6 +329,10 @@ class TraceBook:
         """Record `trace`, in place of an older one with the same key."""
         self._traces[trace.key] = trace
 
+    def forget(self, key: Hashable) -> None:
+        """Forget the trace of `key`, if there is one."""
+        self._traces.pop(key, None)
+
     def follows(self, first: Hashable, second: Hashable) -> None:
         """Record that segment `second` came right after segment `first`."""
         self._successor[first] = second

@@ -62,6 +62,8 @@ class StepTracer:
         """Factor by which its inputs are larger than any seen with its key."""
         self.is_unseen = False
         """Whether nothing is known of the memory it will need."""
+        self.lacked_room = False
+        """Whether it has failed for want of memory: nothing is known of its key then, as smaller inputs need less."""
 
     def forget_traces(self) -> None:
         """Forget all traces, and do not record that of the running segment, which still follows its known trace."""
@@ -106,6 +108,7 @@ class StepTracer:
         self._ahead = () if self.known is None or measured else self.known.moments
         self._count = len(self._ahead)
         self.position = self.gradients_sent = 0
+        self.lacked_room = False
         self._moments, self._host, self._overwritten = [], [], set()
         self._follows, self._at_once = self.known is not None and not measured, False
         self._opening = _BEGIN
@@ -117,6 +120,10 @@ class StepTracer:
         if key is None:
             return
         self.key, self._ended = None, key
+        if self.lacked_room:
+            self.book.forget(key)
+            self._measured_sizes.pop(key, None)
+            return
         self._sizes[key] = max(self._size, self._sizes.get(key, 0))
         if known is not None and self._follows and self.position == self._count:
             same = True

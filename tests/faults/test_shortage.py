@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,3 +95,74 @@ def test_a_forward_without_gradients_is_told_what_helps_it() -> None:
     assert "of the forward without gradients): activations and other tensors take 1.00 MiB" in said[0]
     assert all("--inference --device-memory 524288" in message for message in said)
     assert not any("micro-batch" in message or "heckpointing" in message for message in said)
+
+
+@pytest.mark.parametrize("overlap", ["off", "backward"])
+def test_a_program_that_goes_on_with_a_smaller_batch_has_the_bits_of_one_that_began_with_it(overlap: str) -> None:
+    """What a batch without room has needed counted for the smaller ones too: none of them had room any more."""
+    model, plain = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    hetmem.manage(model, hetmem.Budget(device="1MiB", device_chunks="192KiB", host="8MiB"), device="sim")
+    optimizer: torch.optim.Optimizer = hetmem.AdamW(model.parameters(), overlap=overlap)
+    rows, refused, said = 480, list[int](), list[Any]()
+    while rows:
+        try:
+            for _ in range(3):
+                model(torch.ones(rows, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            break
+        except torch.OutOfMemoryError as error:
+            refused.append(rows)
+            said.append(error.args)
+        rows -= 3
+    assert len(refused) > 60 and rows > 225
+    assert all(re.match(r"simulated CUDA device out of memory\. No room for .* \(moment", *each) for each in said)
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    for _ in range(3):
+        plain(torch.ones(rows, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_what_a_batch_without_room_needed_is_not_kept_for_smaller_ones() -> None:
+    """The first forward with a batch measures what it needs; the next ones rely on that."""
+
+    def made() -> nn.Module:
+        budget = hetmem.Budget(device="1MiB", device_chunks="192KiB", host="8MiB")
+        return hetmem.manage(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), budget, device="sim")
+
+    def most(model_for: Callable[[], nn.Module]) -> int:
+        for rows in range(480, 0, -3):
+            with contextlib.suppress(torch.OutOfMemoryError), torch.no_grad():
+                tried = model_for()
+                for _ in range(3):
+                    tried(torch.ones(rows, 64))
+                return rows
+        return 0
+
+    model = made()
+    assert most(lambda: model) >= most(made) > 300
+
+
+def test_a_function_that_hetmem_has_no_room_for_is_not_called_again() -> None:
+    """It is torch's error, where the allocator raises which hetmem frees idle chunks and calls once more."""
+    calls: list[int] = []
+
+    def repeated(x: torch.Tensor) -> Any:
+        if torch.overrides.has_torch_function_unary(x):
+            return torch.overrides.handle_torch_function(repeated, (x,), x)
+        calls.append(len(x))
+        return x.repeat(4096, 1)
+
+    class Repeats(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(repeated(x))
+
+    budget = hetmem.Budget(device="512KiB", device_chunks="64KiB", host="8MiB")
+    model = hetmem.manage(Repeats(WIDTH, WIDTH), budget, device="sim")
+    with pytest.raises(DeviceOutOfMemoryError):
+        model(torch.ones(1, WIDTH))
+    assert calls == [1]

@@ -65,7 +65,6 @@ def trained(
     arguments = transformers.TrainingArguments(
         str(directory),
         max_steps=3,
-        per_device_train_batch_size=BATCH,
         learning_rate=1e-3,
         warmup_steps=1,
         save_steps=2,
@@ -73,7 +72,7 @@ def trained(
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **{"max_grad_norm": 0.5, **options},
+        **{"max_grad_norm": 0.5, "per_device_train_batch_size": BATCH, **options},
     )
     chosen = {"optimizers": (optimizer, None)} if ours is None else for_trainer(arguments, **ours)
     trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), **chosen)
@@ -171,3 +170,14 @@ def test_for_trainer_overlaps_with_the_defaults_of_a_trainer_and_reports(tmp_pat
     trained(alone, tmp_path / "alone", weight_decay=0.0, max_grad_norm=0.0, ours={"max_grad_norm": 0.5})
     assert_same_weights(clipped, alone)
     assert not all(map(torch.equal, clipped.parameters(), unclipped.parameters())), "nothing was clipped"
+
+
+@pytest.mark.nightly
+def test_a_trainer_finds_a_batch_size_by_itself(tmp_path: Path) -> None:
+    """Its search, accelerate's, looks for words in the text of an error with one argument."""
+    model, budget = MODELS["gpt2"]()[0], hetmem.Budget(device="1536KiB", device_chunks="512KiB", host="16MiB")
+    hetmem.manage(model, budget, device="sim", chunk_bytes=CHUNK_BYTES)
+    sizes = {"auto_find_batch_size": True, "per_device_train_batch_size": 3 * BATCH, "save_strategy": "no"}
+    trainer = trained(model, tmp_path, ours={}, weight_decay=0.0, **sizes)
+    assert 0 < trainer._train_batch_size < 3 * BATCH
+    assert len(losses(trainer)) == 3
