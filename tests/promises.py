@@ -20,6 +20,7 @@ UNSEEN = "tests/engine/test_unseen_writes.py::"
 WITHIN = "tests/engine/test_writes_within_steps.py::"
 OTHERS = "tests/intercept/test_unmanaged.py::"
 THREADS = "tests/intercept/test_threads.py::"
+EXCHANGED = "tests/engine/test_exchanged_tensors.py::"
 EDITS = "tests/optim/test_edits.py::"
 
 PROMISES: dict[str, Mutation | str] = {
@@ -92,8 +93,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "between a backward and its step": Mutation(
         "optim/update_pass.py",
-        "for managed in writes.all_counted(",
-        "for managed in [] and (",
+        "writes.by_users(writes.all_counted(",
+        "list((",
         "tests/engine/test_user_writes.py::test_writes_between_backward_and_step_are_stepped_from[shared-host]",
     ),
     "any, with another mode, from the second step on": Mutation(
@@ -108,6 +109,26 @@ PROMISES: dict[str, Mutation | str] = {
         "            raise _shared(managed, source)\n        self._bindings.leave_to",
         "            pass\n        self._bindings.leave_to",
         WITHIN + "test_a_weight_that_a_forward_leaves_the_memory_of_another_is_an_error[weight-host]",
+    ),
+    "`torch.utils.swap_tensors(p, other)` (an average": Mutation(
+        "intercept/faults.py",
+        "            self._bindings.exposed.add(managed)\n            self._runtime.writes.touched.add(managed)\n",
+        "",
+        EXCHANGED + "test_averages_that_are_swapped_in_for_an_evaluation_come_out_again[off-fp32-nvme]",
+    ),
+    "| within a forward or backward | `torch.utils.swap_tensors(p, other)`": Mutation(
+        "intercept/watched.py",
+        'for the same reason."""\n        refuse_exchange()\n',
+        'for the same reason."""\n        return torch_private.tensor_references(self)\n',
+        EXCHANGED + "test_a_swap_that_cannot_be_served_is_refused_and_nothing_is_lost[host]",
+        costly=True,
+    ),
+    "several weights set to parts of one tensor": Mutation(
+        "engine/write_check.py",
+        "        alone = references(storage) == len(within)\n",
+        "        alone = True\n",
+        EXCHANGED + "test_several_weights_in_memory_that_is_held_are_refused[by_vector-before a forward-host]",
+        costly=True,
     ),
     "`p.data = other_weight.data`, left so": Mutation(
         "engine/write_check.py",

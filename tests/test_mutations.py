@@ -18,6 +18,7 @@ STORIES = "tests/schedule/test_residency.py::"
 BITS = "tests/intercept/test_bit_equality.py::"
 COPIES = "tests/engine/test_home_copies.py::"
 SMALL = "tests/optim/test_small_states.py::"
+EXCHANGED = "tests/engine/test_exchanged_tensors.py::test_weights_that_are_exchanged_for_good_are_trained"
 UNSEEN = "tests/engine/test_unseen_writes.py::"
 SHARE = "tests/engine/test_share.py::"
 
@@ -41,6 +42,19 @@ MUTATIONS = {
         "",
         "tests/engine/test_leaving.py::"
         "test_a_write_that_counts_no_version_is_kept_after_a_forward_in_which_the_model_left[float32]",
+    ),
+    "leave hetmem's hooks with the tensor that was swapped for another one": Mutation(
+        "engine/param_views.py",
+        "if managed.own is not None and managed.own is not parameter.__dict__:",
+        "if False:",
+        EXCHANGED + "[with_another-off-bf16-host]",
+    ),
+    "miss a swap for a tensor in the same memory": Mutation(
+        "engine/write_check.py",
+        "parameter.data_ptr() == managed.home_address and parameter.__dict__ is managed.own",
+        "parameter.data_ptr() == managed.home_address",
+        EXCHANGED + "[by_a_state_dict-off-bf16-host]",
+        costly=True,
     ),
     "drop a dirty copy": Mutation(
         "schedule/residency.py",

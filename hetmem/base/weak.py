@@ -42,3 +42,9 @@ class WeakList(Generic[T]):
             one = reference()
             if one is not None:
                 yield one
+
+
+class Referable:
+    """Has a slot for weak references, which a dataclass with slots has none of before Python 3.11."""
+
+    __slots__ = ("__weakref__",)

@@ -367,16 +367,27 @@ def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) 
         managed.stand_in = stand_in(home, dtype, device)
     managed.home, managed.rest = home, rest_of(managed, home, device)
     managed.parameter.data = home
-    with torch_private.NoFunctionsOfSubclasses():
-        managed.counter = managed.parameter.detach()
-        managed.counter.data = NO_MEMORY
-    managed.version = managed.counter._version
+    learn_tensor(managed)
     managed.home_storage = storage_address(home)
     managed.home_references = storage_references(home)
     managed.home_address = home.data_ptr()
     gradient = managed.parameter.grad
     if gradient is not None and gradient.device != home.device:
         managed.parameter.grad = gradient.to(home.device)
+
+
+def learn_tensor(managed: ManagedParameter) -> None:
+    """Note which C++ tensor is below `managed.parameter`, with its version counter, and have it call the hooks of the
+    parameter: `torch.utils.swap_tensors` leaves those with the tensor that was there before."""
+    parameter: Any = managed.parameter
+    with torch_private.NoFunctionsOfSubclasses(), torch.inference_mode(False):
+        managed.counter = parameter.detach()
+        managed.counter.data = NO_MEMORY
+        if managed.own is not None and managed.own is not parameter.__dict__:
+            parameter._backward_hooks = parameter._backward_hooks
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+        managed.own = parameter.__dict__
+    managed.version = managed.counter._version
 
 
 def leave_ordinary(parameter: Any) -> None:
@@ -399,7 +410,7 @@ def working_weight(managed: ManagedParameter) -> torch.Tensor:
     assert managed.device is not None
     weight: Any = torch.nn.Parameter(managed.device, managed.parameter.requires_grad)
     vars(weight).update(vars(managed.parameter))
-    vars(weight)["hetmem_parameter"] = weakref.ref(managed.parameter)
+    vars(weight)["hetmem_managed"] = weakref.ref(managed)  # a weak reference to a parameter prevents its exchange
     weight.__class__ = managed.bound_kind
     return weight  # type: ignore[no-any-return]
 

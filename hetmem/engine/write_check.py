@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain, compress
-from operator import attrgetter, ne
+from operator import attrgetter, is_not, ne
 
 import torch
 
 from hetmem.engine.gradient_watch import INTEGERS
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import Bindings, storage_references
+from hetmem.engine.param_views import Bindings, learn_tensor, references, storage_address, storage_references
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
@@ -32,6 +32,7 @@ from hetmem.schedule.trace import Tier
 
 _VERSION = attrgetter("_version")
 _COUNTED, _VERSION_SEEN = attrgetter("counter._version"), attrgetter("version")
+_OWN, _OWN_SEEN = attrgetter("__dict__"), attrgetter("own")
 _PARAMETERS = attrgetter("parameters")
 _TRAINS = attrgetter("parameter.requires_grad")
 _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedParameter], object]]] = [
@@ -91,7 +92,9 @@ class WriteCheck:
         self._traffic.executor.poll()  # a copy that has arrived must not count as in flight
         unwatched, self.unwatched = self.unwatched, True  # stays so if this raises: all is checked again
         self._gradients_left.clear()
-        for managed in self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters):
+        found = self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters)
+        refuse_common_memory(found)
+        for managed in found:
             self._traffic.wait_for_update(managed.chunk)  # which writes to a copy in staging
             self.by_user(managed)
         due = {managed.chunk for managed in self.touched}
@@ -135,10 +138,11 @@ class WriteCheck:
     def all_counted(parameters: list[ManagedParameter]) -> list[ManagedParameter]:
         """Return those of `parameters` that are `counted`. Runs for all before each forward and step, so in C."""
         tensors = [managed.parameter for managed in parameters]
+        exchanged = [*map(is_not, map(_OWN, tensors), map(_OWN_SEEN, parameters))]
         if all([*map(shown, tensors)] == [*map(seen, parameters)] for shown, seen in _SHOWN_AND_SEEN):
-            return []  # the usual case
+            return [*compress(parameters, exchanged)]  # usually none
         facts = [map(ne, map(shown, tensors), map(seen, parameters)) for shown, seen in _SHOWN_AND_SEEN]
-        return list(compress(parameters, map(any, zip(*facts, strict=True))))
+        return list(compress(parameters, map(any, zip(exchanged, *facts, strict=True))))
 
     def _counted_but_data(self) -> list[ManagedParameter]:
         """Return `all_counted` of parameters with copies, where only those in `touched` can have another `.data`. What
@@ -172,9 +176,10 @@ class WriteCheck:
 
     def notice_counted(self, chunk: Chunk) -> None:
         """Honour the writes to `chunk` that are `counted`, and clear its parameters in `noticed`."""
-        for managed in chunk.parameters:
-            if self.counted(managed):
-                self.by_user(managed)
+        found = list(filter(self.counted, chunk.parameters))
+        if found:
+            refuse_common_memory([*self.touched.union(found)])  # the others may be in other chunks
+            self.by_users(found)
         self.noticed.difference_update(map(id, chunk.parameters))
 
     @staticmethod
@@ -182,12 +187,20 @@ class WriteCheck:
         """Return whether the version, or another `.data`, shows a write to `managed` outside compute."""
         return managed.counter._version != managed.version or _is_replaced(managed)
 
+    def by_users(self, found: list[ManagedParameter]) -> None:
+        """Do `by_user` for each of `found`. Raises what `refuse_common_memory` does, with none done."""
+        refuse_common_memory(found)
+        for managed in found:
+            self.by_user(managed)
+
     def by_user(self, managed: ManagedParameter) -> None:
-        """Honour a write to `managed` outside compute, also `p.data = t`: the home has the values, copies are stale."""
+        """Honour a write to `managed` outside compute, also `p.data = t`, `p.set_(t)` and
+        `torch.utils.swap_tensors(p, q)`: the home has the values, copies are stale."""
         parameter = managed.parameter
         resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
         if _is_replaced(managed) and not resting:
             new = parameter.data
+            _refuse_another_class(managed)
             _refuse_another_kind(managed, new, managed.home.dtype)
             source = self.source_of(new)
             if source not in (None, managed) and not _is_replaced(source):
@@ -196,6 +209,7 @@ class WriteCheck:
             managed.replaced += not torch.equal(managed.home, new.to(managed.home))  # not by `share_memory_`
             managed.home.copy_(new)
             self._bindings.show_home(managed)
+            learn_tensor(managed)
         managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed)
@@ -204,6 +218,7 @@ class WriteCheck:
         """Honour a step of another optimizer than hetmem's, which may count no versions (torch's fused ones do not). If
         this raises, as a drive has failed, the next forward honours the rest."""
         self.touched.update(stepped)
+        refuse_common_memory(stepped)
         for managed in stepped:
             self.by_user(managed)
             self.touched.discard(managed)
@@ -361,9 +376,9 @@ def _always() -> bool:
 
 
 def _is_replaced(managed: ManagedParameter) -> bool:
-    """Return whether `.data` of the parameter is another tensor than the home, or another view of it."""
+    """Return whether `.data` is another tensor than the home, or another view of it, or the parameter was swapped."""
     parameter = managed.parameter
-    at_home = parameter.data_ptr() == managed.home_address
+    at_home = parameter.data_ptr() == managed.home_address and parameter.__dict__ is managed.own
     return not at_home or parameter.stride() != managed.stride or parameter.shape != managed.shape
 
 
@@ -372,6 +387,33 @@ def _shared(managed: ManagedParameter, source: ManagedParameter) -> ManageError:
         f"{managed.name}.data was set to the memory of {source.name}, in which torch would train both from now on: make"
         f" them one parameter before hetmem.manage, or set .data to a clone"
     )
+
+
+def refuse_common_memory(found: list[ManagedParameter]) -> None:
+    """Raise `ManageError` if the program has put several of `found` into one memory that another of its tensors shares
+    (a flat buffer), or at one address: torch would let them share all writes from then on."""
+    at: dict[int, list[ManagedParameter]] = {}
+    for managed in found:
+        if managed.numel and managed.parameter.data_ptr() != managed.home_address:
+            at.setdefault(storage_address(managed.parameter), []).append(managed)
+    for storage, within in at.items():
+        alone = references(storage) == len(within)
+        if len(within) > 1 and not (alone and len({each.parameter.data_ptr() for each in within}) == len(within)):
+            raise ManageError(
+                f"{within[0].name}.data and {within[1].name}.data were set to one memory, which another tensor shares "
+                f"(a flat buffer, as that of vector_to_parameters) or which is the same: in torch writes to it reach "
+                f"both. Copy the values (p.data.copy_(part)), or drop the other tensor (del vector) before this"
+            )
+
+
+def _refuse_another_class(managed: ManagedParameter) -> None:
+    """Raise `ManageError` if `torch.utils.swap_tensors` has left `managed` a class that it did not have."""
+    kind = type(managed.parameter)
+    if kind not in (managed.kind, managed.watched_kind, managed.bound_kind):
+        raise ManageError(
+            f"{managed.name} was a {managed.kind.__name__} when it became managed and is a {kind.__name__} now: swap it"
+            f" back, and for a torch.nn.Parameter instead, or write p.data = tensor"
+        )
 
 
 def _refuse_another_kind(managed: ManagedParameter, new: torch.Tensor, dtype: torch.dtype) -> None:

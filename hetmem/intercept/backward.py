@@ -272,7 +272,8 @@ def accumulators(outputs: Any) -> Iterator[Any]:
 def parameter_of(node: Any) -> Any:
     """Return the parameter whose gradients `node` accumulates, also if it does for its working weight."""
     variable = node.variable
-    return variable if (parameter := vars(variable).get("hetmem_parameter")) is None else parameter()
+    managed = vars(variable).get("hetmem_managed", lambda: None)()
+    return variable if managed is None else managed.parameter
 
 
 @uncompiled

@@ -79,7 +79,13 @@ def refuse_conversion(
     mixed: bool,
 ) -> None:
     """Raise `ManageError` if `convert`, of `Module.to` and the like, gives any of `converted` another dtype or other
-    strides. `computes`: within a forward. `mixed`: with 16-bit copies."""
+    strides, or torch is set to exchange parameters meanwhile. `computes`: within a forward. `mixed`: with 16-bit
+    copies."""
+    if converted and torch.__future__.get_swap_module_params_on_conversion():
+        raise ManageError(
+            "torch.__future__.set_swap_module_params_on_conversion(True) has .to() and the like exchange parameters, "
+            "and those that hetmem manages stay as they are: set it to False before, or convert before hetmem.manage"
+        )
     chunks = {managed.chunk for managed in converted}
     for dtype in {chunk.compute_dtype if computes else chunk.dtype for chunk in chunks}:
         asked = convert(torch.empty(0, dtype=dtype, device=device)).dtype

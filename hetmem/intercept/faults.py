@@ -17,7 +17,7 @@ from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.saved_tensors import SavedTensors
-from hetmem.intercept.watched import Bound, Watched, classes_of
+from hetmem.intercept.watched import Bound, Watched, classes_of, refuse_exchange
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
 
@@ -274,6 +274,19 @@ class Faults:
                         runtime.uses.rest_again(sent)
                     else:
                         self._marks.mark_again(sent)
+
+    def before_exchange(self, parameter: torch.Tensor) -> None:
+        """Make `parameter`, whose C++ tensor the program is about to exchange for another one, an ordinary parameter at
+        home, until the engine has looked at it. Raises `ManageError` within compute, and what a read raises."""
+        if (managed := self._by_id.get(id(parameter))) is None:  # a copy of a parameter, with its class
+            return
+        with self._runtime.turn.held("exchanging a weight"):
+            if self._bindings.away:
+                refuse_exchange()
+            self._wait_for([managed])
+            self._bindings.send_home(managed)
+            self._bindings.exposed.add(managed)
+            self._runtime.writes.touched.add(managed)
 
     def wait_for_update(self, parameter: torch.Tensor) -> None:
         """Wait for the update of `parameter`, if one is still to end after the step."""

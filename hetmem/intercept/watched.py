@@ -81,6 +81,13 @@ class Watched:
             refuse_set()
         return torch.Tensor.set_(self, *given, **named)
 
+    def _use_count(self: Any) -> int:
+        """Return what torch's method does. Only `torch.utils.swap_tensors` calls it, of a tensor that it exchanges."""
+        faults = type(self).hetmem_faults()
+        if faults is not None:
+            faults.before_exchange(self)
+        return torch_private.tensor_references(self)  # type: ignore[no-any-return]
+
     def _call_own(self, method: str, argument: Any) -> Any:
         """Call `method` of the parameter's own class, as a torch function would be called."""
 
@@ -115,6 +122,10 @@ class Bound:
         """Raise `ManageError`: the parameter would leave its device copy, and its home, behind."""
         refuse_set()
 
+    def _use_count(self) -> int:
+        """Raise `ManageError` for `torch.utils.swap_tensors`, for the same reason."""
+        refuse_exchange()
+
     def __deepcopy__(self, memo: Any) -> Any:
         return _call_unbound(self, "__deepcopy__", memo)
 
@@ -127,6 +138,14 @@ def refuse_set() -> NoReturn:
     raise ManageError(
         "p.set_(…) of a managed parameter within a forward or backward: write p.data = tensor, or p.copy_(tensor) with "
         "torch.no_grad()"
+    )
+
+
+def refuse_exchange() -> NoReturn:
+    """Raise `ManageError` for `torch.utils.swap_tensors` within compute."""
+    raise ManageError(
+        "torch.utils.swap_tensors of a managed parameter within a forward or backward: exchange tensors before or after"
+        " it, or write p.data = tensor"
     )
 
 

@@ -15,6 +15,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.base.units import round_up
+from hetmem.base.weak import Referable
 from hetmem.memory import host_memory
 from hetmem.memory.host_memory import PAGE_BYTES
 from hetmem.memory.nvme_store import Extent
@@ -317,7 +318,7 @@ NO_VIEW = SlotView()
 
 
 @dataclass(slots=True, eq=False)
-class ManagedParameter:
+class ManagedParameter(Referable):
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
 
     `home` is `.data` outside compute; `rest` is `.data` between the operators of a forward: the home, or, if that
@@ -326,7 +327,8 @@ class ManagedParameter:
     while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`. `grad_home` is the home of the
     gradient, and `grad_view` stands in `p.grad` for one in 16 bits; `grad_spare` has both of the last step, to be
     reused. `version` is the last known version counter of the parameter: another value means that it was written to;
-    `counter` is a tensor without memory that shares the counter and is independent of the parameter's class.
+    `counter` is a tensor without memory that shares the counter and is independent of the parameter's class. `own` is
+    the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges that together with the C++ tensor below.
     `data_sets` counts assignments to `.data` within a forward or backward, `replaced` those outside of both that went
     home. `kind` is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and
     `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it
@@ -349,6 +351,7 @@ class ManagedParameter:
     home_address: int = 0
     version: int = 0
     counter: torch.Tensor = field(init=False)
+    own: dict[str, Any] | None = None
     data_sets: int = 0
     replaced: int = 0
     device: torch.Tensor | None = None

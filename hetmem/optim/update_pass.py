@@ -131,8 +131,7 @@ class Passes:
     def notice(self, chunks: Sequence[Chunk]) -> None:
         """Take over writes of the program to parameters and states of `chunks` at home."""
         writes = self._runtime.writes
-        for managed in writes.all_counted([managed for chunk in chunks for managed in chunk.parameters]):
-            writes.by_user(managed)
+        writes.by_users(writes.all_counted([managed for chunk in chunks for managed in chunk.parameters]))
         for chunk in chunks:
             self.notice_states(chunk)
 

@@ -117,8 +117,8 @@ class WorkingWeights:
 
     def parameter_of(self, weight: Any) -> ManagedParameter | None:
         """Return the parameter that `weight` works for, None if it is no working weight."""
-        parameter = vars(weight).get("hetmem_parameter", _nothing)()
-        return self._runtime.bindings.by_id.get(id(parameter))
+        managed: ManagedParameter | None = vars(weight).get("hetmem_managed", _nothing)()
+        return managed
 
     # ---- whether they can ----------------------------------------------------------------------------------------
 
