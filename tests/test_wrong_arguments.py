@@ -259,7 +259,8 @@ def test_a_machine_that_hetmem_does_not_run_on_is_told_so_at_import(
     system: dict[str, Any], version: str, match: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse_environment(torch.__version__)
-    refuse_environment("3.0.0a0+git1234")
+    with pytest.warns(UserWarning, match=r"tested with torch 2\.11 to 2\.13, .* this is 3\.0\.0a0\+git1234: run"):
+        refuse_environment("3.0.0a0+git1234")
     for name, value in system.items():
         monkeypatch.setattr(sys, name, value)
     with pytest.raises(ImportError, match=match):

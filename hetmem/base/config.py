@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,11 +171,12 @@ def _free_bytes(directory: Path) -> tuple[object, int]:
 
 
 _PYTHON = (3, 10)
-_TORCH = (2, 11)
+_TORCH, _NEWEST_TORCH = (2, 11), (2, 13)
 
 
 def refuse_environment(torch_version: str) -> None:
-    """Raise ImportError unless this is Linux, Python >= 3.10 and torch >= 2.11; `torch_version`: torch.__version__."""
+    """Raise ImportError unless this is Linux, Python >= 3.10 and torch >= 2.11, and warn of a torch that is newer than
+    those that were tested; `torch_version`: torch.__version__."""
     if sys.platform != "linux":
         raise ImportError(
             f"hetmem runs on Linux and this is {sys.platform}: use a Linux machine, or WSL 2 or a container on this one"
@@ -184,3 +186,9 @@ def refuse_environment(torch_version: str) -> None:
     found = re.match(r"(\d+)\.(\d+)", torch_version)
     if found is not None and (int(found[1]), int(found[2])) < _TORCH:
         raise ImportError(f"hetmem needs torch 2.11 or newer, and this is {torch_version}: pip install 'torch>=2.11'")
+    if found is not None and (int(found[1]), int(found[2])) > _NEWEST_TORCH:
+        warnings.warn(
+            f"hetmem was tested with torch 2.11 to 2.13, whose private names it uses, and this is {torch_version}: run "
+            f"`hetmem doctor`, or pip install 'torch<2.14'",
+            stacklevel=3,
+        )

@@ -20,7 +20,7 @@ from hetmem import torch_private
 from hetmem.base.warning import warn_user
 from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
-from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
+from hetmem.engine.param_views import get_data, is_in_place, is_shared, references, set_data, storage_address
 from hetmem.memory.chunk import Chunk, HiddenGradient, Home, ManagedParameter, Role, UnreadableGradient, stored
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import SMALL_BYTES, Link
@@ -242,6 +242,17 @@ class ConsumedGradient(UnreadableGradient):
     def zero(self) -> None:
         self.hetmem_zeroed = True
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = [each for each in torch_private.tree_leaves((args, kwargs)) if isinstance(each, UnreadableGradient)]
+        zeroed = all(isinstance(each, ConsumedGradient) and each.hetmem_zeroed for each in found)
+        if zeroed and not (func.is_view or is_in_place(func.overloadpacket)):  # reading one shows zeros
+            args, kwargs = torch_private.tree_map(_zeros_for, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def refused(self, what: object) -> str:
         if self.hetmem_stepped:
             return (
@@ -254,6 +265,12 @@ class ConsumedGradient(UnreadableGradient):
             f"(gradients='streamed'): nothing can be clipped, scaled or measured any more. To clip, use "
             f"gradients='visible' with max_grad_norm=, or with overlap='off'"
         )
+
+
+def _zeros_for(value: Any) -> Any:
+    if not isinstance(value, ConsumedGradient):
+        return value
+    return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def clear_zeroed(parameter: torch.Tensor) -> None:

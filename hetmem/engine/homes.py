@@ -130,8 +130,9 @@ class Memory:
             self._settle(chunk, role, self.device.allocate(chunk.home_nbytes(role)))
         except torch.OutOfMemoryError as error:
             raise DeviceOutOfMemoryError(
-                f"{out_of_memory(self.device)} The device has no memory for {chunk.label(role)}, whose other homes are there: "
-                f"{format_size(chunk.home_nbytes(role))} wanted{self.homes_on_device()}, copies of parameters take "
+                f"{out_of_memory(self.device)} The device has no memory for {chunk.label(role)}, whose other homes are "
+                f"there: {format_size(chunk.home_nbytes(role))} wanted"
+                f"{self.homes_on_device()}, copies of parameters take "
                 f"{format_size(self.device_pool.held_bytes())}, of {format_size(self.device_bytes)}, the device "
                 f"budget: lower Budget(device_chunks=…), or Budget(device=…) if others use the device too"
             ) from error

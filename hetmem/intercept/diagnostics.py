@@ -21,6 +21,16 @@ from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.device import Device
 
 
+class ScriptError(ManageError, AttributeError):
+    """The error of torch.jit.script, which asks hooks for names, and for others the usual one for a missing name."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a managed model cannot be scripted by torch.jit: call hetmem.release(model) first, or script a module "
+            "that is built anew and has loaded its state_dict()"
+        )
+
+
 def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
     """Raise `ManageError` where the caller of `model` would read its weights or gradients without hetmem: an exporter,
     FSDP or DDP. `streams`: weights are on the device only for operators."""

@@ -21,7 +21,7 @@ import torch
 from hetmem.engine.gradients import ArrivalHooks, GradientSink
 from hetmem.engine.runtime import Section
 from hetmem.errors import ManageError
-from hetmem.intercept.diagnostics import refuse_conversion
+from hetmem.intercept.diagnostics import ScriptError, refuse_conversion
 from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
 from hetmem.intercept.forward_scope import outermost_of_modules, running
 from hetmem.memory.chunk import ManagedParameter
@@ -36,6 +36,11 @@ Hooked = Any
 
 class _OfThisModule:
     """A hook of one module that a copy of the module does not get."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__name__":  # `torch.jit.script` is the one that needs a name
+            raise ScriptError()
+        raise AttributeError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # takes anything, and returns None

@@ -302,7 +302,7 @@ def checked(parameter: torch.Tensor, optimizer: str) -> tuple[Interception, Mana
             f"{optimizer} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "
             f"hetmem.manage(model, …) before making the optimizer, or use torch's for this one"
         )
-    if not parameter.dtype.is_floating_point:
+    if parameter.requires_grad and not parameter.dtype.is_floating_point:  # frozen ones get no gradient
         raise ManageError(f"{optimizer} cannot update {found[1].name} of dtype {parameter.dtype}")
     return found
 

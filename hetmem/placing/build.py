@@ -166,6 +166,12 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             raise ManageError(f"{name} was made under torch.inference_mode(), which counts no writes: build it outside")
         if parameter.layout is not torch.strided:
             raise ManageError(f"{name} has layout {parameter.layout}, expected a dense (strided) tensor")
+        if is_traceable_wrapper_subclass(parameter) or not _has_memory(parameter):
+            raise ManageError(
+                f"{name} is a {type(parameter.data).__name__}, which has no memory of its own: its values lie in other "
+                f"tensors, which hetmem does not move. Give the module the dense values (torchao: p.dequantize(), a "
+                f"DTensor: p.full_tensor()), or leave the quantization or distribution out"
+            )
         start = parameter.data_ptr()
         spans.append((start, start + parameter.numel() * parameter.itemsize, name))
     spans.sort()
@@ -174,6 +180,14 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
             raise ManageError(f"{name} and {other} share memory but are two parameters: tie them by using one object")
     refuse_early_views(module, parameters)
     return parameters
+
+
+def _has_memory(parameter: torch.Tensor) -> bool:
+    """Return whether `parameter` has memory of its own, unlike subclasses that answer for other tensors."""
+    try:
+        return not parameter.numel() or parameter.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # of storages without memory
+        return False
 
 
 def build_memory(

@@ -203,3 +203,54 @@ def test_parameters_of_one_memory_are_refused_wherever_they_are_built(placement:
     with pytest.raises(ManageError, match=r"layer\.weight and second share memory"):
         managed(two=True)
     assert_same(OneMemory.kept, managed(two=False).first, "what somebody else has too")
+
+
+class Wrapped(torch.Tensor):
+    """Answers for `inner`, as quantized and distributed tensors do."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Wrapped(func(*(each.inner if isinstance(each, Wrapped) else each for each in args), **(kwargs or {})))
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+def test_tensors_without_memory_of_their_own_are_refused_by_name(weights: int) -> None:
+    """Two of them "share memory": both at address 0."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in [*module][-weights:]:
+        layer.weight = nn.Parameter(Wrapped(layer.weight.detach()))
+    with pytest.raises(ManageError, match=rf"{2 - weights}\.weight is a Wrapped, which has no memory of its own"):
+        hetmem.manage(module, hetmem.Budget(device="1MiB", host="8MiB"), device="sim")
+
+
+def test_frozen_weights_of_integers_are_skipped_by_an_optimizer_over_all() -> None:
+    """As torch's skip them."""
+
+    class Quantized(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(64, 64)
+            self.codes = nn.Parameter(torch.arange(4096, dtype=torch.int8).view(64, 64), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) @ self.codes.to(x.dtype)
+
+    torch.manual_seed(0)
+    plain, managed = Quantized(), Quantized()
+    managed.load_state_dict(plain.state_dict())
+    hetmem.manage(managed, hetmem.Budget(device="1MiB", device_chunks="64KiB", host="8MiB"), device="sim")
+    optimizers = torch.optim.AdamW(plain.parameters(), fused=True), hetmem.AdamW(managed.parameters())
+    for _ in range(2):
+        for module, optimizer in zip((plain, managed), optimizers, strict=True):
+            module(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, managed.state_dict()[name]), name

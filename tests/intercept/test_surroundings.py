@@ -201,3 +201,13 @@ def test_data_parallel_wrappers_are_refused_where_they_would_read_gradients_too_
             with pytest.raises(ManageError, match="DistributedDataParallel, which reads each gradient before"):
                 wrapped(*batch)
     assert_same_weights(plain, managed)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_managed_model_is_not_scripted_and_a_released_one_is() -> None:
+    managed = hetmem.manage(nn.Sequential(nn.Linear(64, 64)), hetmem.Budget(device="1MiB", host="8MiB"), device="sim")
+    with pytest.raises(ManageError, match=r"cannot be scripted by torch\.jit: call hetmem\.release\(model\) first"):
+        torch.jit.script(managed)
+    expected = managed(torch.ones(2, 64))
+    hetmem.release(managed)
+    assert torch.equal(torch.jit.script(managed)(torch.ones(2, 64)), expected)

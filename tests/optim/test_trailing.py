@@ -248,3 +248,19 @@ def test_a_streamed_gradient_that_was_scaled_before_its_update_is_refused_by_the
             gradient.numpy()[...] *= 0.5  # counts no version
         with pytest.raises(RuntimeError, match="changed after their update had begun"):
             optimizer.step()
+
+
+def test_a_gradient_that_a_step_used_up_shows_zeros_once_it_is_zeroed(tmp_path: Path) -> None:
+    module = manage(mlp(), "host", tmp_path)
+    optimizer = hetmem.AdamW(module.parameters(), overlap="forward")
+    for _ in range(2):
+        module(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        gradient: Any = next(module.parameters()).grad
+        with pytest.raises(RuntimeError, match=r"which the last step\(\) has used up"):
+            gradient.clone()
+        optimizer.zero_grad(set_to_none=False)
+        assert torch.equal(gradient.clone(), torch.zeros(64, 64)) and not gradient.norm()
+        for write in (lambda each: each.add_(1), lambda each: each.detach().add_(1), lambda each: each[0].fill_(1)):
+            with pytest.raises(RuntimeError):
+                write(gradient)
