@@ -120,7 +120,7 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
     commands = [command for block in blocks for command in traffic.residency.prefetch([block], Tier.DEVICE)]
     assert len(commands) == 2
     once.arm(1)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"^refused$"):
         traffic.execute(commands)
     assert not traffic.executor._commands, "they are waited for, and would never come"
     traffic.executor.drain()

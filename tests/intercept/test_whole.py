@@ -183,7 +183,8 @@ def writes(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
         model.layer.weight.data.mul_(1.25)
     try:
         loss.backward()
-    except RuntimeError:
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
         refused = True
     return [refused]
 

@@ -60,6 +60,7 @@ def assert_counts_or_is_refused(edit: Callable[[Any], None], both: Twins) -> Non
         both.right.step()
     except RuntimeError as error:
         assert "overlap='off'" in str(error)  # noqa: PT017
+        assert both.right.overlap.value != "off", error  # noqa: PT017
         return
     assert_same_weights(both.plain, both.managed)
 

@@ -92,6 +92,7 @@ def assert_never_of_the_new_weights(both: Twins, error: str) -> None:
             one(both.managed, batch, both.right)
         except RuntimeError as raised:
             assert error in str(raised)  # noqa: PT017
+            assert both.right.overlap.value != "off", raised  # noqa: PT017
             return
         one(both.plain, batch, both.left)
         assert_same_weights(both.plain, both.managed)
@@ -105,7 +106,7 @@ def test_a_weight_whose_value_is_needed_after_its_gradient(overlap: str, tmp_pat
 
 @overlaps
 def test_a_weight_that_is_used_again_within_backward(overlap: str, tmp_path: Path) -> None:
-    assert_never_of_the_new_weights(twins(pair(Recomputed, "host", tmp_path), overlap=overlap), "overlap")
+    assert_never_of_the_new_weights(twins(pair(Recomputed, "host", tmp_path), overlap=overlap), "is used again")
 
 
 class Backwards(nn.Module):
