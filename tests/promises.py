@@ -21,6 +21,7 @@ WITHIN = "tests/engine/test_writes_within_steps.py::"
 OTHERS = "tests/intercept/test_unmanaged.py::"
 THREADS = "tests/intercept/test_threads.py::"
 EXCHANGED = "tests/engine/test_exchanged_tensors.py::"
+HOSTILE = "tests/checkpoint/test_hostile.py::"
 EDITS = "tests/optim/test_edits.py::"
 
 PROMISES: dict[str, Mutation | str] = {
@@ -268,6 +269,12 @@ PROMISES: dict[str, Mutation | str] = {
         "        file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))\n",
         "",
         "tests/checkpoint/test_all_or_nothing.py::test_a_flipped_bit_of_any_tensor_is_seen[host]",
+    ),
+    "A checkpoint or a file of weights that was changed": Mutation(
+        "checkpoint/save_load.py",
+        "    problems += _refused_by_the_model(state, header)\n",
+        "",
+        HOSTILE + "test_a_lie_is_refused_by_its_place[plain-an object that is a tied parameter's]",
     ),
     "goes through nothing that others have put there": Mutation(
         "base/whole_files.py",

@@ -7,7 +7,6 @@ import fcntl
 import functools
 import os
 import stat
-import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 import hetmem
 from hetmem import cli, planner
 from hetmem.base import whole_files
-from hetmem.base.whole_files import publish, read_whole, write_whole
+from hetmem.base.whole_files import publish, read_regular, write_whole
 from hetmem.errors import StoreError
 from hetmem.planner import Plan
 from tests.test_planning import BATCH, GPT
@@ -251,54 +250,14 @@ def test_a_pipe_of_another_user_is_not_waited_for(tmp_path: Path, monkeypatch: p
 
 def test_only_regular_files_are_read_and_no_more_than_allowed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "file").write_bytes(b"12345")
-    assert read_whole(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(OSError, match=r"it has more than 4 bytes: '.*/file'"):
-        read_whole(tmp_path / "file", 4)
-    with pytest.raises(OSError, match=r"it is no regular file: '.*/pipe'"):
-        read_whole(tmp_path / "pipe", 5)
-    with pytest.raises(OSError, match=r"it is no regular file: '/dev/zero'"):
-        read_whole("/dev/zero", 5)
+    (tmp_path / "file").write_bytes(bytes(2048))
+    assert read_regular(tmp_path / "file", 2048) == bytes(2048)
+    with pytest.raises(ValueError, match=r"it has more than 1.00 KiB"):
+        read_regular(tmp_path / "file", 1024)
+    for special in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match="it is no regular file"):
+            read_regular(special, 5)
     with pytest.raises(IsADirectoryError, match=rf"'{tmp_path}'"):
-        read_whole(tmp_path, 5)
+        read_regular(tmp_path, 5)
     with pytest.raises(OSError, match="no file can have this name"):
-        read_whole("a\0b", 5)
-
-
-def test_what_is_no_ordinary_file_is_written_to_and_stays(tmp_path: Path) -> None:
-    """Replaced, /dev/null would be a file for whoever may do that."""
-    pipe, read = tmp_path / "pipe", []
-    os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
-    reader.start()
-    write_whole(pipe, "new")
-    reader.join(10)
-    assert read == ["new"]
-    assert pipe.is_fifo()
-
-
-def test_a_name_as_long_as_names_may_be(tmp_path: Path) -> None:
-    target = tmp_path / ("n" * 255)
-    write_whole(target, "new")
-    assert target.read_text() == "new"
-
-
-def test_what_was_measured_is_printed_if_it_cannot_be_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    profile = planner.load_profile("l4")
-    monkeypatch.setattr("hetmem.tools.probe.probe", lambda *_, **__: profile)
-    monkeypatch.setattr(whole_files.os, "replace", no_space)
-    assert cli.main(["probe", "-o", str(tmp_path / "machine.json")]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == profile.to_json()
-    assert "No space left on device" in captured.err
-
-
-def test_nothing_is_measured_for_a_directory_that_takes_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("hetmem.tools.probe.probe", lambda *_, **__: pytest.fail("measured"))
-    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
-    assert cli.main(["probe", "-o", str(tmp_path / "machine.json")]) == 2
-    assert f"nothing may be written in {tmp_path}" in capsys.readouterr().err
+        read_regular("a\0b", 5)

@@ -22,6 +22,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from hetmem.base.units import format_size
+
 _MOST_LINKS = 40
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -31,8 +33,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Return a descriptor to read the regular file `path`. Raises OSError, which names `path`, for anything else; it
-    never waits, as opening a pipe would."""
+    """Return a descriptor to read the regular file `path`. Never waits, as opening a pipe would. Raises OSError, which
+    names `path`, if it cannot be opened, and ValueError, which does not, if it is of another kind."""
     fd = os.open(checked_path(path), os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -40,17 +42,17 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     os.close(fd)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    raise ValueError("it is no regular file")
 
 
-def read_whole(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return the content of the regular file `path`. Raises OSError, which names `path`, for anything else, and for a
-    file of more than `most_bytes`."""
+def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
+    """Return the content of the regular file `path`. Raises what `open_regular` does, and ValueError for a file of more
+    than `most_bytes`."""
     with open(open_regular(path), "rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", os.fspath(path))
-    return content
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise ValueError(f"it has more than {format_size(most_bytes)}")
+    return data
 
 
 def checked_path(path: str | os.PathLike[str]) -> str:

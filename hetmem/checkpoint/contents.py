@@ -10,6 +10,8 @@ every other type is an object with a single key that names it.
 from __future__ import annotations
 
 import base64
+import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetmem.base import schema
+from hetmem.base.json_files import check_name
+from hetmem.base.schema import anything, or_null, record, shown, whole
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, malformed_refused
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
@@ -76,6 +81,7 @@ class Encoder:
         return [self.encode(key, f"{place}:key"), self.encode(value, f"{place}:{key}")]
 
     def _store(self, tensor: torch.Tensor, place: str) -> str:
+        place = place.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")  # other programs take no others
         name, count = place if ":" in place else f"{place}:", 1
         while name in self.tensors:
             count += 1
@@ -89,9 +95,10 @@ def _is_plain(value: Any) -> bool:
     return value.dtype.kind in _NUMPY_KINDS and not isinstance(value, np.ma.MaskedArray)
 
 
-def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the value that was encoded; `tensor` gives the tensor of a name. Raises `CheckpointError` if malformed."""
-    with malformed_refused("a value in the checkpoint is not understood"):
+def decode(value: Any, tensor: Callable[[str], Any], place: str) -> Any:
+    """Return the value that was encoded; `tensor` gives the tensor of a name. Raises `CheckpointError`, which names its
+    `place` in the file, if it is malformed."""
+    with malformed_refused(f"{place} in the checkpoint is not understood"):
         return _decode(value, tensor)
 
 
@@ -101,26 +108,32 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if not isinstance(value, dict):
         return value
     ((tag, body),) = value.items()
+    if (tag in _MAPPINGS or tag in _SEQUENCES) and type(body) is not list:
+        raise ValueError(f"a {tag} of {shown(body)}")
     if tag in _MAPPINGS:
-        return _MAPPINGS[tag]({_decode(key, tensor): _decode(part, tensor) for key, part in body})
+        made = {_decode(key, tensor): _decode(part, tensor) for key, part in body}
+        if len(made) < len(body):
+            raise ValueError("a key comes twice")
+        return _MAPPINGS[tag](made)
     if tag in _SEQUENCES:
         return _SEQUENCES[tag]([_decode(part, tensor) for part in body])
     if tag == "tensor":
         return tensor(body)
     if tag == "complex":
-        return complex(*body)
+        real, imag = body
+        return complex(float(real), float(imag))
     if tag in ("bytes", "bytearray"):
         data = base64.b64decode(body, validate=True)
         return data if tag == "bytes" else bytearray(data)
     if tag == "dtype":
         return _DTYPES[body]
     if tag in ("array", "scalar"):
-        dtype, shape, data = np.dtype(body[0]), body[1], base64.b64decode(body[2], validate=True)
-        if dtype.kind not in _NUMPY_KINDS:
-            raise ValueError(f"arrays of {dtype}")
-        array = np.frombuffer(data, dtype).reshape(shape).copy()
+        name, shape, data = body
+        if not re.fullmatch(f"[<>=|]?[{_NUMPY_KINDS}][0-9]{{1,2}}", name) or (tag == "scalar" and shape):
+            raise ValueError(f"an {tag} of {shown(name)} and shape {shown(shape)}")
+        array = np.frombuffer(base64.b64decode(data, validate=True), np.dtype(name)).reshape(shape).copy()
         return array if tag == "array" else array[()]
-    raise ValueError(f"unknown kind {tag!r}")
+    raise ValueError(f"unknown kind {shown(tag)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +192,10 @@ def of_model(model: torch.nn.Module) -> ModelState:
             raise CheckpointError(
                 f"the model has a tensor called {name!r}, a name that a checkpoint keeps for itself: rename it"
             )
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise CheckpointError(f"{error}, which a checkpoint cannot have: rename that part of the model") from error
         if torch.nn.parameter.is_lazy(value):
             raise CheckpointError(f"{name} has no shape yet: call the model once before")
         if id(value) not in own:
@@ -298,3 +315,65 @@ def name_numbers(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> di
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     """Return the parameters of `optimizer` in the order of their numbers in `state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def refuse_option(name: str, value: Any, own: Any = ...) -> None:
+    """Raise `CheckpointError` if `value`, saved for an option that the optimizer has as `own`, is of another kind than
+    that or a number that is not finite. Without `own` it may be anything else."""
+    expected = None
+    if _is_real(value) and not math.isfinite(value) and not (_is_real(own) and float(value) == float(own)):
+        expected = "a finite number"
+    elif isinstance(own, bool) and not isinstance(value, (bool, type(None))):
+        expected = "true, false or none"
+    elif _is_real(own) and not isinstance(own, bool) and (not _is_real(value) or isinstance(value, bool)):
+        expected = "a number"
+    elif isinstance(own, (tuple, list)) and not (isinstance(value, (tuple, list)) and len(value) == len(own)):
+        expected = f"{len(own)} values"
+    elif isinstance(own, str) and not isinstance(value, (str, type(None))):
+        expected = "text or none"
+    elif own is None and not (value is None or isinstance(value, str) or _is_real(value)):
+        expected = "a number, text, true, false or none"
+    if expected:
+        raise CheckpointError(f"{name} in the checkpoint: expected {expected}, got {shown(value)}")
+    if isinstance(value, (tuple, list)):
+        each_own = own if isinstance(own, (tuple, list)) else [...] * len(value)
+        for part, own_part in zip(value, each_own, strict=True):
+            refuse_option(name, part, own_part)
+
+
+def refuse_state(place: str, state: dict[Any, Any]) -> None:
+    """Raise `CheckpointError` if the saved `state` of a parameter has other keys than names, or a step count that is
+    none."""
+    for key in state:
+        if type(key) is not str:
+            raise CheckpointError(f"{place} in the checkpoint: expected names of states, got {shown(key)}")
+    step = state.get("step", 0)
+    if not (_is_real(step) and math.isfinite(step) and step >= 0):
+        raise CheckpointError(f"{place} in the checkpoint: expected a step count, got {shown(step)}")
+
+
+def _is_real(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float))
+
+
+_BESIDE = or_null(
+    record(
+        {
+            "loss_scale": or_null(record({"value": anything, "skipped": whole(), "finite_in_a_row": whole()})),
+            "seed": or_null(whole(-schema.MOST)),
+        }
+    )
+)
+
+
+def check_beside(beside: Any) -> None:
+    """Raise `CheckpointError` for what `load_beside_states` of an optimizer would not take."""
+    try:
+        _BESIDE(beside)
+        scale = beside and beside["loss_scale"] and beside["loss_scale"]["value"]
+        if scale is not None and not (_is_real(scale) and math.isfinite(scale) and scale > 0):
+            raise schema.expected("a finite number above zero", scale).within("value").within("loss_scale")
+    except schema.SchemaError as error:
+        raise CheckpointError(f"the loss scale or seed in the checkpoint is not understood: {error}") from error

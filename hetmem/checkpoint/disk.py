@@ -7,7 +7,6 @@ Knows descriptors and errors of disks. Must not know models.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import threading
@@ -22,15 +21,19 @@ from typing import Any
 import torch
 
 from hetmem.base import whole_files
+from hetmem.base.json_files import check_name, read_json
+from hetmem.base.schema import record, table_of, text
 from hetmem.base.units import format_size
 from hetmem.checkpoint import layout
-from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored, parse_tensors
+from hetmem.checkpoint.header import parse_tensors
+from hetmem.checkpoint.layout import MAX_HEADER_BYTES, FileBlock, Stored
 from hetmem.errors import CheckpointError, StoreError
 from hetmem.memory import host_memory
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_io import Move
 
 _INDEX = ".safetensors.index.json"
+_INDEX_SHAPE = record({"weight_map": table_of(text(255))}, others=True)
 _SHOWN = 5
 """The most names in a message."""
 
@@ -111,13 +114,13 @@ def _failure(error: OSError, what: str, done: int | None = None) -> StoreError:
     return StoreError(error.errno, f"{what}: {error.strerror or error}{after}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpenFile:
     """An open file. `header`: its text, without the length before it; `data_start`: the first byte of the data."""
 
     fd: int
     path: str
-    header: bytes
+    header: bytes | bytearray
     data_start: int
     data_nbytes: int
 
@@ -126,9 +129,11 @@ class OpenFile:
 def opened(path: str) -> Iterator[OpenFile]:
     """Open the file at `path` for the block. Raises `StoreError`, and `CheckpointError` for one of another format."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = whole_files.open_regular(path)
     except OSError as error:
         raise StoreError(error.errno, f"cannot open the checkpoint {path!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"cannot load {path!r}: {error}") from error
     try:
         nbytes = os.fstat(fd).st_size
         length = bytearray(8)
@@ -146,9 +151,9 @@ def opened(path: str) -> Iterator[OpenFile]:
                     else ""
                 )
             )
-        text = bytearray(header_nbytes)
-        read_at(fd, path, memoryview(text), 8)
-        yield OpenFile(fd, path, bytes(text), 8 + header_nbytes, nbytes - 8 - header_nbytes)
+        header = bytearray(header_nbytes)
+        read_at(fd, path, memoryview(header), 8)
+        yield OpenFile(fd, path, header, 8 + header_nbytes, nbytes - 8 - header_nbytes)
     finally:
         os.close(fd)
 
@@ -221,13 +226,15 @@ def _files(path: str) -> list[str]:
 def _indexed(path: str) -> list[str]:
     """Return the files that the index at `path` names, which must lie beside it."""
     try:
-        with open(path, "rb") as file:
-            weight_map = json.load(file)["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
+        index = read_json(path)
+        _INDEX_SHAPE(index)
+        files = sorted({*index["weight_map"].values()})
+        for name in files:
+            check_name(name)
     except OSError as error:
         raise CheckpointError(f"cannot read the index {path!r}: {error.strerror}") from error
-    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path!r} is no index of safetensors: {error!r}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path!r} is no index of safetensors: {error}") from error
     foreign = [name for name in files if os.path.basename(name) != name or name in ("", ".", "..")]
     if foreign:
         raise CheckpointError(f"{path!r} names {foreign[0]!r}, which is not beside it")

@@ -1,7 +1,7 @@
 """The file format of checkpoints; docs/checkpoints.md specifies it for other programs.
 
 A file of safetensors: eight bytes with the length of a header in JSON, the header, the tensors in row-major order. Pure
-arithmetic and text; it opens no files.
+arithmetic and text; it opens no files. `header` reads headers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hetmem.base.json_files import has_more_values
 from hetmem.base.units import format_size, round_up
 from hetmem.errors import CheckpointError
 from hetmem.torch_private import is_traceable_wrapper_subclass
@@ -27,6 +28,9 @@ BLOCK_BYTES = 16 << 20
 """The most bytes that are moved and checked at once."""
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself."""
+_HEADER_BYTES, _HEADER_BYTES_EACH = 16 << 20, 4096
+_VALUES, _VALUES_EACH = 1 << 20, 64
+"""What a header may have, and for each tensor that it names: a reader's memory is bounded by what it is about."""
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -46,11 +50,11 @@ _NAMES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNMENT = 4096
-_MAX_DIMENSIONS = 64
+MAX_DIMENSIONS = 64
 _HEADER_CHECK = '"hetmem.header_crc32":"{}"'
-_NO_CHECK = "0" * 8
+NO_CHECK = "0" * 8
 Index = tuple[int | slice, ...]
 
 
@@ -81,6 +85,19 @@ class Stored:
         """Return the parts that are moved and checked separately, in the order of their bytes. They depend on shape and
         dtype alone."""
         return list(_blocks(self.shape, self.nbytes, 0, ()))
+
+    def block_count(self) -> int:
+        """Return the number of `blocks`, without making them: a header may say any size."""
+        return _count(self.shape, self.nbytes)
+
+
+def _count(shape: tuple[int, ...], nbytes: int) -> int:
+    if nbytes <= BLOCK_BYTES:
+        return min(nbytes, 1)
+    row = nbytes // shape[0]
+    if row > BLOCK_BYTES:
+        return shape[0] * _count(shape[1:], row)
+    return -(-shape[0] // (BLOCK_BYTES // row))
 
 
 def _blocks(shape: tuple[int, ...], nbytes: int, offset: int, index: Index) -> Iterator[FileBlock]:
@@ -120,75 +137,40 @@ def data_nbytes(stored: Iterable[Stored]) -> int:
     return sum(one.nbytes for one in stored)
 
 
+def most_header_bytes(tensors: int) -> int:
+    """Return the most bytes of a header that names so many tensors."""
+    return min(_HEADER_BYTES + _HEADER_BYTES_EACH * tensors, MAX_HEADER_BYTES)
+
+
+def most_values(tensors: int) -> int:
+    """Return the most values of each part of a header that names so many tensors."""
+    return _VALUES + _VALUES_EACH * tensors
+
+
+_WAY_OUT = "put large values into extra as tensors, not as lists or arrays"
+
+
 def header(stored: Iterable[Stored], metadata: Mapping[str, str], checks: Mapping[str, list[int]]) -> bytes:
     """Return the file up to the data; `checks`, the CRC-32 of each tensor's blocks, do not change its length."""
-    own = {"hetmem.header_crc32": _NO_CHECK, "hetmem.version": VERSION, "format": "pt"}
+    own = {"hetmem.header_crc32": NO_CHECK, "hetmem.version": VERSION, "format": "pt"}
     digits = {name: "".join(f"{check:08x}" for check in found) for name, found in checks.items()}
     table: dict[str, Any] = {"__metadata__": {**own, **metadata, "hetmem.crc32": json.dumps(digits)}}
     for one in stored:
         offsets = [one.start, one.start + one.nbytes]
         table[one.name] = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
-    if len(text) > MAX_HEADER_BYTES - _ALIGNMENT:
+    most = most_header_bytes(len(digits)) - _ALIGNMENT
+    if len(text) > most:
         raise CheckpointError(
-            f"the header would take {len(text)} bytes ({format_size(len(text))}), the format allows "
-            f"{MAX_HEADER_BYTES}: put large values into extra as tensors, not as lists or arrays"
+            f"the header would take {len(text)} bytes ({format_size(len(text))}), and may take {most} with "
+            f"{len(digits)} tensors: {_WAY_OUT}"
         )
+    for name, value in metadata.items():
+        if has_more_values(value, most_values(len(digits))):
+            raise CheckpointError(f"{name} would have more than {most_values(len(digits))} values: {_WAY_OUT}")
     text = text.ljust(round_up(8 + len(text), _ALIGNMENT) - 8)
     check = f"{zlib.crc32(text):08x}"
-    text = _with_check(text, _NO_CHECK, check)
-    return len(text).to_bytes(8, "little") + text
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The content of a file's header: tensors by name, values by name, and the CRC-32 of every tensor's blocks."""
-
-    stored: dict[str, Stored]
-    values: dict[str, Any]
-    checks: dict[str, list[int]]
-
-
-def parse(text: bytes, data_nbytes: int) -> Header:
-    """Parse the header `text` (without its length) of a file with `data_nbytes` behind it.
-
-    Raises `CheckpointError` if it is not that of a checkpoint of this version, or damaged.
-    """
-    with malformed_refused("its header is not that of a checkpoint"):
-        table = json.loads(text)
-        metadata = table.pop("__metadata__", {})
-        if "hetmem.version" not in metadata:
-            raise CheckpointError(
-                "it is a file of tensors that hetmem.save did not write: hetmem.load_weights reads weights from it"
-            )
-        if metadata["hetmem.version"] != VERSION:
-            raise CheckpointError(
-                f"it has version {metadata['hetmem.version']!r} of the format, and this hetmem reads version {VERSION}"
-            )
-        _check_header(text, metadata["hetmem.header_crc32"])
-        values = {name: json.loads(metadata[f"hetmem.{name}"]) for name in ("tied", "objects", "extra")}
-        if "hetmem.optimizer" in metadata:
-            values["optimizer"] = json.loads(metadata["hetmem.optimizer"])
-        stored = _tensors(table, data_nbytes)
-        digits = json.loads(metadata["hetmem.crc32"])
-        checks = {
-            name: [int(found[at : at + 8], 16) for at in range(0, len(found), 8)] for name, found in digits.items()
-        }
-    if {name: len(one.blocks()) for name, one in stored.items()} != {name: len(one) for name, one in checks.items()}:
-        raise CheckpointError("its header has not one checksum for each block of each tensor")
-    return Header(stored, values, checks)
-
-
-def parse_tensors(text: bytes, data_nbytes: int) -> dict[str, Stored]:
-    """Parse the header `text` of any file of safetensors: its tensors by name; of a checkpoint, the model's alone.
-
-    Raises `CheckpointError` if it is not such a header.
-    """
-    with malformed_refused("its header is not that of a checkpoint"):
-        table = json.loads(text)
-        checkpoint = "hetmem.version" in table.pop("__metadata__", {})
-        stored = _tensors(table, data_nbytes)
-    return {name: one for name, one in stored.items() if not (checkpoint and name.startswith((OPTIMIZER, EXTRA)))}
+    return len(text).to_bytes(8, "little") + with_check(text, NO_CHECK, check)
 
 
 @contextmanager
@@ -202,44 +184,6 @@ def malformed_refused(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {error!r}") from error
 
 
-def _tensors(table: Mapping[str, Any], data_nbytes: int) -> dict[str, Stored]:
-    stored = {name: _stored(name, entry) for name, entry in table.items()}
-    _check_offsets(stored.values(), data_nbytes)
-    return stored
-
-
-def _with_check(text: bytes, old: str, new: str) -> bytes:
+def with_check(text: bytes | bytearray, old: str, new: str) -> bytes | bytearray:
+    """Return the header `text` with the checksum `new` in the place of `old`."""
     return text.replace(_HEADER_CHECK.format(old).encode(), _HEADER_CHECK.format(new).encode(), 1)
-
-
-def _check_header(text: bytes, check: str) -> None:
-    blank = _with_check(text, check, _NO_CHECK)
-    if f"{zlib.crc32(blank):08x}" != check:
-        raise CheckpointError(f"its header is damaged: CRC-32 {zlib.crc32(blank):08x}, expected {check}")
-
-
-def _stored(name: str, entry: dict[str, Any]) -> Stored:
-    shape = tuple(entry["shape"])
-    if len(shape) > _MAX_DIMENSIONS:
-        raise ValueError(f"{name} has {len(shape)} dimensions")
-    if not all(isinstance(size, int) and size >= 0 for size in shape):
-        raise ValueError(f"{name} has the shape {shape}")
-    if entry["dtype"] not in _DTYPES:
-        raise CheckpointError(f"{name} has elements of {entry['dtype']}, which torch does not have")
-    stored = Stored(name, _DTYPES[entry["dtype"]], shape, entry["data_offsets"][0])
-    if [stored.start, stored.start + stored.nbytes] != entry["data_offsets"]:
-        raise ValueError(f"{name} of {stored.nbytes} bytes lies at {entry['data_offsets']}")
-    return stored
-
-
-def _check_offsets(stored: Iterable[Stored], data_nbytes: int) -> None:
-    """Raise `CheckpointError` unless every byte of the data belongs to one tensor."""
-    end = 0
-    for one in sorted(stored, key=lambda one: (one.start, one.nbytes)):
-        if one.start != end:
-            raise CheckpointError(
-                f"its header is damaged: {one.name} begins at byte {one.start} of the data, not {end}"
-            )
-        end += one.nbytes
-    if end != data_nbytes:
-        raise CheckpointError(f"it is cut off or too long: {data_nbytes} bytes of data, its header says {end}")

@@ -18,11 +18,14 @@ from typing import Any
 
 import torch
 
+from hetmem.base.schema import shown
+from hetmem.base.units import format_size
 from hetmem.checkpoint.contents import (
     Encoder,
     ModelState,
     all_of,
     cannot_fill,
+    check_beside,
     decode,
     encode_optimizer,
     name_numbers,
@@ -31,6 +34,8 @@ from hetmem.checkpoint.contents import (
     parameter_names,
     parameters_of,
     refuse_half_stepped,
+    refuse_option,
+    refuse_state,
     strides_of,
 )
 from hetmem.checkpoint.disk import (
@@ -42,7 +47,8 @@ from hetmem.checkpoint.disk import (
     write_at,
     write_tensors,
 )
-from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Header, Stored, arrange, data_nbytes, header, parse
+from hetmem.checkpoint.header import Header, parse
+from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Stored, arrange, data_nbytes, header
 from hetmem.errors import CheckpointError, StoreError
 from hetmem.optim.optimizer import OffloadedOptimizer
 
@@ -95,6 +101,8 @@ def save(
             write_at(fd, file, memoryview(header(stored, texts, checks)), 0)
 
 
+_EXTRA_STATE = "_extra_state"
+"""The end of the keys of what modules return from `get_extra_state`."""
 Targets = list[tuple[Stored, torch.Tensor]]
 
 
@@ -127,10 +135,11 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         targets = _match_model(state, file.header)
         numbers = {} if optimizer is None else _match_optimizer(optimizer, model, file)
         file.check(lambda name: optimizer is not None or not name.startswith(OPTIMIZER))
-        extra = decode(file.header.values["extra"], file.tensor)
+        extra = decode(file.header.values["extra"], file.tensor, "extra")
         sources = {name: file.header.values["tied"].get(name, name) for name in state.made}
         made = {name: file.tensor(source) for name, source in sources.items() if source in file.header.stored}
-        made |= {name: decode(value, file.tensor) for name, value in file.header.values["objects"].items()}
+        objects = file.header.values["objects"].items()
+        made |= {name: decode(value, file.tensor, f"the extra state {name}") for name, value in objects}
         begin = None if optimizer is None else _prepare(optimizer, numbers, file)
         file.fill()
         with partly_loaded("model and optimizer are"):
@@ -165,7 +174,11 @@ class _Reader:
             made = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
         else:
             device = torch.device("cpu") if like is None or not stored.shape else like.device
-            made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            try:
+                made = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+            except RuntimeError as error:
+                size = f"{stored.nbytes} bytes ({format_size(stored.nbytes)})"
+                raise CheckpointError(f"there is no memory for {name}, of {size}: {error}") from error
         self._new.append((stored, made))
         return made
 
@@ -209,6 +222,7 @@ def _match_model(state: ModelState, header: Header) -> Targets:
     problems = [f"the checkpoint has no {name}" for name in sorted(state.names - saved)]
     problems += [f"the model has no {name}" for name in sorted(saved - state.names)]
     targets: Targets = []
+    problems += _refused_by_the_model(state, header)
     for name, aliases in state.aliases.items():
         tensor = state.tensors[name]
         sources = dict.fromkeys(tied.get(alias, alias) for alias in aliases if alias in saved)
@@ -223,6 +237,22 @@ def _match_model(state: ModelState, header: Header) -> Targets:
     if problems:
         raise other_model("the checkpoint is", problems)
     return targets
+
+
+def _refused_by_the_model(state: ModelState, header: Header) -> Iterator[str]:
+    """Yield what `load_state_dict` would refuse, or write to a tensor, when values that modules make are loaded."""
+    made_up = {
+        name: tuple(value.shape)
+        for name, value in state.made.items()
+        if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE)
+    }
+    for name in header.values["objects"]:
+        if name in state.names and (name not in state.made or name in made_up):
+            yield f"{name} is a tensor in the model and none in the checkpoint"
+    for name, shape in made_up.items():
+        stored = header.stored.get(header.values["tied"].get(name, name))
+        if stored is not None and stored.shape != shape:
+            yield f"{name} is {stored.shape} in the checkpoint and {shape} in the model"
 
 
 def _differences(name: str, stored: Stored, tensor: torch.Tensor) -> Iterator[str]:
@@ -251,6 +281,9 @@ def _match_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, f
             f"those of this {type(optimizer).__name__} {', '.join(sorted(options))}"
         )
     _match_groups(optimizer.param_groups, saved["groups"], numbers)
+    for name in {**saved["state"], **saved["strides"]}:
+        if name not in numbers:
+            raise CheckpointError(f"the checkpoint has states of {name}, and the optimizer no such parameter")
     for name, strides in saved["strides"].items():
         own = strides_of(parameters[numbers[name]])
         if own != strides:
@@ -276,28 +309,34 @@ def _match_groups(groups: list[dict[str, Any]], stored: list[dict[str, Any]], nu
 
 def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _Reader) -> Callable[[], Targets]:
     """Read all of the optimizer but states with homes. Return a function that loads it into `optimizer`, and returns
-    the states still to be read. If this raises, nothing has changed."""
+    the states still to be read; one that is not hetmem's is loaded here. If this raises, nothing has changed."""
     parameters, saved = list(parameters_of(optimizer)), file.header.values["optimizer"]
     offloaded = optimizer if isinstance(optimizer, OffloadedOptimizer) else None
     state: dict[Any, Any] = {}
     for name, values in saved["state"].items():
         tensor = file.placeholder if offloaded else partial(file.tensor, like=parameters[numbers[name]])
-        state[numbers[name]] = decode(values, tensor)
-    others = decode(saved["others"], file.tensor)
-    first, groups = 0, []
+        state[numbers[name]] = _decoded_dict(values, tensor, f"the state of {name}")
+    others = _decoded_dict(saved["others"], file.tensor, "states of no parameter")
+    first, groups = 0, list[dict[str, Any]]()
     for own, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         members = range(first, first := first + len(own["params"]))
-        groups.append({**own, **decode(stored["options"], file.tensor), "params": list(members)})
-    beside = decode(saved["beside"], file.tensor)
+        options = _decoded_dict(stored["options"], file.tensor, f"the options of parameter group {len(groups)}")
+        groups.append({**own, **options, "params": list(members)})
+    beside = decode(saved["beside"], file.tensor, "the loss scale or seed")
     file.fill()
+    for place, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for key, value in group.items():
+            refuse_option(f"{key} of parameter group {place}", value, own.get(key, ...))
+    check_beside(beside)
     loaded = {"state": {**state, **others}, "param_groups": groups}
-    if offloaded is not None:
-        offloaded.check_state_dict(loaded)
+    for name in saved["state"]:
+        refuse_state(f"the state of {name}", state[numbers[name]])
+    if offloaded is None:
+        _load_or_nothing(optimizer, loaded)
+        return list
+    offloaded.check_state_dict(loaded)
 
     def begin() -> Targets:
-        if offloaded is None:
-            optimizer.load_state_dict(loaded)
-            return []
         try:
             offloaded.forget_step()
         except Exception:  # an update failed whose results are overwritten now; the second call does without it
@@ -314,3 +353,27 @@ def _prepare(optimizer: torch.optim.Optimizer, numbers: dict[str, int], file: _R
         ]
 
     return begin
+
+
+def _load_or_nothing(optimizer: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+    """Load `loaded` into an optimizer that is not hetmem's, which makes new states and groups. Raises `CheckpointError`
+    with the old ones in place."""
+    before = dict(vars(optimizer))
+    try:
+        optimizer.load_state_dict(loaded)
+    except BaseException as error:
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(
+            f"the states in the checkpoint are not those of a {type(optimizer).__name__}, whose load_state_dict raised "
+            f"{error!r}"
+        ) from error
+
+
+def _decoded_dict(value: Any, tensor: Callable[[str], Any], place: str) -> dict[Any, Any]:
+    found = decode(value, tensor, place)
+    if type(found) is not dict:
+        raise CheckpointError(f"{place} in the checkpoint: expected a dict, got {shown(found)}")
+    return found

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hetmem.base import schema
 from hetmem.base.units import format_enough, format_size
 from hetmem.engine.gradients import GradientListener, GradientSink
 from hetmem.engine.homes import Memory
@@ -232,6 +233,9 @@ def _check_states(
     parameter: str, state: Mapping[str, Any], roles: tuple[Role, ...], homes: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise `ManageError` if `state`, saved for `parameter`, does not fit into `homes`, those of `roles`."""
+    for name in homes:
+        if name in state and not isinstance(state[name], torch.Tensor):
+            raise ManageError(f"{name} of {parameter} is {schema.shown(state[name])} in this checkpoint, no tensor")
     for role in roles:
         scaled = f"{role.name}_scale" in state
         if state.get(role.name) is not None and scaled != bool(role.scale_block):

@@ -25,8 +25,8 @@ from hetmem.base.config import (
     refuse_budget,
 )
 from hetmem.base.hardware import HardwareProfile, ProfileError
-from hetmem.base.json_files import read_regular
 from hetmem.base.units import parse_size
+from hetmem.base.whole_files import read_regular
 from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving

@@ -7,14 +7,14 @@ refused here.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hetmem.base.json_files import read_regular
+from hetmem.base.json_files import parse_any_numbers
 from hetmem.base.schema import SchemaError, Shape, list_of, number, or_null, shown, text
+from hetmem.base.whole_files import read_regular
 from hetmem.planner.model import MOST_PARAMETERS
 from hetmem.planner.plan import PlanError
 
@@ -37,8 +37,8 @@ def check_file(path: Path) -> dict[str, Any]:
     that no model has (more than 10,000 layers, fewer than none), code that would have to be fetched, and
     `architectures` that are no names; and for what is no JSON object."""
     try:
-        config = json.loads(read_regular(path, _MOST_BYTES))
-    except (ValueError, RecursionError) as error:
+        config = parse_any_numbers(read_regular(path, _MOST_BYTES).decode("utf-8"))  # limits may be Infinity
+    except ValueError as error:
         raise PlanError(f"{path} is no Hugging Face configuration: {error}") from error
     if not isinstance(config, dict):
         raise PlanError(f"{path} is no Hugging Face configuration: expected an object, got {shown(config)}")
