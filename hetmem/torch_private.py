@@ -71,7 +71,7 @@ is_of_a_transform = _C._functorch.is_functorch_wrapped_tensor  # such a tensor h
 is_of_an_old_transform = _C._functorch.is_legacy_batchedtensor
 
 # ---- profiling ----
-profiler_runs = torch.autograd._profiler_enabled  # whether torch.profiler records on this thread
+profiler_runs = _C._autograd._profiler_enabled  # whether torch.profiler records on this thread
 labelled = _C._profiler._RecordFunctionFast  # `record_function` without an operator, which modes of operators would see
 
 # ---- modules and compilers ----

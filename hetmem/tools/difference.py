@@ -58,8 +58,8 @@ def compare(step: int, what: str, name: str, expected: Any, found: Any) -> Diffe
     if expected is None or found is None:
         if expected is found:
             return None
-        kinds = ("none" if each is None else _kind(each) for each in (expected, found))
-        return Difference(step, what, name, None, *kinds, 0, 0)
+        first, second = ("none" if each is None else _kind(each) for each in (expected, found))
+        return Difference(step, what, name, None, first, second, 0, 0)
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return Difference(step, what, name, None, _kind(expected), _kind(found), 0, 0)
     left, right = (each.detach().cpu().contiguous().reshape(-1) for each in (expected, found))
@@ -109,7 +109,7 @@ def first_difference(
         compared = [
             lambda: pair.forward_and_backward(step, batch, loss or _loss),  # noqa: B023 - called at once
             lambda: None if uses_up else pair.gradients(step),  # noqa: B023
-            lambda: _stepped(first, second) or pair.states(step, first, second) or pair.weights(step),  # noqa: B023
+            lambda: pair.stepped(step, first, second),  # noqa: B023
         ]
         for look in compared:
             if (found := look()) is not None:
@@ -126,11 +126,6 @@ def _loss(output: Any) -> torch.Tensor:
             "the model returns no scalar, and nothing with a scalar `.loss`: pass loss=, a function of it"
         )
     return found
-
-
-def _stepped(*optimizers: torch.optim.Optimizer) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 class _Pair:
@@ -210,6 +205,12 @@ class _Pair:
             for (name, one), other in pairs
         )
         return next(filter(None, found), None)
+
+    def stepped(self, step: int, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> Difference | None:
+        """Step both optimizers; return the first difference of states, weights and buffers."""
+        first.step()
+        second.step()
+        return self.states(step, first, second) or self.weights(step)
 
     def states(self, step: int, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> Difference | None:
         """Return the first difference of optimizer states."""
