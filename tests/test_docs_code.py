@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import re
 import shlex
@@ -99,6 +100,35 @@ def test_the_first_page_trains_and_resumes(tmp_path: Path) -> None:
 def test_the_comparison_with_plain_torch_runs_and_finds_no_difference() -> None:
     (code,) = snippets("docs/debugging.md")
     assert run(code, {}) == "None\n"
+
+
+# ---- coming from another library -------------------------------------------------------------------------------------
+
+
+def test_the_lines_for_those_who_come_from_elsewhere_train() -> None:
+    (code,) = snippets("docs/coming-from.md")
+    names = given(managed=False)
+    run(code.replace('device="20GiB", host="100GiB"', 'device="4MiB", host="8MiB"'), names)
+    names["model"](names["x"].bfloat16(), names["y"].bfloat16()).backward()
+    names["optimizer"].step()
+    assert names["optimizer"].grad_norm > 0
+
+
+def test_what_they_are_told_to_write_exists() -> None:
+    """The last column of each table: our names, their keywords, and options of commands."""
+    rows = [
+        line for line in (ROOT / "docs/coming-from.md").read_text(encoding="utf-8").splitlines() if line[:2] == "| "
+    ]
+    assert len(rows) > 50
+    code = " ".join(re.findall(r"`([^`]+)`", " ".join(row.split(" | ", 1)[1] for row in rows)))
+    calls = re.findall(r"(hetmem\.\w+|Budget)\(([^()]*)\)", code)
+    assert {name for name, _ in calls} >= {"hetmem.AdamW", "hetmem.manage", "Budget"}
+    for name, given_to in calls:
+        keywords = re.findall(r"(\w+)=", given_to)
+        known = inspect.signature(getattr(hetmem, name.removeprefix("hetmem."))).parameters
+        assert set(keywords) <= set(known), (name, given_to)
+    for name in set(re.findall(r"hetmem\.(\w+)", code)):
+        assert hasattr(hetmem, name), name
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
