@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.optim import AdamW
 from hetmem.planner.model import arguments
+from hetmem.torch_private import tree_leaves, tree_map
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def compare(step: int, what: str, name: str, expected: Any, found: Any) -> Diffe
     if expected is None or found is None:
         if expected is found:
             return None
-        first, second = ("none" if each is None else _kind(each) for each in (expected, found))
-        return Difference(step, what, name, None, first, second, 0, 0)
+        kinds = ["none" if each is None else _kind(each) for each in (expected, found)]
+        return Difference(step, what, name, None, kinds[0], kinds[1], 0, 0)
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return Difference(step, what, name, None, _kind(expected), _kind(found), 0, 0)
     left, right = (each.detach().cpu().contiguous().reshape(-1) for each in (expected, found))
