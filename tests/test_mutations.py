@@ -374,8 +374,8 @@ MUTATIONS = {
     ),
     "carry commands out before those given earlier": Mutation(
         "engine/executor.py",
-        "self._carry_out(waiting.popleft())",
-        "self._carry_out(waiting.pop())",
+        "carry_out(waiting.popleft())",
+        "carry_out(waiting.pop())",
         "tests/engine/test_command_order.py::test_no_command_overtakes_one_that_was_given_before_it",
     ),
 }

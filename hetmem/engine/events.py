@@ -215,7 +215,7 @@ class EventLog:
     def begin_segment(self, what: str) -> None:
         """End the running segment, and begin the segment `what`."""
         self.end_segment()
-        self.observed = torch_private.profiler_runs() or LOGGER.isEnabledFor(logging.DEBUG)
+        self.observed = torch_private.profiler_runs() or 0 < LOGGER.level <= logging.DEBUG
         if self.observed:
             LOGGER.debug("%s", what)
             self._labelled = torch_private.labelled(f"hetmem {what}")

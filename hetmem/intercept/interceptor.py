@@ -208,7 +208,7 @@ class Interception:
         """Begin a stretch of compute with `call`, its outermost; return it and the arguments to call `module` with."""
         refuse_a_fork("a forward", self.process)
         memory = self.runtime.memory
-        if memory.uses_copies or memory.may_leave_device or self.activations is not None:
+        if (memory.uses_copies or memory.may_leave_device or self.activations is not None) and memory.device.captures():
             refuse_a_capture("a forward", memory.device)
         refuse_a_surrounding(self._model() or module, streams=memory.uses_copies)
         compute = self._begin(call)

@@ -58,8 +58,7 @@ def compare(step: int, what: str, name: str, expected: Any, found: Any) -> Diffe
     if expected is None or found is None:
         if expected is found:
             return None
-        kinds = ["none" if each is None else _kind(each) for each in (expected, found)]
-        return Difference(step, what, name, None, kinds[0], kinds[1], 0, 0)
+        return Difference(step, what, name, None, _kind(expected), _kind(found), 0, 0)
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return Difference(step, what, name, None, _kind(expected), _kind(found), 0, 0)
     left, right = (each.detach().cpu().contiguous().reshape(-1) for each in (expected, found))
@@ -72,7 +71,9 @@ def compare(step: int, what: str, name: str, expected: Any, found: Any) -> Diffe
     return Difference(step, what, name, index, left[first].item(), right[first].item(), len(wrong), left.numel())
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _kind(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "none"
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 
@@ -106,14 +107,14 @@ def first_difference(
     if (found := pair.weights(0)) is not None:
         return found
     for step, batch in enumerate(batches, 1):
-        compared = [
-            lambda: pair.forward_and_backward(step, batch, loss or _loss),  # noqa: B023 - called at once
-            lambda: None if uses_up else pair.gradients(step),  # noqa: B023
-            lambda: pair.stepped(step, first, second),  # noqa: B023
-        ]
-        for look in compared:
-            if (found := look()) is not None:
-                return found
+        found = pair.forward_and_backward(step, batch, loss or _loss)
+        found = found or (None if uses_up else pair.gradients(step))
+        if found is None:
+            first.step()
+            second.step()
+            found = pair.states(step, first, second) or pair.weights(step)
+        if found is not None:
+            return found
         first.zero_grad()
         second.zero_grad()
     return None
@@ -205,12 +206,6 @@ class _Pair:
             for (name, one), other in pairs
         )
         return next(filter(None, found), None)
-
-    def stepped(self, step: int, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> Difference | None:
-        """Step both optimizers; return the first difference of states, weights and buffers."""
-        first.step()
-        second.step()
-        return self.states(step, first, second) or self.weights(step)
 
     def states(self, step: int, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> Difference | None:
         """Return the first difference of optimizer states."""

@@ -29,7 +29,7 @@ def test_no_command_overtakes_one_that_was_given_before_it(tmp_path: Path, monke
     poisoned after it had been filled anew: rarely, and then with wrong results."""
     given: list[Any] = []
     carried_out: list[Any] = []
-    events = "acquire use release release_all settle invalidate limit expect resume prefetch done failed"
+    events = "acquire use release release_all settle invalidate invalidate_all limit expect resume prefetch done failed"
     for name in events.split():
         event = getattr(Residency, name)
 
