@@ -61,12 +61,20 @@ def refuse_a_fork(what: str, process: int) -> None:
         )
 
 
-def refuse_a_capture(what: str, device: Device) -> None:
-    """Raise `ManageError` if a CUDA graph captures `what` on `device`: replays would run without hetmem."""
-    if device.captures():
+def refuse_a_stream(what: str, device: Device, moves: Callable[[], bool] = lambda: True) -> None:
+    """Raise `ManageError` for `what` on another stream of `device` than its default one, or that a CUDA graph
+    captures, whose replays would run without hetmem, if anything of the model `moves`."""
+    try:
+        if not device.captures():
+            return
+    except ManageError:
+        if moves():
+            raise
+        return
+    if moves():
         raise ManageError(
             f"{what} within torch.cuda.graph: what is replayed would find weights where they were, and moves none. "
-            f"Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
+            "Capture copy.deepcopy(model), which is an ordinary one, or no graph; torch.compile works without"
         )
 
 

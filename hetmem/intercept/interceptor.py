@@ -21,7 +21,7 @@ from hetmem.activations.offload import Activations
 from hetmem.base.weak import weakly
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.runtime import Runtime, in_backward
-from hetmem.intercept.diagnostics import explain, refuse_a_capture, refuse_a_fork, refuse_a_surrounding
+from hetmem.intercept.diagnostics import explain, refuse_a_fork, refuse_a_stream, refuse_a_surrounding
 from hetmem.intercept.dynamo import Tracing, hook_forwards, opaque, set_compiler, skipped, uncompiled
 from hetmem.intercept.faults import Faults
 from hetmem.intercept.forward_scope import CALLS, Call, Compute, Stretches, calling_frame, drop_ended_modes
@@ -208,8 +208,8 @@ class Interception:
         """Begin a stretch of compute with `call`, its outermost; return it and the arguments to call `module` with."""
         refuse_a_fork("a forward", self.process)
         memory = self.runtime.memory
-        if (memory.uses_copies or memory.may_leave_device or self.activations is not None) and memory.device.captures():
-            refuse_a_capture("a forward", memory.device)
+        moves = self.activations is not None
+        refuse_a_stream("a forward", memory.device, lambda: moves or memory.uses_copies or memory.may_leave_device)
         refuse_a_surrounding(self._model() or module, streams=memory.uses_copies)
         compute = self._begin(call)
         self.leases.end_all()  # within a recomputation: the enclosing forward's module hooks run again

@@ -18,7 +18,7 @@ import torch
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import updated_by_another
 from hetmem.engine.gradients import has_hooks_of_the_user
-from hetmem.intercept.diagnostics import refuse_a_capture, refuse_a_fork
+from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
@@ -237,7 +237,7 @@ class Stepper:
         """Begin the step: finish the updates that were begun in the backward, unless they may go on behind the step."""
         self.refuse_corrupt()
         refuse_a_fork("a step", self._interception.process)
-        refuse_a_capture("a step", self.runtime.memory.device)
+        refuse_a_stream("a step", self.runtime.memory.device)
         self._interception.reset()
         self._interception.segments.begin_step()
         self._refuse_edits()

@@ -109,7 +109,7 @@ class Stream:
             if not self.asked:  # another thread has run it
                 return
             work = self.asked.popleft()
-            with _disable_current_modes():
+            with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():  # a device calls no Python
                 work()
 
     def wait_event(self, event: Event) -> None:
