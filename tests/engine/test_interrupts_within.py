@@ -208,7 +208,7 @@ def test_a_backward_that_updates_and_is_interrupted_says_how_to_go_on(
 def test_an_update_that_an_interrupt_kept_out_of_the_queue_is_made_by_the_next_step(
     at: int, placement: str, tmp_path: Path
 ) -> None:
-    """It came while the step waited for a copy on the device that was under way: random program 4073."""
+    """It came while the step dropped copies on the device, or waited for one that was under way."""
     plain, managed = pair(mlp, placement, tmp_path)
     left, right = adamws(plain, managed)
     updates = waits = 0
@@ -233,6 +233,7 @@ def test_an_update_that_an_interrupt_kept_out_of_the_queue_is_made_by_the_next_s
         with (
             testing.around("begin an update", begin),
             testing.around("device copy", interrupted),
+            testing.around("copies are stale", interrupted),
             pytest.raises(KeyboardInterrupt),
         ):
             right.step()
