@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from hetmem import planner, testing
 from hetmem.base.hardware import HardwareProfile, ProfileError, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_seconds
 from hetmem.intercept import registry
+from hetmem.optim import offload
 from hetmem.planner.model import checkpointed, divided, trace
 from hetmem.planner.reservation import ROLES, arrange
 from hetmem.planner.step_program import Rehearsal
 from hetmem.planner.workload import Kind, Setting
 from hetmem.schedule.placement import Capacities
+from tests.pairs import case
 
 WIDTH, VOCABULARY = 64, 512
 
@@ -132,6 +135,52 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
     assert report["chunk_waste"] == plan.chunk_waste
     for tier in ("host", "nvme") if not where.startswith("share") else ():  # a home that moves keeps its place there
         assert report["tiers"][tier]["homes"].get("compute", 0) == plan.role_bytes[tier].get("compute", 0)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        case(hetmem.AdamW, {}, nightly=False),
+        case(hetmem.AdamW, {"overlap": "backward", "gradients": "streamed"}, nightly=False),
+        case(hetmem.AdamW, {"moments": "8bit"}, nightly=True),
+        case(partial(offload, torch.optim.AdamW), {"amsgrad": True}, nightly=False),  # a third state
+        case(torch.optim.SGD, {}, nightly=True),
+    ],
+)
+def test_embeddings_far_larger_than_layers_stay_in_host_memory_and_are_not_staged(
+    optimizer: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Staging was sized for the embedding's update: a quarter of host memory, 30 GiB for a model of 9 B."""
+    budget = hetmem.Budget(device="4MiB", host="7MiB", nvme="32MiB", nvme_dir=tmp_path, device_chunks="512KiB")
+    torch.manual_seed(0)
+    plain, model = GPT(16), GPT(16)
+    model.load_state_dict(plain.state_dict())
+    planned = {name: options[name] for name in ("overlap", "gradients", "moments") if name in options}
+    plan = plan_alone(lambda: GPT(16), BATCH, budget, chunk_bytes=16 * KIB, **planned)
+    hetmem.manage(model, budget, device="sim", chunk_bytes=16 * KIB)
+    stepped, reference = optimizer(model.parameters(), lr=1e-3, **options), None
+    if "moments" not in options:
+        same = torch.optim.SGD if optimizer is torch.optim.SGD else torch.optim.AdamW
+        how = {"amsgrad": True} if "amsgrad" in options else {"fused": same is torch.optim.AdamW}
+        reference = same(plain.parameters(), lr=1e-3, **how)
+    for _ in range(3):
+        losses = [each(BATCH) for each in (model, plain)]
+        assert reference is None or torch.equal(*losses)
+        for loss, step in zip(losses, (stepped, reference), strict=True):
+            loss.backward()
+            if step is not None:
+                step.step()
+                step.zero_grad()
+    host, nvme = (hetmem.report(model).to_dict()["tiers"][tier] for tier in ("host", "nvme"))
+    assert nvme["peak_bytes"]
+    assert host["staging_bytes"] == 12 * 4 * 16 * KIB  # three updates of the largest matrix of a layer
+    large = [
+        chunk for chunk in testing.of(model).chunks() if {"embedding.weight", "head.weight"} & set(chunk.parameters)
+    ]
+    assert all(set(chunk.homes.values()) == {"host"} for chunk in large)
+    if optimizer is hetmem.AdamW:
+        assert (host["peak_bytes"], nvme["peak_bytes"]) == (plan.peak_bytes["host"], plan.peak_bytes["nvme"])
+    hetmem.release(model)
 
 
 @pytest.mark.pairs
@@ -262,6 +311,35 @@ def test_planning_a_model_much_larger_than_this_machine_takes_no_memory() -> Non
     )
     assert plan.fits
     assert plan.parameters == 16 * (65536**2 + 65536)
+
+
+class Wide(nn.Sequential):
+    def __init__(self, layers: int) -> None:
+        super().__init__(*(nn.Linear(*sizes) for _ in range(layers) for sizes in ((4096, 16384), (16384, 4096))))
+
+
+@pytest.mark.parametrize("options", [{}, case({"gradients": "streamed", "overlap": "backward"}, nightly=True)])
+def test_the_largest_model_of_a_plan_fits_by_its_own_plan(options: dict[str, Any]) -> None:
+    """What stays on the device keeps its gradients there, 16 bytes a parameter, which were counted as 12: of 18.7 B, so
+    named, 15 fitted."""
+    budget = hetmem.Budget(device="126GiB", host="99GiB")
+
+    def planned(layers: int) -> planner.Plan:
+        return plan_alone(
+            lambda: Wide(layers),
+            torch.zeros(16, 4096),
+            budget,
+            "h200",
+            loss=lambda output: output.sum(),
+            mixed_precision=torch.bfloat16,
+            **options,
+        )
+
+    first = planned(40)
+    named = int(first.largest_parameters / first.parameters * 40)
+    assert named > 80
+    assert planned(named).fits
+    assert not planned(int(1.05 * named)).fits
 
 
 def small_plan(**options: Any) -> planner.Plan:

@@ -58,6 +58,11 @@ class Memory:
     staying: dict[Chunk, None] = field(default_factory=dict)
     """The chunks whose homes are on the device because no other tier has room."""
     _staying_bytes: int = 0
+    unstaged: dict[Chunk, int] = field(default_factory=dict)
+    """The chunks with all homes in host memory, and how many homes of the size of their parameters it has room for
+    while their optimizer is unknown: see `schedule.staging`."""
+    _expected: dict[Chunk, tuple[Role, ...]] = field(default_factory=dict)
+    """The roles that an optimizer keeps of those."""
     uses_copies: bool = field(init=False)
     """Whether operators see copies; else they see the homes, which are all on the device in the compute dtype."""
     usable_bytes: int = field(init=False)
@@ -116,9 +121,12 @@ class Memory:
                 if self.resident or chunk.moved or chunk in self.staying:
                     self._settle_on_device(chunk, role)
                     settled.append(chunk)
+            room, what = self.room(), f"{role.name} of {len(chunks)} chunks"
             chunks = [chunk for chunk in chunks if role not in chunk.homes]
+            chunks.sort(key=lambda chunk: chunk not in self.unstaged)
             sizes = [chunk.home_nbytes(role) for chunk in chunks]
-            tiers = place(sizes, self.room(), f"{role.name} of {len(chunks)} chunks")
+            apart = sum(chunk in self.unstaged for chunk in chunks)
+            tiers = place(sizes[:apart], Room(self.host_pool.free_bytes, 0), what) + place(sizes[apart:], room, what)
         except (BudgetError, DeviceOutOfMemoryError):
             for chunk in settled:
                 self._unsettle(chunk, role)
@@ -156,10 +164,26 @@ class Memory:
         ]
         self._place(Role.COMPUTE, placed)
 
-    def room(self) -> Room:
-        """Return the room for homes in host memory and on NVMe."""
+    def room(self, *, of_all: bool = False) -> Room:
+        """Return the room for homes in host memory and on NVMe; `of_all`: also for those of chunks that are never
+        staged, which get theirs before others."""
         nvme = self.nvme_bytes - self.store.reserved_bytes if self.store and self.staging_slots else 0
-        return Room(self.host_pool.free_bytes, nvme)
+        owed = 0 if of_all else sum(map(self._owed_bytes, self.unstaged))
+        return Room(max(0, self.host_pool.free_bytes - owed), nvme)
+
+    def expect(self, chunk: Chunk, roles: tuple[Role, ...]) -> None:
+        """Keep host memory free for homes of `roles` of `chunk`, and no more, if it is never staged."""
+        if chunk in self.unstaged:
+            self._expected[chunk] = roles
+
+    def _owed_bytes(self, chunk: Chunk) -> int:
+        """Return the bytes of homes of `chunk`, which is never staged, that host memory is kept free for."""
+        if chunk.moved or chunk in self.staying:
+            return 0
+        if chunk in self._expected:
+            return sum(chunk.home_nbytes(role) for role in self._expected[chunk] if role not in chunk.homes)
+        there = sum(chunk.home_nbytes(role) for role in chunk.homes if role != Role.COMPUTE)
+        return max(0, self.unstaged[chunk] * chunk.home_nbytes(Role.PARAM) - there)
 
     def _place(self, role: Role, placed: list[tuple[Chunk, int, Tier]]) -> None:
         """Reserve memory for homes of `role`: chunk, bytes and tier of each are in `placed`."""
@@ -274,7 +298,7 @@ class Memory:
 
         Returns how many of `chunks` have no memory while all others have."""
         sizes = [chunk.lent_nbytes for chunk in chunks]
-        granted = set_aside(sizes, self.host_pool.free_bytes)
+        granted = set_aside(sizes, self.room().host_bytes)
         for nbytes in granted:
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)

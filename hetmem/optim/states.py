@@ -27,7 +27,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
 from hetmem.optim.chunk_update import ADDRESS, VERSION
 from hetmem.optim.members import Members, are_same, missing_in
 from hetmem.optim.options import Gradients, Overlap, Rule
-from hetmem.schedule.placement import slots_for_staging
+from hetmem.schedule.staging import slots_for_staging
 
 _STEPPED_BY = attrgetter("stepped_by")
 
@@ -343,8 +343,11 @@ def reserve_homes(
     lends = memory.uses_copies and streamed and not memory.resident
     if not memory.resident:
         check_room(memory, roles_of, name, lends=lends)
+    for chunk, roles in roles_of.items():
+        memory.expect(chunk, (Role.GRAD, *roles))
     if lends:
-        new = [chunk for chunk in roles_of if not (chunk.moved or memory.lends(chunk))]
+        traffic.ensure_homes([chunk for chunk in roles_of if chunk in memory.unstaged], (Role.GRAD,))
+        new = [chunk for chunk in roles_of if not (chunk.moved or chunk in memory.unstaged or memory.lends(chunk))]
         if new and not memory.set_aside(new):
             saves_nothing(len(new))
         sink.lends = True
@@ -383,10 +386,10 @@ def check_room(memory: Memory, roles_of: Mapping[Chunk, Collection[Role]], name:
     `lends`: gradients use lent buffers."""
     wanted: Counter[str] = Counter()
     for chunk, roles in roles_of.items():
-        for role in (*roles, *(() if lends else (Role.GRAD,))):
+        for role in (*roles, *(() if lends and chunk not in memory.unstaged else (Role.GRAD,))):
             if role not in chunk.homes and not chunk.moved:
                 wanted["gradients" if role is Role.GRAD else "states"] += chunk.home_nbytes(role)
-    room, total = memory.room(), sum(wanted.values())
+    room, total = memory.room(of_all=True), sum(wanted.values())
     missing = total - room.host_bytes - room.nvme_bytes
     if missing <= 0:
         return
@@ -416,7 +419,7 @@ def check_staging(memory: Memory, chunk: Chunk, states: int) -> None:
     """Raise `BudgetError` if an update of `chunk`, with so many `states`, has no room in staging."""
     slots = memory.staging_slots
     needed = (2 + states) * chunk.spec.span
-    if 0 < slots < needed:
+    if 0 < slots < needed and chunk not in memory.unstaged:
         raise BudgetError(
             f"staging between NVMe and the device has {slots} slots, an update of {chunk.label(Role.PARAM)} with "
             f"{states} states needs {needed} at once: raise Budget(host=…) to "

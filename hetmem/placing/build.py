@@ -28,6 +28,7 @@ from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
+from hetmem.schedule.staging import MOST_ROLES
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 Precision = torch.dtype | Literal["bf16", "bfloat16", "fp16", "float16"]
@@ -261,6 +262,9 @@ def build_memory(
         if built is None:  # else once it is used for homes only
             memory.page_lock()
         memory.staying = {memory.chunks[index]: None for index in sorted(ground.staying)}
+        memory.unstaged = {
+            memory.chunks[index]: MOST_ROLES if index in ground.trainable else 1 for index in sorted(ground.unstaged)
+        }
         memory.reserve(memory.chunks, Role.PARAM)
         memory.reserve_copies(chunk for chunk in memory.chunks if chunk.spec.index in ground.copied)
         host_pool.for_loans_bytes = loaned

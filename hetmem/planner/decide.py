@@ -19,7 +19,7 @@ from hetmem.base.units import MIB, format_enough, format_seconds, round_up
 from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device, state_bytes
 from hetmem.planner.step_program import rehearse
-from hetmem.planner.workload import Setting, StepResult, Updating, Workload
+from hetmem.planner.workload import AS_IT_IS, Setting, StepResult, Updating, Workload, larger_by
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom, Room
 from hetmem.schedule.trace import Tier
@@ -277,16 +277,35 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
     padding = 1 / (1 - ground.layout.waste) if ground is not None else 1.0
     widest = max(spec.numel for spec in workload.parameters) * max(workload.compute_itemsizes)
     copies = ground.slot_bytes * (4 + max(chunk.span for chunk in ground.chunks)) if ground is not None else widest
-    staging = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
-    homes = padding * state_bytes(workload, asked.updating)
+    apart = ground.staging_slots * ground.staging_slot_bytes if ground is not None else 0
+    apart += sum(best.arrangement.set_aside) if best is not None else 0
+    homes, there = (padding * state_bytes(workload, how) for how in (asked.updating, AS_IT_IS))
     saved, beside = workload.saved_bytes, workload.peak_live_bytes - workload.saved_bytes
     device = max(0, capacities.usable_bytes - beside - copies)
-    elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - staging)
-    streamed = min((elsewhere + device) / max(1.0, homes + saved), device / max(1, saved))
-    cast = padding * workload.numel * max(workload.compute_itemsizes) * workload.mixed_precision
-    whole = (capacities.usable_bytes - beside) / max(1.0, homes + cast + saved)
-    found = int(workload.numel * max(streamed, whole, 0))
-    return found if best is not None else min(found, workload.numel)
+    elsewhere = max(0, capacities.host_bytes + capacities.nvme_bytes - apart)
+    if asked.updating.on_host_only:  # then no home may be on the device
+        streamed, whole = min(elsewhere / homes, device / max(1, saved)), 0.0
+    else:  # what stays on the device keeps its gradients there
+        streamed = min((elsewhere / homes + device / there) / (1 + saved / there), device / max(1, saved))
+        cast = padding * workload.numel * max(workload.compute_itemsizes) * workload.mixed_precision
+        whole = (capacities.usable_bytes - beside) / (there + cast + saved)
+    times = max(streamed, whole, 0)
+    if best is None:
+        return min(int(workload.numel * times), workload.numel)
+    lower, upper = 1.0, max(1.0, 1.06 * times)  # chunks are whole, and staging grows: the most may be less, or more
+    for _ in range(7 if upper > lower else 0):
+        middle = max((lower + upper) / 2, 0.97 * upper) if lower == 1.0 else (lower + upper) / 2
+        larger = larger_by(workload, middle)
+        ways = asked, whole_device(asked), not_whole(larger, asked)
+        fits = any(has_room(larger, way) for way in dict.fromkeys(ways))
+        lower, upper = (middle, upper) if fits else (lower, middle)
+    most = int(_LAYERS_DIFFER * workload.numel * lower)
+    unit = int(10.0 ** max(0, len(str(most)) - 3))
+    return max(workload.numel, most // unit * unit)
+
+
+_LAYERS_DIFFER = 0.99
+"""What is certain of the largest model: its layers fill chunks in another way than those that were counted."""
 
 
 # ---- what is missing ---------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from hetmem.schedule.gradients import set_aside
 from hetmem.schedule.layout import used_ends
 from hetmem.schedule.placement import (
     PAGE_BYTES,
-    STAGED_ROLES,
     Candidate,
     Capacities,
     Ground,
@@ -29,6 +28,7 @@ from hetmem.schedule.placement import (
     place_copies,
     survey,
 )
+from hetmem.schedule.staging import MOST_ROLES, STAGED_ROLES
 from hetmem.schedule.trace import Tier
 
 ROLES = ("param", "compute", "grad", "exp_avg", "exp_avg_sq")
@@ -144,7 +144,7 @@ def arrange(
         tuple(placement.chunk for placement in ground.layout.placements),
         tuple(spec.numel for spec in workload.parameters),
         left,
-        frozenset(homes["grad"]) - ground.staying if lends else frozenset(),
+        frozenset(homes["grad"]) - ground.staying - ground.unstaged if lends else frozenset(),
         set_apart,
         workload.away_bytes,
         spilled,
@@ -229,10 +229,14 @@ def _homes(
     homes: dict[str, dict[int, Tier]] = {}
     short, set_apart = False, tuple[int, ...]()
     staying = [chunk for chunk in ground.staying if not ground.missing_bytes]
+    room = replace(room, host_bytes=room.host_bytes - _owed(ground, ()))  # what chunks never staged take of it
     for role in OWN:
-        owning = [chunk for chunk in owners[role] if chunk not in staying]
+        apart = [chunk for chunk in owners[role] if chunk in ground.unstaged]
+        owning = [chunk for chunk in owners[role] if chunk not in ground.unstaged.union(staying)]
+        homes[role] = dict.fromkeys(apart, Tier.HOST)
+        short = short or room.host_bytes < 0
         if role == "grad" and lends:
-            homes[role] = dict.fromkeys(owning, Tier.HOST)
+            homes[role] |= dict.fromkeys(owning, Tier.HOST)
             set_apart = set_aside((ground.home_bytes(chunk, "arriving") for chunk in owning), room.host_bytes)
             room = replace(room, host_bytes=room.host_bytes - sum(set_apart))
         else:
@@ -240,13 +244,15 @@ def _homes(
                 tiers = place([ground.home_bytes(chunk, role) for chunk in owning], room, role)
             except BudgetError:
                 tiers, short = [], True
-            homes[role] = dict(zip(owning, tiers, strict=False))
-            room = _left(ground, role, homes[role], room)
+            placed = dict(zip(owning, tiers, strict=False))
+            homes[role] |= placed
+            room = _left(ground, role, placed, room)
         homes[role] |= dict.fromkeys(staying, Tier.DEVICE)
         if role == "param":
             homes["compute"] = {} if short else _copies(ground, homes["param"], room)
             room = _left(ground, "compute", homes["compute"], room)
-            room = replace(room, host_bytes=room.host_bytes + ground.aside_bytes)
+            known = _owed(ground, ()) - _owed(ground, OWN)  # from here on the optimizer is known
+            room = replace(room, host_bytes=room.host_bytes + ground.aside_bytes + known)
     if short:
         lasting = [role for role in OWN if not (role == "grad" and lends)]
         states = sum(set_apart) + sum(ground.home_bytes(chunk, role) for role in lasting for chunk in owners[role])
@@ -261,6 +267,19 @@ def _homes(
         message = f"the states take {format_size(states)} beside staging{there_too}"
         raise NoRoom(message, where, max(1, missing), states)
     return homes, room, set_apart
+
+
+def _owed(ground: Ground, roles: Sequence[str]) -> int:
+    """Return the bytes of host memory for homes of `roles` of chunks that are never staged; without `roles` those that
+    are kept free while their optimizer is unknown."""
+    nbytes = 0
+    for chunk in ground.unstaged:
+        trained = chunk in ground.trainable
+        if roles:
+            nbytes += sum(ground.home_bytes(chunk, role) for role in (roles if trained else ("param",)))
+        else:
+            nbytes += ground.home_bytes(chunk, "param") * (MOST_ROLES if trained else 1)
+    return nbytes
 
 
 def with_own_gradients(arrangement: Arrangement, chunk: int) -> Arrangement:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from itertools import takewhile
+from itertools import cycle, takewhile
 from typing import Any
 
 from hetmem.base.hardware import DeviceProfile, HardwareProfile
@@ -175,6 +175,32 @@ def resized(workload: Workload, of_bytes: Callable[[int], int]) -> Workload:
     saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
     ticks = tuple((event, of_bytes(nbytes)) for event, nbytes in workload.ticks)
     return replace(workload, events=events, saved=saved, ticks=ticks)
+
+
+def larger_by(workload: Workload, times: float) -> Workload:
+    """Return `workload` with about `times` as many parameters, at least 1: more layers, without their events. What a
+    forward saves for the backward grows with them."""
+    sizes = Counter(spec.numel for spec in workload.parameters)
+    layers = [at for at, spec in enumerate(workload.parameters) if sizes[spec.numel] > _REPEATED]
+    layers = layers or [*range(len(workload.parameters))]
+    missing, more = (times - 1) * workload.numel, list[int]()
+    for at in cycle(layers):
+        if missing <= 0:
+            break
+        more.append(at)
+        missing -= workload.parameters[at].numel
+    first, saved = len(workload.parameters), int((times - 1) * workload.saved_bytes)
+    trained = {first + number for number, at in enumerate(more) if at in workload.trainable}
+    return replace(
+        resized(workload, lambda nbytes: nbytes + saved),
+        parameters=(*workload.parameters, *(workload.parameters[at] for at in more)),
+        compute_itemsizes=(*workload.compute_itemsizes, *(workload.compute_itemsizes[at] for at in more)),
+        trainable=workload.trainable | trained,
+    )
+
+
+_REPEATED = 2
+"""Parameters of a size that occurs more often are those of repeated layers."""
 
 
 def smaller(workload: Workload, parts: int) -> Workload:

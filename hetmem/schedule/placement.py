@@ -23,13 +23,8 @@ from hetmem.schedule.layout import (
     build_layout,
     search_chunk_elements,
 )
+from hetmem.schedule.staging import STAGED_ROLES, never_staged
 from hetmem.schedule.trace import Tier
-
-STAGED_ROLES = 4
-"""Staging holds a chunk's parameter, gradient and two optimizer states together while it is updated."""
-
-_HOST_PER_STAGING = 4
-"""Slots of host memory per slot of staging beyond the minimum, so that homes have room."""
 
 COPY_BYTES = 2
 """Bytes of an element of a 16-bit copy."""
@@ -112,6 +107,8 @@ class Ground:
     device_slots: int
     uses_nvme: bool
     staging_slots: int
+    unstaged: frozenset[int]
+    """Chunks with all homes in host memory, as staging them would take as much: see `schedule.staging`."""
     copied: frozenset[int]
     staying: frozenset[int]
     """Chunks with all homes on the device, as the other tiers lack room for them."""
@@ -211,21 +208,6 @@ def fits_device(state_bytes: int, device_bytes: int, device_chunk_bytes: int | N
     return state_bytes <= allowed
 
 
-def staging_slots(spans: Sequence[int], host_slots: int) -> int:
-    """Return how many of `host_slots` form the staging ring, given that not all homes fit in host memory.
-
-    The minimum holds one chunk's update; twice that lets the next one be read meanwhile, three times also lets the last
-    one be written. Beyond the minimum it takes at most a quarter of the host's slots.
-    """
-    largest = STAGED_ROLES * max(spans, default=1)
-    return max(largest, min(3 * largest, host_slots // _HOST_PER_STAGING))
-
-
-def slots_for_staging(slots: int) -> int:
-    """Return how many slots of host memory a staging ring of `slots` needs in all."""
-    return _HOST_PER_STAGING * slots
-
-
 def largest_chunk_elements(device_bytes: int, host_bytes: int, compute_itemsize: int, itemsize: int, nvme: bool) -> int:
     """Return an upper bound of the chunk size: a slot takes at most 1/64 of the device, as smaller ones would leave
     activations hardly more, and with NVMe a staging ring takes at most a quarter of host memory."""
@@ -283,15 +265,20 @@ def survey(
     trained_sizes = [role_sizes[index] for index in sorted(with_states)]
     most = states + copy_bytes + sum(trained_sizes)  # a third state, of other optimizers
     copied = not resident and (most <= host_bytes if capacities.home_copies is None else capacities.home_copies)
-    staging = _staging(layout, elements * itemsize, host_bytes, specs) if uses_nvme else 0
+    spans = {chunk.index: chunk.span for chunk in layout.chunks}
+    unstaged, staging = frozenset[int](), 0
+    if uses_nvme:
+        host_slots = round_down(host_bytes, PAGE_BYTES) // (elements * itemsize)
+        unstaged, staging = never_staged(spans, with_states, host_slots, elements * itemsize)
+        _check_staging(layout, staging, elements * itemsize, host_bytes, specs)
     if third_state and capacities.nvme_bytes > 0 and not (resident or uses_nvme) and most - copy_bytes > host_bytes:
-        least = (STAGED_ROLES + 1) * max(chunk.span for chunk in layout.chunks)
+        least = (STAGED_ROLES + 1) * max(spans.values())
         if states + copy_bytes * copied + least * elements * itemsize <= host_bytes:
             uses_nvme, staging = True, least
-    gradients = [layout.chunks[index].span * elements * arriving[index] for index in with_states]
-    unstaged = host_bytes - staging * elements * itemsize
-    aside = sum(set_aside(gradients, unstaged // _ASIDE)) if uses_nvme else 0
-    if unstaged - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
+    gradients = [spans[index] * elements * arriving[index] for index in with_states - unstaged]
+    beside_staging = host_bytes - staging * elements * itemsize
+    aside = sum(set_aside(gradients, beside_staging // _ASIDE)) if uses_nvme else 0
+    if beside_staging - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
         aside = 0  # weights need all the room
     staying, missing = frozenset[int](), 0
     if not resident:
@@ -300,10 +287,11 @@ def survey(
         missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))
         if lends:
             missing += sum(set_aside(gradients, host_bytes))
+            missing += sum(role_sizes[index] for index in unstaged & with_states)
         if uses_nvme:  # a home too large for the rest of one tier goes to the other
             missing -= capacities.nvme_bytes - 2 * max(role_sizes.values())
         device = min(cap, capacities.usable_bytes - beside_bytes)
-        device -= min(total, _LEAST_SLOTS + max(chunk.span for chunk in layout.chunks)) * slot_bytes
+        device -= min(total, _LEAST_SLOTS + max(spans.values())) * slot_bytes
         elsewhere = {index: int(roles * role_sizes[index]) for index in with_states}
         for index in elsewhere.keys() & copy_sizes.keys() if capacities.home_copies else ():
             elsewhere[index] += copy_sizes[index]
@@ -319,6 +307,7 @@ def survey(
         total * copies if resident else min(cap // slot_bytes, total),
         uses_nvme,
         staging,
+        unstaged - staying,
         frozenset(chunk.index for chunk in cast if copied and chunk.index not in staying),
         staying,
         missing,
@@ -376,12 +365,12 @@ def _check_device(layout: Layout, slot_bytes: int, cap: int, specs: Sequence[Par
         )
 
 
-def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec]) -> int:
-    """Return the slots of the staging ring, which holds at least all roles of a chunk."""
-    host = round_down(host_bytes, PAGE_BYTES)
-    slots = staging_slots([chunk.span for chunk in layout.chunks], host // slot_bytes)
+def _check_staging(
+    layout: Layout, slots: int, slot_bytes: int, host_bytes: int, specs: Sequence[ParameterSpec]
+) -> None:
+    """Raise `NoRoom` if `host_bytes` do not hold `slots` of staging, all roles of the largest chunk."""
     needed = slots * slot_bytes
-    if needed > host:
+    if needed > round_down(host_bytes, PAGE_BYTES):
         span, name = _largest(layout, specs)
         raise NoRoom(
             f"the host budget is below the minimum: {format_size(host_bytes)} ({host_bytes} bytes) given, staging "
@@ -389,9 +378,8 @@ def _staging(layout: Layout, slot_bytes: int, host_bytes: int, specs: Sequence[P
             f"{name}: {span} slot(s) of {format_size(slot_bytes)} in {STAGED_ROLES} roles; raise Budget(host=…), "
             f"or set a smaller chunk_bytes",
             Tier.HOST,
-            needed - host,
+            needed - round_down(host_bytes, PAGE_BYTES),
         )
-    return slots
 
 
 # ---- homes in idle device memory, in a run and in a plan alike -------------------------------------------------------

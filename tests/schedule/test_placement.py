@@ -15,6 +15,7 @@ from tests.schedule.tested import (
     Tier,
     fits_device,
     largest_chunk_elements,
+    never_staged,
     place,
     place_copies,
     staging_slots,
@@ -78,6 +79,23 @@ def test_staging_holds_one_update_at_least_and_three_at_most(spans: list[int], h
     assert one_update <= slots <= 3 * one_update
     assert slots <= max(one_update, host_slots // 4)
     assert slots == one_update or slots in (3 * one_update, host_slots // 4)
+
+
+def test_staging_is_no_more_than_links_can_use_and_two_of_the_largest() -> None:
+    slot = 1 << 26  # bytes of float32, of which 4 GiB are 64
+    assert staging_slots([1], 10_000, slot) == 12
+    assert staging_slots([7], 10_000, slot) == 64
+    assert staging_slots([56], 10_000, slot) == 2 * 4 * 56
+
+
+def test_a_chunk_far_larger_than_others_stays_in_host_memory_where_staging_it_would_take_as_much() -> None:
+    """An embedding of 56 slots beside matrices of 4: 9 GiB of staging were 1.8."""
+    spans, slot = {0: 56, **dict.fromkeys(range(1, 40), 4)}, 1 << 26
+    assert never_staged(spans, spans, 1900, slot) == (frozenset({0}), 48)
+    assert never_staged(spans, set(), 700, slot) == (frozenset({0}), 48)
+    assert never_staged(spans, spans, 500, slot) == (frozenset(), 4 * 56), "homes of others need the room"
+    assert never_staged(dict.fromkeys(spans, 56), spans, 1900, slot)[0] == frozenset()
+    assert never_staged({0: 6, **dict.fromkeys(range(1, 40), 4)}, spans, 1900, slot)[0] == frozenset()
 
 
 def test_a_chunk_takes_little_of_the_device_and_of_the_staging_ring() -> None:

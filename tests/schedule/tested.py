@@ -33,7 +33,6 @@ from hetmem.schedule.layout import (
 )
 from hetmem.schedule.placement import (
     MARGIN_SHARE,
-    STAGED_ROLES,
     Candidate,
     Room,
     choose,
@@ -42,10 +41,10 @@ from hetmem.schedule.placement import (
     largest_chunk_elements,
     place,
     place_copies,
-    staging_slots,
 )
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.saved import SavedInterval, SavedRound, to_leave
+from hetmem.schedule.staging import STAGED_ROLES, never_staged, staging_slots
 from hetmem.schedule.supply import Supply
 from hetmem.schedule.trace import NEVER, STEP, Moment, Schedule, SegmentTrace, Tier, TraceBook, UseSequence
 
@@ -99,6 +98,7 @@ __all__ = [
     "fits_device",
     "idle_bytes",
     "largest_chunk_elements",
+    "never_staged",
     "place",
     "place_copies",
     "round_up",
