@@ -3,8 +3,12 @@
 Times are seconds of the device's clock (`time.perf_counter`, where time is not simulated). An entry costs about a
 microsecond; the oldest are dropped first.
 
-Note "plain entries": a log keeps the members of its entries, one after the other, and entries become named tuples as
-they are read. Python's garbage collector looks at each tuple that is kept, and not at numbers and strings.
+Note "bounded": all of a model's logs take at most `MOST_BYTES`, however long it runs, and each kind of entry has a
+share of them. So the last steps are there whole. Of each older step one row remains, of sums at its end: a history.
+
+Note "plain entries": a log takes an entry in by one call of C, as its members, and packs what has come when there is
+more than a little. Entries are kept as bytes, one after the other, and become named tuples as they are read; a text, or
+a tuple of blocks, is kept once, and in the entry its number. Python's garbage collector has nothing to look at.
 
 Note "asynchronous compute": a GPU computes later than the host launches. Timed marks in the stream of compute tell when
 it has come where: at the begin and end of a segment, before compute waits for a copy, and where the host begins to
@@ -16,12 +20,17 @@ Where compute is synchronous, a mark is a time, and a stretch is what the thread
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from itertools import starmap
+from struct import Struct
+from threading import Lock, RLock
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 from hetmem import torch_private
+from hetmem.base.units import KIB, MIB
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.chunk_limit import DevicePeaks
@@ -29,8 +38,14 @@ from hetmem.schedule.trace import Tier
 
 LOGGER = logging.getLogger("hetmem.engine")
 """Told each segment, and each command and update of a chunk, as it begins (`HETMEM_LOG=engine`)."""
-ENTRIES = 100_000
-"""The most entries of each kind: some steps of a model with ten thousand operators."""
+MOST_BYTES = 8 * MIB
+"""The most memory that the logs of a model take."""
+REMEMBERED = 500
+"""The most steps in a history."""
+_NUMBERED_BYTES = 640 * KIB
+"""The most memory of all texts, and of all tuples of blocks, that entries have numbers of."""
+UNPACKED = 1_000
+"""Logs are packed when more segments, moments, and blocks of moments that use all, have been logged since."""
 _UNREAD = 256
 """The most marks that are left unread within a segment."""
 CAUGHT_UP = 0.1
@@ -117,7 +132,7 @@ class SavedMove(NamedTuple):
 class _Mark(NamedTuple):
     """A timed mark in the stream of compute, its kind, and the time when the host launched it. `other`: the mark, or
     the time, that compute waits for there, or the mark at the begin of the update that ends there; `since`: when the
-    segment that ends there began on the host."""
+    segment that ends there began on the host; `tokens`: those launched before its end."""
 
     kind: str
     asked: float
@@ -126,6 +141,7 @@ class _Mark(NamedTuple):
     other: Any = None
     block: int = -1
     since: float = 0.0
+    tokens: int = 0
 
 
 class ForwardBegan(NamedTuple):
@@ -136,66 +152,132 @@ class ForwardBegan(NamedTuple):
     trains: bool
 
 
+class Ended(NamedTuple):
+    """The end of a segment at `at`, with the sums of the whole run: `stall_seconds` up to there, and the tokens of all
+    forwards that were launched before it."""
+
+    at: float
+    stall_seconds: float
+    tokens: int
+
+
+class Numbers(dict[Any, int]):
+    """Numbers of texts, or of other values that many entries share, in the order of their first use. All that come once
+    `_NUMBERED_BYTES` are full have number 0, the number of the first of `known`."""
+
+    def __init__(self, *known: Any) -> None:
+        super().__init__((value, number) for number, value in enumerate(known))
+        self.numbered = [*known]
+        self._room, self._adding = _NUMBERED_BYTES, Lock()
+
+    def __missing__(self, value: Any) -> int:
+        taken = sys.getsizeof(value) + _BYTES_OF_A_NUMBER
+        with self._adding:
+            if value not in self and taken <= self._room:
+                self._room -= taken
+                self.numbered.append(value)
+                self[value] = len(self.numbered) - 1
+            return self.get(value, 0)
+
+
+_BYTES_OF_A_NUMBER = 152
+"""What a number takes: its object, and its places in a table that has just grown and in a list."""
+_FORMATS: dict[Any, str] = {float: "d", int: "q", bool: "?", str: "H", tuple[int, ...]: "H", Link: "H"}
+
 Entry = TypeVar("Entry")
 
 
 class Log(Generic[Entry]):
-    """The last `maxlen` entries of `kind`, a named tuple: see note "plain entries". `first` makes its first member of
-    what was logged."""
+    """The last entries of `kind`, a named tuple: at most `most`, and three quarters of them at least, see note "plain
+    entries". `texts` numbers those of its members that are texts."""
 
-    def __init__(self, kind: type[Entry], maxlen: int, first: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, kind: type[Entry], most: int, texts: Numbers | None = None) -> None:
         self._kind: Callable[..., Entry] = kind
-        self.maxlen, self._first = maxlen, first
-        self._width = len(kind._fields)  # type: ignore[attr-defined]
-        self._members = deque[Any]((), maxlen * self._width)
-        self.append: Callable[[tuple[Any, ...]], None] = self._members.extend
-        """Log one entry, given as a tuple of all its members. Refers to this log alone."""
+        members = get_type_hints(kind).values()
+        layout = Struct("=" + "".join(_FORMATS[member] for member in members))
+        self._packed, self._unpacked, self._width = layout.pack, layout.iter_unpack, layout.size
+        numbers = {str: texts or Numbers(""), tuple[int, ...]: Numbers(()), Link: Numbers(*Link)}
+        self._numbered = [(at, numbers[member]) for at, member in enumerate(members) if member in numbers]
+        self._members, self._most, self._lost = len(members), most, False
+        self._entries, self._new, self._packing = bytearray(), list[Any](), RLock()
+        self.append: Callable[[Sequence[Any]], None] = self._new.extend
+        """Log one entry, given as a tuple of all its members. Refers to its list alone."""
+
+    def pack(self) -> None:
+        """Pack what has been logged since, and drop the oldest entries if there are too many."""
+        if not self._new:
+            return
+        with self._packing:
+            new = self._new[:]
+            del self._new[: len(new)]  # threads append meanwhile
+            for at, numbers in self._numbered:
+                new[at :: self._members] = map(numbers.__getitem__, new[at :: self._members])
+            self._entries += b"".join(starmap(self._packed, zip(*[iter(new)] * self._members, strict=True)))
+            if len(self._entries) > self._most * self._width:
+                del self._entries[: -(self._most * 3 // 4 * self._width)]
+                self._lost = True
+
+    @property
+    def lost(self) -> bool:
+        """Whether the oldest entries have been dropped."""
+        self.pack()
+        return self._lost
 
     def __len__(self) -> int:
-        return len(self._members) // self._width
+        self.pack()
+        return len(self._entries) // self._width
 
     def __iter__(self) -> Iterator[Entry]:
-        members = iter([*self._members])  # as it is now, while threads append
-        return map(self._made, *[members] * self._width)
+        self.pack()
+        return map(self._made, self._unpacked(bytes(self._entries)))  # as it is now
 
     def __getitem__(self, at: int) -> Entry:
-        first = at * self._width
-        return self._made(*[self._members[first + member] for member in range(self._width)])
+        first = range(len(self))[at] * self._width
+        return next(map(self._made, self._unpacked(self._entries[first : first + self._width])))
 
-    def _made(self, first: Any, *others: Any) -> Entry:
-        return self._kind(first if self._first is None else self._first(first), *others)
+    def _made(self, members: tuple[Any, ...]) -> Entry:
+        made = [*members]
+        for at, numbers in self._numbered:
+            made[at] = numbers.numbered[made[at]]
+        return self._kind(*made)
 
 
 class EventLog:
-    """The last entries of each kind, oldest first.
+    """The last entries of each kind, oldest first: see note "bounded".
 
     `clock` makes and reads timed marks; `asynchronous`: compute is asynchronous, see note "asynchronous compute".
     """
 
-    def __init__(self, entries: int = ENTRIES, clock: ComputeClock = HOST_CLOCK, *, asynchronous: bool = False) -> None:
+    def __init__(self, clock: ComputeClock = HOST_CLOCK, *, asynchronous: bool = False) -> None:
         self._clock, self.asynchronous = clock, asynchronous
         self.now = clock.now
         self.began = clock.now()
-        self.transfers = Log(Transfer, entries, Link)
-        self.moments = Log(MomentSeen, entries)
-        self.copies = Log(CopyChange, entries)
-        self.saved = Log(SavedMove, entries)
+        texts = Numbers("(other)")
+        self.transfers = Log(Transfer, 30_000)
+        self.moments = Log(MomentSeen, 50_000, texts)
+        self.copies = Log(CopyChange, 40_000)
+        self.saved = Log(SavedMove, 20_000)
         """Filled for a model whose activations move."""
-        self.faults = Log(Fault, entries)
-        self.stalls = Log(Stall, entries)
-        self.updates = Log(Span, entries)
-        self.segments = Log(Span, entries)
+        self.faults = Log(Fault, 8_000)
+        self.stalls = Log(Stall, 16_000)
+        self.updates = Log(Span, 12_000, texts)
+        self.segments = Log(Span, 6_000, texts)
         """Segments as the device ran them."""
-        self.launched = Log(Span, entries)
+        self.launched = Log(Span, 6_000, texts)
         """Segments as the host launched them, if compute is asynchronous."""
-        self.host_waits = Log(Span, entries)
+        self.host_waits = Log(Span, 6_000, texts)
         """Waits of the host, if compute is asynchronous; else these are the stalls."""
-        self.caught_up = Log(Span, entries)
+        self.caught_up = Log(Span, 6_000, texts)
         """Stretches at whose end compute had caught up with the host."""
+        self.unpacked = 0
+        """Segments and moments, and blocks of those that use all, that have been logged since logs were packed."""
+        self.ended = {what: Log(Ended, 2 * REMEMBERED) for what in ("forward", "step")}
+        """The ends of the last segments of both kinds, on the device."""
         self.stall_seconds = self.host_wait_seconds = 0.0
         self.awaited = -1
         """The block that the thread which trains waits for; -1: none."""
-        self.forwards = Log(ForwardBegan, entries)
+        self.forwards = Log(ForwardBegan, 6_000)
+        self._logs = [log for log in (*vars(self).values(), *self.ended.values()) if isinstance(log, Log)]
         self.tokens = 0
         self.observed = False
         """Whether the running segment is logged, or seen by torch's profiler."""
@@ -215,6 +297,9 @@ class EventLog:
     def begin_segment(self, what: str) -> None:
         """End the running segment, and begin the segment `what`."""
         self.end_segment()
+        self.unpacked += 1
+        if self.unpacked > UNPACKED:
+            self.pack()
         self.observed = torch_private.profiler_runs() or 0 < LOGGER.level <= logging.DEBUG
         if self.observed:
             LOGGER.debug("%s", what)
@@ -225,6 +310,12 @@ class EventLog:
             self._begin_marked = self._marked(_Mark("begin", self._segment[1], self._clock.timed_mark(), what))
             self.read_marks()
 
+    def pack(self) -> None:
+        """Pack all logs: called when more than `UNPACKED` entries may have come."""
+        self.unpacked = 0
+        for log in self._logs:
+            log.pack()
+
     def end_segment(self) -> None:
         """End the running segment, if there is one."""
         if self._segment is None:
@@ -234,9 +325,14 @@ class EventLog:
             self._labelled.__exit__(None, None, None)
             self._labelled = None
         if self._begin_marked:
-            self._marked(_Mark("end", self.now(), self._clock.timed_mark(), what, since=since))
+            self._marked(_Mark("end", self.now(), self._clock.timed_mark(), what, since=since, tokens=self.tokens))
         elif not self.asynchronous:
-            self.segments.append((what, since, self.now()))
+            self._ended(what, since, self.now(), self.tokens)
+
+    def _ended(self, what: str, start: float, end: float, tokens: int) -> None:
+        self.segments.append((what, start, end))
+        if what in self.ended:
+            self.ended[what].append((end, self.stall_seconds, tokens))
 
     def running(self) -> tuple[str, float] | None:
         """Return the running segment and when it began on the host, or None."""
@@ -312,7 +408,7 @@ class EventLog:
         if mark.kind == "begin":
             self._running = (mark.what, ready)
         elif mark.kind == "end":
-            self.segments.append((mark.what, self._running[1], ready))
+            self._ended(mark.what, self._running[1], ready, mark.tokens)
             self.launched.append((mark.what, mark.since, mark.asked))
         elif mark.kind == "update":
             self.updates.append((mark.what, clock.when(mark.other), ready))

@@ -15,7 +15,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.device_limit import DeviceRoom
-from hetmem.engine.events import EventLog
+from hetmem.engine.events import UNPACKED, EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic
@@ -66,6 +66,7 @@ class Uses:
     ) -> None:
         self._memory, self._bindings, self._traffic, self._tracer = memory, bindings, traffic, tracer
         self._writes, self._room, self._unwatched = writes, room, room.monitor.unwatched
+        self._events = events
         self._now, self._log, self._none_finished = events.now, events.moments.append, traffic.engine.none_finished
         self._slots, self._slot_bytes = traffic.residency.taken[DEVICE], memory.device_pool.slot_bytes
         self._gradients = traffic.gradients
@@ -111,6 +112,10 @@ class Uses:
         ):
             peaks.device_in_use(chunk_bytes, expected)
         self._log((self._now(), operator, blocks, chunk_bytes, expected))
+        events = self._events
+        events.unpacked += 1
+        if events.unpacked > UNPACKED:
+            events.pack()
 
     # ---- parameters on the device ------------------------------------------------------------------------------
 
@@ -177,6 +182,7 @@ class Uses:
             if len(present) < len(uses):
                 leased = [managed for managed in used if managed.chunk.operand_block in present]
         tracer.all_at_once(moment)
+        self._events.unpacked += len(blocks)
         self.log_moment(moment, operator, blocks)
         return used, leased
 

@@ -202,7 +202,7 @@ class TransferEngine:
         self.clock = self._copier.clock
         self.none_finished: Callable[[], bool] = self._finished.empty if not self.ordered else self._none_finished
         """Whether `take` would return None. Called at each use of a weight: usually it would."""
-        self.log: Callable[[tuple[str, int, float, float, int]], object] = deque[Any](maxlen=0).append  # forgets it
+        self.log: Callable[[tuple[Link, int, float, float, int]], object] = deque[Any](maxlen=0).append  # forgets it
 
     def copy(self, tag: Any, link: Link, work: Callable[[], None], nbytes: int, after: Sequence[Any] = ()) -> None:
         """Begin `work`, which moves `nbytes` over `link`, once the marks in `after` are passed."""
@@ -219,7 +219,7 @@ class TransferEngine:
         use = self._by_caller[link]
         use.bytes += nbytes
         use.seconds += end - start
-        self.log((link._value_, getattr(tag, "block", -1), start, end, nbytes))
+        self.log((link, getattr(tag, "block", -1), start, end, nbytes))
 
     def read(self, tag: Any, extent: Extent, into: memoryview) -> None:
         """Read `extent` from NVMe into host memory."""
@@ -306,7 +306,7 @@ class TransferEngine:
         with self._counting:  # the thread that trains makes some copies itself
             use.bytes += job.nbytes
             use.seconds += end - start
-        self.log((job.link._value_, getattr(job.tag, "block", -1), start, end, job.nbytes))
+        self.log((job.link, getattr(job.tag, "block", -1), start, end, job.nbytes))
 
     def _submit(self, tag: Any, begin: Callable[[], Future[Any]], link: Link, nbytes: int) -> None:
         start, finished = time.perf_counter(), self._finished
@@ -319,7 +319,7 @@ class TransferEngine:
         def done(ended: Future[Any]) -> None:
             error = ended.exception()
             try:
-                self.log((link._value_, getattr(tag, "block", -1), start, time.perf_counter(), nbytes))
+                self.log((link, getattr(tag, "block", -1), start, time.perf_counter(), nbytes))
             except Exception as failure:  # no memory, say: a job must be reported, or it is waited for for ever
                 error = error or failure
             finished.put(Finished(tag, error, external=True))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -25,6 +25,7 @@ from hetmem.engine.events import (
     ON_DEVICE,
     ON_HOST,
     ON_NVME,
+    REMEMBERED,
     CopyChange,
     EventLog,
     Fault,
@@ -41,8 +42,6 @@ Interval = tuple[float, float]
 
 TRAINING = ("forward", "backward")
 """The segments in which the model computes."""
-REMEMBERED = 500
-"""The most steps in a history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +103,12 @@ def history(events: EventLog) -> dict[str, Any]:
     """Return the last steps, or forwards in inference, as columns: seconds from the end of the one before, stalls of
     compute in them, and the tokens of their inputs."""
     of = "forward" if only_infers(events) else "step"
-    stalls, forwards = list(events.stalls), list(events.forwards)
-    full = [log[0][0] for log in (stalls, forwards) if log and len(log) == events.stalls.maxlen]
-    since = max(full, default=0.0)  # the log has lost earlier entries
-    ends, asked = (
-        [span.end for span in spans if span.what == of and span.end >= since][-REMEMBERED - 1 :]
-        for spans in (events.segments, events.launched if events.asynchronous else events.segments)
-    )
-    waited = union((stall.start, stall.end) for stall in stalls)
-    at, sums = [each.at for each in forwards], [0, *accumulate(each.tokens for each in forwards)]
+    steps = [*pairwise([*events.ended[of]][-REMEMBERED - 1 :])]
     return {
         "of": of,
-        "seconds": [end - start for start, end in pairwise(ends)],
-        "stall_seconds": [overlap(waited, start, end) for start, end in pairwise(ends)],
-        "tokens": [sums[bisect_left(at, end)] - sums[bisect_left(at, start)] for start, end in pairwise(asked)],
+        "seconds": [end.at - start.at for start, end in steps],
+        "stall_seconds": [end.stall_seconds - start.stall_seconds for start, end in steps],
+        "tokens": [end.tokens - start.tokens for start, end in steps],
     }
 
 
@@ -130,7 +121,7 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
     forgotten = []
     for kind in _LOGS:
         entries = getattr(events, kind)
-        if len(entries) == entries.maxlen and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
+        if entries.lost and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
             forgotten.append(kind)
         logs[kind] = _touching(list(entries), start, inf if kind in _REACHING_ON else end)
     return Window(covers, start, end, forgotten=tuple(forgotten), whole=whole, **logs)

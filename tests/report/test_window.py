@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from tests.report.logs import backward, came, fill, forward, moment, read, went
-from tests.report.tested import EventLog, Span, last_window
+from tests.report.tested import EventLog, Log, MomentSeen, Span, Transfer, last_window
 
 
 def log(*segments: Span) -> EventLog:
-    events = EventLog(entries=4)
+    events = EventLog()
+    events.moments, events.transfers = Log(MomentSeen, 4), Log(Transfer, 4)
     fill(events.segments, *segments)
     return events
 

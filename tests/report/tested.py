@@ -9,7 +9,18 @@ from hetmem.intercept import registry
 from hetmem.report import files, live
 from hetmem.report.files import compare, page_text, render, show, trace_text
 from hetmem.report.report import MemoryReport
-from hetmem.report.step import Window, clip, format_seconds, last_window, length, overlap, step_section, union, without
+from hetmem.report.step import (
+    Window,
+    clip,
+    format_seconds,
+    history,
+    last_window,
+    length,
+    overlap,
+    step_section,
+    union,
+    without,
+)
 from hetmem.report.text import comparison, table
 from hetmem.report.timeline import BlockFacts, timeline_section
 from hetmem.schedule.blocks import Link
@@ -33,6 +44,7 @@ __all__ = [
     "files",
     "format_seconds",
     "format_size",
+    "history",
     "last_window",
     "length",
     "live",
