@@ -46,6 +46,9 @@ _NUMBERED_BYTES = 640 * KIB
 """The most memory of all texts, and of all tuples of blocks, that entries have numbers of."""
 UNPACKED = 1_000
 """Logs are packed when more segments, moments, and blocks of moments that use all, have been logged since."""
+_TOLD = 12
+"""The most events of a block in an error."""
+_CHANGES = {True: "copy asked for on", False: "copy dropped from"}
 _UNREAD = 256
 """The most marks that are left unread within a segment."""
 CAUGHT_UP = 0.1
@@ -337,6 +340,18 @@ class EventLog:
     def running(self) -> tuple[str, float] | None:
         """Return the running segment and when it began on the host, or None."""
         return self._segment
+
+    def story(self, block: int) -> str:
+        """Return, for an error, the last events of copies of `block`, oldest first, in milliseconds before now."""
+        changes = [change for change in self.copies if change.block == block]
+        found = [(change.at, f"{_CHANGES[change.present]} {Tier(change.tier).name}") for change in changes]
+        found += [(fault.at, "used without a copy on DEVICE") for fault in self.faults if fault.block == block]
+        for link, of, start, end, nbytes in self.transfers:
+            if of == block:
+                found.append((start, f"{nbytes} bytes begun {link.name}"))
+                found.append((end, f"{nbytes} bytes ended {link.name}"))
+        now, last = self.now(), sorted(found)[-_TOLD:]
+        return "; ".join(f"{(at - now) * 1e3:.2f} ms {what}" for at, what in last) or "none are known"
 
     # ---- waits and updates -------------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Traffic:
         sanitize: bool,
     ) -> None:
         self.residency, self.engine, self._ordered = residency, engine, engine.ordered
+        residency.tell(events.story)
         self._memory, self._tracer, self._events = memory, tracer, events
         self.executor = Executor(memory, residency, engine, bindings, events, sanitize=sanitize)
         self.execute, self.wait_for_one = self.executor.execute, self.executor.wait_for_one
@@ -385,7 +386,8 @@ class Traffic:
         if chunk not in self.updating:
             return
         if not wait_until(self.executor, lambda: chunk not in self.updating):
-            raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun")
+            told = self._events.story(chunk.operand_block)
+            raise StateError(f"the update of {chunk.label(Role.PARAM)} was never begun; its last events: {told}")
 
     def wait_for_updates(self) -> None:
         """Wait until all parameters are at home, also on NVMe, as the last step has updated them."""

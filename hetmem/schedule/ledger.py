@@ -5,6 +5,7 @@ When and why to give a command is decided elsewhere (`supply`, `residency`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hetmem.errors import StateError
@@ -41,6 +42,8 @@ class Ledger:
         host = Cache(HOST, slots.get(HOST, 0), self.blocks, policy, nearer=device)
         self.caches = (device, host)
         self.tick = 0
+        self.story: Callable[[int], str] | None = None
+        """Says, for errors, what has become of the block with a number."""
 
     def __del__(self) -> None:
         """Break the reference cycle between the tiers, so that no garbage collection is needed."""
@@ -61,7 +64,9 @@ class Ledger:
     def illegal(self, block: int, tier: Tier, event: str) -> StateError:
         """Return the error for `event` on the copy of `block` on `tier`."""
         copies = " and ".join(f"{cache.copies.get(block)} on {cache.tier.name}" for cache in self.caches)
-        return StateError(f"{self.blocks[block].label}: {event} on {tier.name}, copies are {copies}; tick {self.tick}")
+        told = "" if self.story is None else f"; its last events: {self.story(block)}"
+        label = self.blocks[block].label
+        return StateError(f"{label}: {event} on {tier.name}, copies are {copies}; tick {self.tick}{told}")
 
     # ---- commands ----------------------------------------------------------------------------------------------
 

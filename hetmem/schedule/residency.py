@@ -16,7 +16,7 @@ evict, `Ledger` keeps the records and makes the commands, `Cache` is the state o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hetmem.errors import CapacityError
 from hetmem.schedule.blocks import (
@@ -66,6 +66,10 @@ class Residency:
         self.blocks, self.counts, self.add = self._ledger.blocks, self._ledger.counts, self._ledger.add
         self.suspend = self._supply.suspend
         """Event without commands: see `Supply.suspend`."""
+
+    def tell(self, story: Callable[[int], str]) -> None:
+        """Have errors end with `story` of the block's number: its last events."""
+        self._ledger.story = story
 
     # ---- facts -------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import hetmem
+from hetmem import testing
+from hetmem.errors import StateError
 from tests.engine.harness import budget, manage, mlp
 from tests.forked import Forks
 
@@ -50,3 +55,23 @@ def test_torch_s_profiler_shows_phases_and_fetches_by_name(tmp_path: Path) -> No
     names = {event.name for event in seen.events()}
     assert {"hetmem forward", "hetmem backward", "hetmem step"} <= names
     assert any(re.match(r"hetmem fetch param of chunk \d+ \(.*weight.* from host to device", name) for name in names)
+
+
+def test_an_error_of_the_bookkeeping_tells_what_has_become_of_the_chunk(tmp_path: Path) -> None:
+    managed = manage(mlp(), budget("host", tmp_path), tmp_path, sanitize=False)
+
+    def twice(original: Callable[..., Any], *args: Any) -> Any:
+        original(*args)
+        return original(*args)
+
+    with testing.around("copy done", twice), pytest.raises(StateError) as raised:
+        managed(torch.ones(2, 64))
+    said = str(raised.value)
+    told = re.sub(r"-[\d.]+ ms ", "", said.partition("; its last events: ")[2]).split("; ")
+    assert re.match(r"param of chunk \d \(0.weight", said), said
+    assert [re.sub(r"\d+", "N", event) for event in told] == [
+        "used without a copy on DEVICE",
+        "copy asked for on DEVICE",
+        "N bytes begun HOST_TO_DEVICE",
+        "N bytes ended HOST_TO_DEVICE",
+    ]
