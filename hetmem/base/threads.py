@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
-_running: weakref.WeakKeyDictionary[threading.Thread, tuple[Callable[[], object], float | None]]
-_running = weakref.WeakKeyDictionary()
+_running: dict[threading.Thread, tuple[Callable[[], object], float | None]] = {}
+"""How each thread is ended that has not ended yet, and the patience with it."""
 _over = False
 
 
@@ -54,9 +54,13 @@ class Threads:
                 raise RuntimeError("no thread is started at the end of the interpreter")
             name = f"{self._name}-{len(self._threads) + 1}"
             thread = threading.Thread(target=_serve, args=(self._queue, self._begin), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
             _running[thread] = partial(_end_one, self._queue, self._threads), self._patience
+            try:
+                thread.start()
+            except BaseException:
+                _running.pop(thread, None)
+                raise
+            self._threads.append(thread)
 
     def submit(self, work: Work) -> None:
         """Run `work`, which must not raise, on one of the threads."""
@@ -70,10 +74,13 @@ class Threads:
 
 def _serve(queue: SimpleQueue[Work | None], begin: Work) -> None:
     """Run the work of `queue` until None comes. Refers to the queue alone, so that its `Threads` can be collected."""
-    begin()
-    while (run := queue.get()) is not None:
-        run()
-        del run  # free its memory before the wait for the next one
+    try:
+        begin()
+        while (run := queue.get()) is not None:
+            run()
+            del run  # free its memory before the wait for the next one
+    finally:
+        _running.pop(threading.current_thread(), None)
 
 
 def _put_ends(queue: SimpleQueue[Work | None], count: int) -> None:

@@ -221,3 +221,25 @@ def test_a_backward_that_has_raised_keeps_nothing_of_its_graph(tmp_path: Path) -
     gc.collect()
     assert [held() for held in seen] == [None, None]
     hetmem.release(model)
+
+
+@everywhere
+def test_models_that_are_managed_trained_and_released_one_after_the_other_leave_no_object(
+    placement: str, tmp_path: Path
+) -> None:
+    """Each left its threads, ended as they were, with what they had been given."""
+
+    def objects(cycles: int) -> int:
+        for _ in range(cycles):
+            model = manage(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), placement, tmp_path)
+            optimizer = hetmem.AdamW(model.parameters())
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            hetmem.release(model)
+        del model, optimizer
+        assert comes_to_be(lambda: not own_threads(), 5)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects(4)
+    assert objects(12) < before + 12
