@@ -90,7 +90,6 @@ NEVER, ALWAYS = 1e9, 1e-9
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("off", {}),
     ("backward", {"overlap": "backward"}),
-    ("backward, streamed gradients", {"overlap": "backward", "gradients": "streamed"}),
     ("forward", {"overlap": "forward"}),
     ("limit kept: off", {"max_grad_norm": NEVER}),
     ("limit kept: backward", {"max_grad_norm": NEVER, "overlap": "backward"}),

@@ -1,7 +1,6 @@
 """What `hetmem.plan` says against what a run does: peaks of every tier and step time, as a Markdown table.
 
     python -m benchmarks.plan_truth [--profile probe.json] [--steps 8] [--width 384] [--overlap backward]
-        [--gradients streamed]
 
 Runs on the simulated accelerator with set link speeds. The host update and the disk come from the probe, the latency of
 the links is that of the threads that stand for them. A machine that is shared changes its speed by half within minutes,
@@ -219,10 +218,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--only", help="one of the shapes")
     parser.add_argument("--overlap", default="off", help="of hetmem.AdamW")
-    parser.add_argument("--gradients", default="visible", help="of hetmem.AdamW")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    how = {"overlap": options.overlap, "gradients": options.gradients}
+    how = {"overlap": options.overlap}
     base = planner.load_profile(options.profile) if options.profile else probe()
     print("| shape | budget | tier peaks: plan / run (off) | step: plan / run (off) | run's spread | binds |")
     print("|---|---|---|---|---|---|")

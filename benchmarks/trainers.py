@@ -163,8 +163,8 @@ PEERS: dict[str, tuple[str, Callable[[Shape], Step]]] = {
     "hetmem-resident": ("hetmem, all on the device", partial(hetmem, placement="resident")),
     "hetmem-host": ("hetmem, homes on the host, half of the copies on the device", partial(hetmem, placement="host")),
     "hetmem-overlap": (
-        'the same with `overlap="backward"`, `gradients="streamed"`',
-        partial(hetmem, placement="host", overlap="backward", gradients="streamed"),
+        'the same with `overlap="backward"`',
+        partial(hetmem, placement="host", overlap="backward"),
     ),
     "hetmem-all": (
         "hetmem, homes on the host, room for all copies",

@@ -26,7 +26,6 @@ PACKAGES = ("hetmem", "hetmem.optim", "hetmem.errors")
 ELSEWHERE = (
     "hetmem.optim.optimizer:OffloadedOptimizer",
     "hetmem.optim.options:Overlap",
-    "hetmem.optim.options:Gradients",
     "hetmem.schedule.blocks:EvictionPolicy",
     "hetmem.schedule.blocks:CopyFacts",
     "hetmem.planner.plan:Plan",

@@ -33,7 +33,7 @@ BUDGET = hetmem.Budget(
 VARIANTS: dict[str, dict[str, Any]] = {
     "as torch": {},
     "clipped, overlapped": {"max_grad_norm": 0.4, "overlap": "backward"},
-    "8 bit, streamed": {"moments": "8bit", "overlap": "backward", "gradients": "streamed"},
+    "8 bit, overlapped": {"moments": "8bit", "overlap": "backward"},
 }
 
 

@@ -110,7 +110,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--batch", type=int, default=1, help="rows of a step (default: 1)")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help=f"tokens of a row (default: {SEQUENCE})")
-    parser.add_argument("--gradients", default="visible", choices=["visible", "streamed"])
     parser.add_argument("--moments", default="float32", choices=list(MOMENTS))
     parser.add_argument("--device-memory", default="8MiB")
     parser.add_argument("--host-memory", default="24MiB")
@@ -137,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = managed_model(directory, budget_of(options, scratch))
             text = TEXT if options.text is None else options.text.read_text("utf-8")
             rows = batches(directory, text, options.batch, options.sequence)
-            train(model, rows, options.steps, gradients=options.gradients, moments=MOMENTS[options.moments])
+            train(model, rows, options.steps, moments=MOMENTS[options.moments])
             report = hetmem.report(model)
             print(report)
             if options.report is not None:

@@ -129,7 +129,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations", default="keep", help="as in hetmem.manage(activations=…): keep, offload or auto"
     )
     parser.add_argument("--overlap", default="off", help="as in hetmem.AdamW(overlap=…): off, backward or forward")
-    parser.add_argument("--gradients", default="visible", help="as in hetmem.AdamW(gradients=…): visible or streamed")
+    parser.add_argument("--gradients", help=argparse.SUPPRESS)
     parser.add_argument(
         "--moments",
         default="float32",
@@ -155,6 +155,11 @@ def _show_stage(what: str) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     """Print the plan; return 0 if it fits, 1 if not."""
+    if options.gradients is not None:
+        raise HetmemError(
+            f"--gradients is no option any more, got {options.gradients}: with --overlap backward or forward updates "
+            f"consume gradients as they arrive; without it they are visible"
+        )
     if options.hf_config and not Path(options.hf_config).is_file():
         raise HetmemError(
             f"no such file: {options.hf_config}; expected the config.json of a model, as save_pretrained leaves it and "
@@ -185,7 +190,7 @@ def _planned(options: argparse.Namespace) -> int:
     limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     offline = planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext()
-    same = "micro_batches checkpointing overlap gradients real moments stochastic_rounding inference activations"
+    same = "micro_batches checkpointing overlap real moments stochastic_rounding inference activations"
     with offline:  # tracing too may make transformers fetch what it computes with
         plan = planner.plan_within(
             _call(options),

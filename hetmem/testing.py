@@ -21,7 +21,7 @@ import torch
 from hetmem.base.hardware import HardwareProfile
 from hetmem.cpu import square_sum_tasks, total
 from hetmem.intercept import registry
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, UnreadableGradient
+from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
 from hetmem.schedule import saved
 from hetmem.schedule.trace import Tier, segment_name
 from hetmem.tools.difference import Difference, compare, first_difference
@@ -53,8 +53,8 @@ POINTS = {
     "give a home away": "hetmem.engine.write_check:give_away",
     "give a copy away": "hetmem.engine.param_views:give_away",
     "gradients arrive": "hetmem.engine.gradients:GradientSink.wait_until_home",
-    "send a gradient": "hetmem.engine.gradient_views:GradientCopies.send",
-    "gradient is home": "hetmem.engine.gradient_views:GradientCopies._arrived",
+    "send a gradient": "hetmem.engine.gradient_watch:GradientCopies.send",
+    "gradient is home": "hetmem.engine.gradient_watch:GradientCopies._arrived",
     "move a home": "hetmem.placing.rehome:_copy",
     "pump updates": "hetmem.schedule.updates:HostUpdates.pump",
     "open an update": "hetmem.schedule.updates:HostUpdates._open",
@@ -64,7 +64,7 @@ POINTS = {
     "close an update": "hetmem.optim.update_queue:Updates._close",
     "finish updates": "hetmem.optim.update_queue:Updates.finish",
     "begin tasks": "hetmem.cpu.workers:WorkerPool.begin",
-    "backward over": "hetmem.optim.step:Stepper.backward_over",
+    "backward over": "hetmem.engine.gradients:GradientSink.finish",
     "plan ahead": "hetmem.engine.runtime:Runtime.expect",
     "wait until written": "hetmem.engine.traffic:Traffic.wait_until_written",
     "is a gradient kept": "hetmem.engine.gradient_views:is_held",
@@ -228,7 +228,7 @@ class Inside:
             spare_bytes=memory.spare_bytes,
             idle_bytes=memory.idle_bytes(room.non_model_peak_bytes),
             non_model_peak_bytes=room.non_model_peak_bytes,
-            activation_bytes=memory.host_pool.lent_bytes,
+            activation_bytes=memory.activation_bytes,
             activation_nvme_bytes=memory.store.lent_bytes if memory.store else 0,
         )
 
@@ -373,8 +373,13 @@ def updates_begun(module: torch.nn.Module) -> list[str]:
 
 
 def is_consumed(gradient: torch.Tensor | None) -> bool:
-    """Return whether `gradient` stands for one that its update has read, or that only its update may read."""
-    return isinstance(gradient, UnreadableGradient)
+    """Return whether `gradient` stands for one that its update has read."""
+    return isinstance(gradient, HiddenGradient) and gradient.consumed
+
+
+def is_hidden(gradient: torch.Tensor | None) -> bool:
+    """Return whether `gradient` stands for one that only its update reads, or has read."""
+    return isinstance(gradient, HiddenGradient)
 
 
 def norm(tensors: list[torch.Tensor]) -> float:

@@ -222,7 +222,7 @@ def test_homes_take_what_the_page_says(
     """Scales take whole pages here, which large chunks do not notice: one page for each 8-bit moment of a chunk."""
     assert f" {nbytes} | {nbytes - dtype.itemsize:g} |" in FORMULAS_PAGE
     if streamed:
-        options = {**options, "overlap": "backward", "gradients": "streamed"}
+        options = {**options, "overlap": "backward"}
         nbytes -= dtype.itemsize * (1 - 6 / LAYERS)
     trained = Trained(tmp_path, dtype=dtype, **options)
     if "8bit" in options.values():

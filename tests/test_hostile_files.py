@@ -82,7 +82,7 @@ def plans() -> list[dict[str, Any]]:
         "activation_choices": (choice | {"times": 1.5, "rows": 3, "sequence": 48},),
         "approximations": ({"advice": "small states", "step_seconds": 0.5},),
         "layers": {"of": "list(model.h)", "count": 4, "recomputed": 2, "moved_bytes": 5, "kept_bytes": 7},
-        "optimizer": {"overlap": "backward", "gradients": "streamed", "moments": "8bit", "stochastic_rounding": True},
+        "optimizer": {"overlap": "backward", "moments": "8bit", "stochastic_rounding": True},
         "setup": ("model = model.bfloat16()",),
     }
     not_at_all = replace(fits, fits=False, missing_bytes={"host": 5}, reasons=("so",), advice=("more",), **none)

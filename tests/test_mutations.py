@@ -117,7 +117,7 @@ MUTATIONS = {
         "tests/engine/test_streams.py::test_a_copy_comes_after_the_last_use_of_its_slot[host-fp32-off]",
     ),
     "read gradients before they have arrived": Mutation(
-        "engine/gradient_views.py",
+        "engine/gradient_watch.py",
         "self._executor.wait_while(lambda: self.sends.under_way)",
         "pass",
         "tests/engine/test_streams.py::test_training_equals_torch_however_late_copies_are[None-fp32-host]",
@@ -126,7 +126,7 @@ MUTATIONS = {
         "engine/gradients.py",
         "                self._flights.begin(managed)\n                if",
         "                if",
-        "tests/engine/test_gradients_in_flight.py::test_a_hook_that_uses_a_gradient_in_flight_waits_for_it[off-host]",
+        "tests/engine/test_gradients_in_flight.py::test_a_hook_that_uses_a_gradient_in_flight_waits_for_it[host]",
     ),
     "let hooks write to gradients of which a copy is staged again": Mutation(
         "engine/gradients.py",
@@ -196,11 +196,17 @@ MUTATIONS = {
         "            if False and",
         "tests/engine/test_gradients.py::test_hooks_and_gradients_of_others_that_come_between_backwards[nvme]",
     ),
-    "update from a gradient that the program has edited since": Mutation(
-        "engine/gradient_watch.py",
-        "(before is not None and before != _checksum(gradient))",
-        "False",
-        "tests/optim/test_edits.py::test_parts_of_gradients_written_before_the_step_count",
+    "step with a gradient that the program has zeroed since": Mutation(
+        "optim/members.py",
+        "[home and not is_zeroed(each) for home",
+        "[home for home",
+        "tests/optim/test_clipping.py::test_a_norm_counts_gradients_that_are_dropped_zeroed_or_replaced_behind_the_backward",
+    ),
+    "let a gradient in lent memory be summed in 16 bits": Mutation(
+        "engine/gradients.py",
+        "        if dtype is not None and (adds or",
+        "        if dtype is not None and (",
+        "tests/optim/test_arriving_bits.py::test_a_second_gradient_is_added_in_float32",
     ),
     "undo a step of torch by a copy that a view holds": Mutation(
         "engine/write_check.py",
@@ -263,8 +269,8 @@ MUTATIONS = {
     ),
     "add to no gradient that a step has used up, and say nothing": Mutation(
         "engine/gradients.py",
-        "        clear_zeroed(parameter)\n",
-        "        parameter.grad = None\n",
+        "            clear_consumed(parameter)\n",
+        "            parameter.grad = None\n",
         UNSEEN + "test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error[backward-fp32-host]",
     ),
     "begin with states that another optimizer has loaded": Mutation(
@@ -337,9 +343,9 @@ MUTATIONS = {
     ),
     "clip by squares of gradients that have changed since": Mutation(
         "optim/step.py",
-        "            unchanged = not any(map(self._passes.is_edited, update.parts))\n",
-        "            pass\n",
-        "tests/optim/test_edits.py::test_a_norm_counts_what_was_written_to_a_part_of_a_gradient",
+        "unchanged = update is not None and update.of(parts)",
+        "unchanged = update is not None",
+        "tests/optim/test_clipping.py::test_a_norm_counts_gradients_that_are_dropped_zeroed_or_replaced_behind_the_backward",
     ),
     "update a state while the disk is still writing it": Mutation(
         "engine/traffic.py",

@@ -179,7 +179,7 @@ CONFIGURATIONS = {
     "in host memory": _on_disk(budget=_IN_HOST_MEMORY),
     "on NVMe": _on_disk(),
     "bf16": _on_disk(manage={"mixed_precision": "bf16"}),
-    "streamed": _on_disk(optimizer={"gradients": "streamed", "overlap": "backward"}),
+    "overlapped": _on_disk(optimizer={"overlap": "backward"}),
     "saved and loaded": _on_disk(saves=True),
     "weights of four times the host budget": _on_disk(4 * HOST_MIB // 4, loads=True),
 }

@@ -111,16 +111,3 @@ def test_a_managed_model_that_is_sharded_is_refused(forks: Forks) -> None:
     ended = forks.run(SHARDED)
     assert ended.returncode == 1
     assert "ManageError: torch's fully_shard has replaced the parameters of this managed model" in ended.stderr
-
-
-@pytest.mark.parametrize(("chunk_bytes", "saves"), [(16 * 1024, True), (1024 * 1024, False)])
-def test_streamed_gradients_that_save_nothing_say_so(chunk_bytes: int, *, saves: bool) -> None:
-    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)])
-    budget = hetmem.Budget(device="8MiB", device_chunks="2MiB", host="64MiB")
-    model = hetmem.manage(model, budget, device="sim", chunk_bytes=chunk_bytes)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
-    said = "saves nothing: the model has 1 chunk(s), all with gradients at a time"
-    assert any(said in str(each.message) for each in told) is not saves
-    hetmem.release(model)

@@ -121,7 +121,6 @@ def test_an_option_that_does_not_exist_is_refused_before_a_model_is_built() -> N
 
 ADAM: dict[str, tuple[dict[str, Any], str]] = {
     "overlap": ({"overlap": "x"}, "overlap must be 'off', 'backward' or 'forward', got 'x'"),
-    "gradients": ({"gradients": "x"}, "gradients must be 'visible' or 'streamed', got 'x'"),
     "seed": ({"seed": "x"}, "seed must be an int, got 'x'"),
     "seed for chance": ({"seed": 1.5, "moments": "8bit"}, r"seed must be an int, got 1\.5"),
     "stochastic_rounding": ({"stochastic_rounding": "no"}, "stochastic_rounding must be True or False, got 'no'"),
@@ -145,7 +144,7 @@ def test_an_optimizer_refuses_what_it_cannot_compute_with(options: dict[str, Any
     if options.keys() <= {"lr", "eps", "weight_decay", "betas"}:
         with pytest.raises(ValueError, match=match):
             hetmem.AdamW([{"params": model.parameters(), **options}])
-    if options.keys() <= {"overlap", "gradients", "max_grad_norm", "loss_scale"}:
+    if options.keys() <= {"overlap", "max_grad_norm", "loss_scale"}:
         with pytest.raises(ValueError, match=match):
             hetmem.optim.offload(torch.optim.SGD, model.parameters(), **options)
 

@@ -131,7 +131,7 @@ def compared(notes: Notes, build: Build, **asked: Any) -> str:
     host, directory = asked.pop("host", "256MiB"), asked.pop("directory", None)
     around = asked.pop("around", contextlib.nullcontext)
     rows, parts = asked.pop("rows", (8, 8, 8)), asked.pop("parts", 1)
-    adamw = {name: asked.pop(name) for name in ("overlap", "gradients") if name in asked}
+    adamw = {name: asked.pop(name) for name in ("overlap", "max_grad_norm") if name in asked}
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(count, 64, generator=generator).cuda() for count in rows]
     resident = asked.pop("resident", False)
@@ -183,8 +183,9 @@ def smoke(notes: Notes) -> None:
                 notes, build, mixed_precision=bf16, resident=True, parts=2
             ),
             "two micro-batches": lambda: compared(notes, build, mixed_precision=bf16, parts=2),
-            "streamed gradients": lambda: compared(
-                notes, build, mixed_precision=bf16, overlap="backward", gradients="streamed"
+            "updates in the backward": lambda: compared(notes, build, mixed_precision=bf16, overlap="backward"),
+            "updates in the backward, two micro-batches": lambda: compared(
+                notes, build, mixed_precision=bf16, overlap="backward", parts=2
             ),
             "updates in the next forward": lambda: compared(notes, build, mixed_precision=bf16, overlap="forward"),
             "homes on NVMe": lambda: compared(

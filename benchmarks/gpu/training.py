@@ -194,7 +194,7 @@ def streamed(notes: Notes) -> None:
     with filled_fast():
         model: Any = Llama(**shape)
     alone = notes.attempt("compute alone", _alone, notes, lambda: Llama(**shape), tokens)
-    streaming, trailing = {"overlap": "backward", "gradients": "streamed"}, {"overlap": "forward"}
+    streaming, trailing = {"overlap": "backward"}, {"overlap": "forward"}
     rows: tuple[tuple[str, float, int, dict[str, str]], ...] = (  # those that say most first
         ("half of the copies", 0.5, 0, streaming),
         ("all copies", 1.2, 0, trailing),
@@ -259,7 +259,7 @@ def _streamed(
     import hetmem
 
     count = sum(parameter.numel() for parameter in model.parameters())
-    host = min((18 if "gradients" in adamw else 20) * count + (64 << 20), int(0.9 * _free_host_bytes()))
+    host = min((18 if adamw else 20) * count + (64 << 20), int(0.9 * _free_host_bytes()))
     device = torch.cuda.mem_get_info()[1] * 9 // 10
     budget = hetmem.Budget(device=device, device_chunks=chunks, host=host, home_copies=True)
     plan = notes.attempt(
@@ -320,7 +320,7 @@ def largest(notes: Notes) -> None:
     room = max(0, device - 13 * GIB)
     """Without activations and the context. A weight takes 17 bytes there (four of float32 and its 16-bit copy), 12.5 on
     the host."""
-    streaming: dict[str, Any] = {"overlap": "backward", "gradients": "streamed"}
+    streaming: dict[str, Any] = {"overlap": "backward"}
     shapes = {"largest": int((0.9 * room / 17 + host / 13) / 1e9 * 4.95), "11.3 B": 55}
     for case, depth, adamw in (
         ("largest", shapes["largest"], streaming),

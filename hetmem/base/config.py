@@ -21,7 +21,6 @@ VERSION = "0.2.0"
 
 Size = int | str
 OverlapName = Literal["off", "backward", "forward"]
-GradientsName = Literal["visible", "streamed"]
 ActivationsName = Literal["keep", "offload", "auto"]
 Directory = str | os.PathLike[str]
 

@@ -1,14 +1,12 @@
-"""Sets `p.grad`: to the home of the gradient, or to a stand-in for a gradient that an update has consumed.
+"""Sets `p.grad`: to the home of the gradient, or to a stand-in for a gradient that only its update reads.
 
-The one writer of `p.grad`. Also carries out the copies of gradients in flight from the device to their homes.
+The one writer of `p.grad`. Also lends memory to gradients that an update consumes.
 """
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from functools import partial
+from collections.abc import Container, Iterable, Sequence
 from itertools import repeat
 from operator import and_, attrgetter, eq, is_
 from types import SimpleNamespace
@@ -16,17 +14,10 @@ from typing import Any
 
 import torch
 
-from hetmem import torch_private
 from hetmem.base.warning import warn_user
-from hetmem.base.weak import weakly
-from hetmem.engine.executor import Executor
-from hetmem.engine.param_views import get_data, is_in_place, is_shared, references, set_data, storage_address
-from hetmem.memory.chunk import Chunk, HiddenGradient, Home, ManagedParameter, Role, UnreadableGradient, stored
-from hetmem.memory.transfer import TransferEngine
-from hetmem.schedule.blocks import SMALL_BYTES, Link
-from hetmem.schedule.gradients import GradientSends, Send
-from hetmem.schedule.residency import Residency
-from hetmem.schedule.trace import Tier
+from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
+from hetmem.engine.runtime import Runtime
+from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, address_of, stored
 
 _GRADIENT = attrgetter("grad")
 _GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")
@@ -54,7 +45,7 @@ def to_host_memory(managed: ManagedParameter) -> None:
     parameter = managed.parameter
     gradient = take_gradient(parameter)
     parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
-    if gradient is not None and not isinstance(gradient, ConsumedGradient):
+    if gradient is not None and not is_consumed(gradient):
         gradient = stored(gradient).to("cpu", gradient.dtype, copy=True, memory_format=torch.preserve_format)
         parameter.grad = gradient
 
@@ -100,6 +91,11 @@ def are_home(gradients: Sequence[torch.Tensor], managed: Sequence[ManagedParamet
     return [*map(and_, same, in_place)]
 
 
+def is_consumed(gradient: torch.Tensor | None) -> bool:
+    """Return whether `gradient` stands for one that an update has read, or that the program has zeroed."""
+    return type(gradient) is HiddenGradient and (gradient.consumed or gradient.zeroed)
+
+
 def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> None:
     """Make `gradient` a view of the role's present memory, and `managed.grad_home`: a tensor that the program may hold
     stays the same object."""
@@ -109,10 +105,13 @@ def move_gradient(managed: ManagedParameter, gradient: torch.Tensor | None) -> N
     managed.grad_home = gradient
 
 
-def show_widened(managed: ManagedParameter) -> None:
-    """Make the gradient's home `p.grad`, where that was a view of a gradient kept in 16 bits and is float32 now."""
-    view, managed.grad_view = managed.grad_view, None
-    if view is not None and managed.parameter.grad is view:
+def show_revealed(managed: ManagedParameter) -> None:
+    """Make the gradient's home `p.grad`, where that was hidden, and its chunk hides none any more."""
+    view = managed.grad_view
+    if view is None or managed.chunk.hides:
+        return
+    managed.grad_view = None
+    if managed.parameter.grad is view:
         show_gradient(managed.parameter, managed.grad_home)
 
 
@@ -121,12 +120,14 @@ _REFERENCES = sys.getrefcount(_alone.grad_home)
 """`getrefcount` of an object to which one attribute alone refers."""
 
 
-def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, others: int = 0) -> None:
+def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str]) -> None:
     """Give a gradient of an earlier backward that the program keeps (`kept = p.grad; p.grad = None`) memory of its own,
     as the next gradient goes to the same home, where torch would make a new tensor. Views of it (`p.grad.detach()`)
-    keep showing the home: the first one gets a warning, noted in `warned`. `others`: how many other references hetmem
-    has to the tensor, as the update that has used it."""
-    if managed.grad_home is None or not managed.numel or not is_held(managed, others=others):
+    keep showing the home: the first one gets a warning, noted in `warned`."""
+    if managed.grad_home is None or not managed.numel or not is_held(managed):
+        return
+    if managed.grad_view is not None:  # the program has not read it
+        managed.close_grad_home()
         return
     if is_shared(managed.grad_home) and not warned:
         warned.append(managed.name)
@@ -139,11 +140,10 @@ def leave_gradient_to_holders(managed: ManagedParameter, warned: list[str], *, o
     managed.close_grad_home()
 
 
-def is_held(managed: ManagedParameter, *, others: int = 0) -> bool:
-    """Return whether the program holds the gradient's home, which is not `p.grad` now, or a view of it. `others`: how
-    many other references hetmem has to it."""
+def is_held(managed: ManagedParameter) -> bool:
+    """Return whether the program holds the gradient's home, which is not `p.grad` now, or a view of it."""
     view = managed.grad_view is not None
-    if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES + others:
+    if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES:
         return managed.grad_home is not None
     home = managed.grad_home
     return home is not None and references(home.untyped_storage()._cdata) > 2  # as `is_shared`
@@ -211,97 +211,53 @@ _REFERENCES_OF_LISTED = _references_of_listed()
 """`getrefcount` of an object to which one attribute and one list alone refer."""
 
 
-# ---- gradients that an update has consumed -----------------------------------------------------------------------
+# ---- gradients that an update consumes ----------------------------------------------------------------------------
 
 
-class ConsumedGradient(UnreadableGradient):
-    """Stands for a gradient that an update has consumed: `zero_grad` clears it (`hetmem_zeroed`). With None in its
-    place a clip before `step()` would use a norm of 0, and after it (`hetmem_stepped`) the next backward would not add
-    to the gradient."""
-
-    exist = False
-    """Whether one was ever made."""
-    hetmem_name: str
-    hetmem_zeroed: bool
-    hetmem_stepped: bool
-
-    @staticmethod
-    def __new__(cls, parameter: torch.Tensor, name: str) -> ConsumedGradient:
-        """Make one for `parameter`, called `name`."""
-        made: ConsumedGradient = cls.like(parameter, parameter.dtype)
-        ConsumedGradient.exist = True
-        made.hetmem_name, made.hetmem_zeroed, made.hetmem_stepped = name, False, False
-        return made
-
-    def __init__(self, parameter: torch.Tensor, name: str) -> None:
-        pass
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
-        return f"<the gradient of {self.hetmem_name}, used up by its update>"
-
-    def zero(self) -> None:
-        self.hetmem_zeroed = True
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        found = [each for each in torch_private.tree_leaves((args, kwargs)) if isinstance(each, UnreadableGradient)]
-        zeroed = all(isinstance(each, ConsumedGradient) and each.hetmem_zeroed for each in found)
-        if zeroed and not (func.is_view or is_in_place(func.overloadpacket)):  # reading one shows zeros
-            args, kwargs = torch_private.tree_map(_zeros_for, (args, kwargs or {}))
-            return func(*args, **kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def refused(self, what: object) -> str:
-        if self.hetmem_stepped:
-            return (
-                f"{what} met the gradient of {self.hetmem_name}, which the last step() has used up "
-                f"(overlap='forward' or gradients='streamed'): read gradients before step(), or use overlap='backward' "
-                f"and gradients='visible', which keep them"
-            )
-        return (
-            f"{what} met the gradient of {self.hetmem_name}, which its update has used up during backward "
-            f"(gradients='streamed'): nothing can be clipped, scaled or measured any more. To clip, use "
-            f"gradients='visible' with max_grad_norm=, or with overlap='off'"
-        )
+def consume(managed: ManagedParameter, gradient: torch.Tensor) -> None:
+    """Note that a step that has ended has used up `gradient` of `managed`: if it is `p.grad` still, it cannot be read
+    from now on, and no step or backward adds to it."""
+    parameter = managed.parameter
+    if type(gradient) is HiddenGradient:
+        gradient.consumed = gradient.stepped = True
+    elif parameter.grad is gradient:
+        hidden = HiddenGradient(parameter, parameter.dtype, f"the gradient of {managed.name}")
+        hidden.consumed = hidden.stepped = True
+        take_gradient(parameter)
+        show_gradient(parameter, hidden)
 
 
-def _zeros_for(value: Any) -> Any:
-    if not isinstance(value, ConsumedGradient):
-        return value
-    return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
-
-
-def clear_zeroed(parameter: torch.Tensor) -> None:
-    """Clear a zeroed stand-in for a consumed gradient, as a new gradient of `parameter` arrives. Raises RuntimeError if
-    the program has not zeroed it."""
+def clear_consumed(parameter: torch.Tensor) -> None:
+    """Clear a zeroed stand-in, as a new gradient of `parameter` arrives. Raises RuntimeError for one that the last step
+    has consumed, and that the program has not zeroed."""
     gradient = parameter.grad
-    if not isinstance(gradient, ConsumedGradient):
+    if type(gradient) is not HiddenGradient:
         return
-    if not gradient.hetmem_zeroed:
+    if gradient.zeroed:
+        parameter.grad = None
+    elif gradient.stepped:
         raise RuntimeError(
-            f"a gradient of {gradient.hetmem_name} arrives, and that of the last step was not cleared: torch would add "
-            f"to it, but its update has used it up (overlap='forward' or gradients='streamed'): call zero_grad() "
-            f"between step() and the next backward, or use overlap='backward' and gradients='visible', which keep it"
+            f"{gradient.label} arrives, and that of the last step was not cleared: torch would add to it, but its "
+            f"update has used it up (overlap='backward' or 'forward'): call zero_grad() between step() and the next "
+            f"backward, or use overlap='off', which keeps it"
         )
-    parameter.grad = None
 
 
 def refuse_consumed(parameters: Iterable[torch.Tensor]) -> None:
     """Raise RuntimeError if a step would begin with gradients of `parameters` that the step before has consumed."""
-    for gradient in map(_GRADIENT, parameters) if ConsumedGradient.exist else ():
-        if isinstance(gradient, ConsumedGradient) and gradient.hetmem_stepped:
+    gradients: list[Any] = [*map(_GRADIENT, parameters)]
+    for gradient in gradients if HiddenGradient in set(map(type, gradients)) else ():
+        if type(gradient) is HiddenGradient and gradient.stepped:
             raise RuntimeError(
-                f"the gradient of {gradient.hetmem_name} is that of the last step, which has used it up "
-                f"(overlap='forward' or gradients='streamed'), and torch would step with it, or with zeros, once more: "
-                f"call zero_grad() between step() and the next backward, which leaves None behind"
+                f"{gradient.label} is that of the last step, which has used it up (overlap='backward' or 'forward'), "
+                f"and torch would step with it, or with zeros, once more: call zero_grad() between step() and the next "
+                f"backward, which leaves None behind"
             )
 
 
 def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
-    """Return whether a parameter's `gradient` is `used`, the one that an update reads, or its stand-in, not zeroed."""
-    return gradient is used or (isinstance(gradient, ConsumedGradient) and not gradient.hetmem_zeroed)
+    """Return whether a parameter's `gradient` is `used`, the one that an update reads, and was not zeroed."""
+    return gradient is used and not (type(used) is HiddenGradient and used.zeroed)
 
 
 def updated_by_another(name: str) -> str:
@@ -312,102 +268,106 @@ def updated_by_another(name: str) -> str:
     )
 
 
-# ---- gradients in flight -------------------------------------------------------------------------------------------
+# ---- memory of gradients that an update consumes -------------------------------------------------------------------
 
 
-def _without_functions(work: Callable[[], None]) -> None:
-    """Do `work`, which writes to a gradient in flight, that a use of the program waits for."""
-    with torch_private.NoFunctionsOfSubclasses():
-        work()
+class GradientLoans:
+    """The memory of the gradients of one model that updates consume: see `schedule.gradients.GradientMemory`."""
 
+    def __init__(self, runtime: Runtime, listeners: Iterable[Any]) -> None:
+        """`listeners`: the `GradientListener`s of the model."""
+        self._runtime, self._listeners = runtime, listeners
+        self.lends = False
+        """Whether updates consume gradients as they arrive: those of chunks that hide them have homes from their
+        arrival to the update, and `retire` ends a home."""
+        self.consumers: set[object] = set()
+        """The tokens of the optimizers whose updates consume gradients: see `ManagedParameter.stepped_by`."""
+        self.lent: set[Chunk] = set()
+        """Chunks whose gradients lie in lent memory."""
 
-class GradientCopies:
-    """Carries out what `GradientSends` decides: gradients in flight from the device to their homes."""
+    def lend(self, chunk: Chunk) -> bool:
+        """Lend gradients of `chunk` memory that was set aside; return False if all that is large enough is lent."""
+        if lent := self._runtime.memory.lend(chunk):
+            self.lent.add(chunk)
+        return lent
 
-    def __init__(self, engine: TransferEngine, residency: Residency, executor: Executor, most_bytes: int) -> None:
-        self._engine, self._residency, self._executor = engine, residency, executor
-        self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
-        self.arriving = self.sends.arriving
-        self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
-        self.loss_listeners: Iterable[Any] = ()
-        """The `GradientListener`s, whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
-        self.sent: Callable[[], Callable[[], None] | None] = lambda: None
-        """A weak reference to the function that is called after each gradient sent."""
-        self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """The device memory of gradients in flight, by number of the send."""
+    def hurry(self) -> bool:
+        """Have updates begin that a step begins late because it does not know how many gradients come; return whether
+        any did."""
+        return any(listener.hurry() for listener in self._listeners)
 
-    def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
-        """Run `work`, which copies `nbytes` from the device to `home`, on this thread."""
-        if home.tier is Tier.DEVICE:
-            work()
-        else:
-            self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+    def may_lend(self, chunk: Chunk) -> bool:
+        """Return whether memory for gradients of `chunk` was set aside, lent or not."""
+        return self._runtime.memory.lends(chunk)
 
-    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
-        """Run `work`, which copies `gradient`, of `nbytes` at home, to the home of `chunk`: a small one on this thread,
-        others while the backward goes on. Then end the lease of the staged role, if it is on NVMe."""
-        home = chunk.homes[Role.GRAD]
-        if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
-            try:
-                if home.tier is Tier.DEVICE:
-                    work()
-                else:
-                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
-            finally:
-                if home.tier is Tier.NVME:
-                    self._end_lease(home)
-            if (sent := self.sent()) is not None:
-                sent()
-            if home.tier is Tier.NVME:
-                self._write_back(chunk, home)
+    def give_own(self, chunk: Chunk) -> None:
+        """Give gradients of `chunk` a home for good, unless they have one."""
+        self._runtime.traffic.ensure_homes([chunk], [Role.GRAD])
+
+    def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
+        """End the loan of `chunk`, unless its update has not used all its gradients; `used`: those that it has."""
+        if chunk not in self.lent:
             return
-        memory = weakref.ref(gradient.untyped_storage())
-        send = self.sends.send(chunk, nbytes)
-        self.leaving[send.number] = memory
-        ended = partial(weakly(self._arrived), chunk, send)
-        self._executor.copy_beside(Link.DEVICE_TO_HOST, partial(_without_functions, work), nbytes, ended)
-        if (sent := self.sent()) is not None:
-            sent()
-        self.sends.wait_for_room()
+        shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
+        if any(managed not in used for managed in shown):
+            return
+        for managed in chunk.parameters:
+            managed.close_grad_home(unused=True)
+        self.lent.discard(chunk)
+        self._runtime.memory.end_loan(self._runtime.memory.take_gradients(chunk))
 
-    def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
-        del self.leaving[send.number]
-        self.sends.arrived(chunk, send)
-        home = chunk.homes[Role.GRAD]
-        if home.tier is Tier.NVME:
-            self._end_lease(home)
-        if error is not None:
-            for listener in self.loss_listeners:
-                listener.lost(chunk)
-            raise error
-        if home.tier is Tier.NVME:
-            self._write_back(chunk, home)
+    def prepare_sums(self) -> None:
+        """Move gradients that wait for the one of the backward that begins where sums are exact: the last loans first,
+        so that each gives its memory to the next."""
+        waiting = [
+            chunk
+            for chunk in self.lent
+            if chunk.gradient_dtype is not None
+            and chunk not in self._runtime.traffic.updating
+            and any(
+                is_home_gradient(managed) and not is_consumed(managed.parameter.grad) for managed in chunk.parameters
+            )
+        ]
+        for chunk in sorted(waiting, key=lambda chunk: address_of(chunk.homes[Role.GRAD].memory)):
+            self.widen(chunk)
 
-    def _end_lease(self, home: Home) -> None:
-        """End the lease of the staged role that was opened before the gradient was sent."""
-        assert home.block is not None
-        self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
+    def hide(self, chunks: Iterable[Chunk]) -> None:
+        """Have gradients of those of `chunks` hidden whose parameters are all of optimizers that consume them."""
+        for chunk in chunks:
+            trained = [managed for managed in chunk.parameters if managed.parameter.requires_grad]
+            chunk.hides = all(managed.stepped_by in self.consumers for managed in trained)
 
-    def _write_back(self, chunk: Chunk, home: Home) -> None:
-        """Write the gradients of `chunk` to NVMe once all have arrived: see note "writes of gradients" in
-        `schedule.gradients`."""
-        if self.sends.to_be_written(chunk):
-            assert home.block is not None
-            self._executor.execute(self._residency.settle(home.block))
+    def reveal(self, chunk: Chunk) -> None:
+        """Let the program read and write gradients of `chunk`, of full precision and in a home of their own, and have
+        their update wait for the step. If this raises nothing has moved."""
+        self.widen(chunk)
+        chunk.hides = False
+        for managed in chunk.parameters:
+            show_revealed(managed)
 
-    @property
-    def under_way(self) -> bool:
-        """Whether any gradient is in flight."""
-        return self.sends.under_way
-
-    @property
-    def leaving_bytes(self) -> int:
-        """Device bytes that gradients in flight still take; one that has arrived is free before its end is handled."""
-        if not self.leaving:
-            return 0
-        storages = [memory() for memory in self.leaving.values()]
-        return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
-
-    def wait(self) -> None:
-        """Wait until every gradient has arrived; then raise the first error, if there was one."""
-        self._executor.wait_while(lambda: self.sends.under_way)
+    def widen(self, chunk: Chunk) -> None:
+        """Move gradients of `chunk`, which are lent memory, to a home of full precision, where sums are exact. If this
+        raises nothing has moved."""
+        memory, traffic = self._runtime.memory, self._runtime.traffic
+        traffic.gradients.wait()
+        if chunk not in self.lent:
+            return
+        values = chunk.flat(Role.GRAD)
+        before = memory.take_gradients(chunk)
+        self.lent.discard(chunk)
+        try:
+            self.give_own(chunk)
+            target = traffic.open_role(chunk, Role.GRAD, load=False)
+            try:
+                with torch.no_grad():
+                    target.copy_(values)
+            finally:
+                traffic.close_role(chunk, Role.GRAD, dirty=True)
+        except BaseException:
+            memory.keep_gradients(chunk, before)
+            self.lent.add(chunk)
+            raise
+        memory.end_loan(before)
+        for managed in chunk.parameters:
+            if managed.grad_home is not None:
+                move_gradient(managed, managed.grad_home)

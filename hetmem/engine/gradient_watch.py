@@ -1,32 +1,39 @@
-"""Sees what the program does with gradients: uses of those in flight, which wait, and writes, also where no version
-counts them.
+"""Copies gradients from the device to their homes, and sees what the program does with them: uses of those in flight,
+which wait, and writes, also where no version counts them.
 
-Writes matter to gradients of which hetmem has a copy that a write makes stale: in staging, or in an update that has
-read them.
+Writes matter to gradients of which hetmem has a copy in staging that a write makes stale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
+from hetmem.base.weak import weakly
+from hetmem.engine.executor import Executor
 from hetmem.engine.param_views import hands_out, is_in_place, is_shared
-from hetmem.memory.chunk import Chunk, ManagedParameter
+from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.memory.transfer import TransferEngine
+from hetmem.schedule.blocks import SMALL_BYTES, Link
+from hetmem.schedule.gradients import GradientSends, Send
+from hetmem.schedule.residency import Residency
+from hetmem.schedule.trace import Tier
 
 _ORDINARY: Any = torch.Tensor
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
-_TILE = 1 << 17  # elements, which stay in a cache
 
 
 class WatchedGradient(torch.Tensor):
-    """The class of a gradient while the program has it, and hetmem has a staged copy of it or an update has used it.
+    """The class of a gradient while the program has it, and hetmem has a staged copy of it.
 
     The first function of torch that may write to it, or that hands out its memory, makes it an ordinary tensor and is
-    noted in the tensor's `__dict__`: for a gradient that was used with the checksum of its values before.
+    noted in the tensor's `__dict__`.
     """
 
     @classmethod
@@ -93,14 +100,12 @@ class Flights:
         home.__class__ = _ORDINARY
 
     def end(self) -> None:
-        """Make all of them ordinary tensors; those that an update has read are watched."""
+        """Make all of them ordinary tensors."""
         begun, self._begun = self._begun, []
         for managed in begun:
             home: Any = managed.grad_home
             if type(home) is self.kind:
                 home.__class__ = _ORDINARY
-                if "hetmem_used" in vars(home):
-                    watch_gradient(home)
 
 
 def note_access(gradient: Any) -> None:
@@ -109,13 +114,11 @@ def note_access(gradient: Any) -> None:
     if "hetmem_accessed" not in known:
         if type(gradient) is WatchedGradient:
             gradient.__class__ = _ORDINARY
-        known["hetmem_accessed"] = _checksum(gradient) if "hetmem_used" in known else None
+        known["hetmem_accessed"] = None
 
 
-def watch_gradient(gradient: Any, *, used: bool = False) -> None:
-    """Watch `gradient`, which the program may write to from now on; `used`: an update has read it."""
-    if used:
-        vars(gradient)["hetmem_used"] = True
+def watch_gradient(gradient: Any) -> None:
+    """Watch `gradient`, which the program may write to from now on."""
     if type(gradient) is torch.Tensor and "hetmem_accessed" not in vars(gradient):
         gradient.__class__ = WatchedGradient
 
@@ -124,27 +127,7 @@ def end_watch(gradient: Any) -> None:
     """End `watch_gradient`."""
     if type(gradient) is WatchedGradient:
         gradient.__class__ = _ORDINARY
-    for name in ("hetmem_used", "hetmem_accessed"):
-        vars(gradient).pop(name, None)
-
-
-def is_edited(gradient: torch.Tensor, version: int) -> bool:
-    """Return whether the program has written to `gradient`, an update's, since it had that `version`."""
-    with torch_private.NoFunctionsOfSubclasses():
-        before = vars(gradient).get("hetmem_accessed")
-        return gradient._version != version or (before is not None and before != _checksum(gradient))
-
-
-def _checksum(gradient: torch.Tensor) -> int:
-    """Return a number that hardly any edit of `gradient` leaves as it is; one in 2**64."""
-    total = 0
-    with torch_private.NoFunctions(), torch_private.NoDispatch(), torch.no_grad():
-        values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        words = values.contiguous().view(-1).view(INTEGERS[values.itemsize])
-        for tile in words.split(_TILE):
-            wide = tile.to(torch.int64)
-            total = (total * 0x9E3779B97F4A7C15 + int(wide.sum()) + 3 * int((wide * wide).sum())) % (1 << 64)
-    return total
+    vars(gradient).pop("hetmem_accessed", None)
 
 
 def watch_gradients(chunk: Chunk) -> None:
@@ -158,12 +141,112 @@ def watch_gradients(chunk: Chunk) -> None:
 
 
 def end_watch_of(chunk: Chunk) -> bool:
-    """End `watch_gradients`, but of what an update has used; return whether the program may have written to any."""
+    """End `watch_gradients`; return whether the program may have written to any."""
     accessed = False
     for managed in chunk.parameters:
         if managed.grad_home is not None:
             known = vars(managed.grad_home)
             accessed |= "hetmem_accessed" in known or managed.grad_home._version != managed.grad_version
-            if "hetmem_used" not in known:
-                end_watch(managed.grad_home)
+            end_watch(managed.grad_home)
     return accessed
+
+
+# ---- copies in flight ----------------------------------------------------------------------------------------------
+
+
+def _without_functions(work: Callable[[], None]) -> None:
+    """Do `work`, which writes to a gradient in flight, that a use of the program waits for."""
+    with torch_private.NoFunctionsOfSubclasses():
+        work()
+
+
+class GradientCopies:
+    """Carries out what `GradientSends` decides: gradients in flight from the device to their homes."""
+
+    def __init__(self, engine: TransferEngine, residency: Residency, executor: Executor, most_bytes: int) -> None:
+        self._engine, self._residency, self._executor = engine, residency, executor
+        self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
+        self.arriving = self.sends.arriving
+        self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
+        self.loss_listeners: Iterable[Any] = ()
+        """The `GradientListener`s, whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
+        self.sent: Callable[[], Callable[[], None] | None] = lambda: None
+        """A weak reference to the function that is called after each gradient sent."""
+        self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """The device memory of gradients in flight, by number of the send."""
+
+    def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
+        """Run `work`, which copies `nbytes` from the device to `home`, on this thread."""
+        if home.tier is Tier.DEVICE:
+            work()
+        else:
+            self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+
+    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
+        """Run `work`, which copies `gradient`, of `nbytes` at home, to the home of `chunk`: a small one on this thread,
+        others while the backward goes on. Then end the lease of the staged role, if it is on NVMe."""
+        home = chunk.homes[Role.GRAD]
+        if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
+            try:
+                if home.tier is Tier.DEVICE:
+                    work()
+                else:
+                    self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
+            finally:
+                if home.tier is Tier.NVME:
+                    self._end_lease(home)
+            if (sent := self.sent()) is not None:
+                sent()
+            if home.tier is Tier.NVME:
+                self._write_back(chunk, home)
+            return
+        memory = weakref.ref(gradient.untyped_storage())
+        send = self.sends.send(chunk, nbytes)
+        self.leaving[send.number] = memory
+        ended = partial(weakly(self._arrived), chunk, send)
+        self._executor.copy_beside(Link.DEVICE_TO_HOST, partial(_without_functions, work), nbytes, ended)
+        if (sent := self.sent()) is not None:
+            sent()
+        self.sends.wait_for_room()
+
+    def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
+        del self.leaving[send.number]
+        self.sends.arrived(chunk, send)
+        home = chunk.homes[Role.GRAD]
+        if home.tier is Tier.NVME:
+            self._end_lease(home)
+        if error is not None:
+            for listener in self.loss_listeners:
+                listener.lost(chunk)
+            raise error
+        if home.tier is Tier.NVME:
+            self._write_back(chunk, home)
+
+    def _end_lease(self, home: Home) -> None:
+        """End the lease of the staged role that was opened before the gradient was sent."""
+        assert home.block is not None
+        self._executor.execute(self._residency.release(home.block, Tier.HOST, dirty=True))
+
+    def _write_back(self, chunk: Chunk, home: Home) -> None:
+        """Write the gradients of `chunk` to NVMe once all have arrived: see note "writes of gradients" in
+        `schedule.gradients`."""
+        if self.sends.to_be_written(chunk):
+            assert home.block is not None
+            self._executor.execute(self._residency.settle(home.block))
+
+    @property
+    def under_way(self) -> bool:
+        """Whether any gradient is in flight."""
+        return self.sends.under_way
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Device bytes that gradients in flight still take; one that has arrived is free before its end is handled."""
+        if not self.leaving:
+            return 0
+        storages = [memory() for memory in self.leaving.values()]
+        return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
+
+    def wait(self) -> None:
+        """Wait until every gradient has arrived; then raise the first error, if there was one."""
+        self._executor.wait_while(lambda: self.sends.under_way)

@@ -8,7 +8,7 @@ back right after, as the home. The order of additions is autograd's own, so the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -19,21 +19,20 @@ import torch
 from hetmem import torch_private
 from hetmem.base.weak import WeakList, weakly
 from hetmem.engine.gradient_views import (
+    GradientLoans,
     are_own,
-    clear_zeroed,
+    clear_consumed,
     is_held,
     is_home,
     is_home_gradient,
     leave_gradient_to_holders,
-    move_gradient,
     show_gradient,
-    show_widened,
     take_gradient,
 )
 from hetmem.engine.gradient_watch import Flights, end_watch_of, watch_gradients
 from hetmem.engine.param_views import is_shared
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, UnreadableGradient, stored
+from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.schedule.trace import Tier
 
@@ -70,10 +69,8 @@ class GradientSink:
         """Whether `listeners` are called for each gradient of this backward."""
         self.sent_home: list[ManagedParameter] = []
         """Parameters that are at home for hooks of the user, until a recomputation begins."""
-        self.lends = False
-        """Whether gradients have homes only from their arrival to the update (streamed); `retire` ends a home."""
-        self.lent: set[Chunk] = set()
-        """Chunks whose gradients lie in lent memory."""
+        self.loans = GradientLoans(runtime, self.listeners)
+        self.lent = self.loans.lent
         self._handles: list[Any] = []
         self.unhooked = runtime.parameters
         """Parameters that did not require a gradient when that was last asked."""
@@ -81,7 +78,6 @@ class GradientSink:
         """Parameters whose gradient is being accumulated, and their `p.grad` before."""
         self.is_simple = False
         """Whether the hook before an accumulation only has to take `p.grad` away."""
-        self._arrived: list[ManagedParameter] = []
         self._flights = Flights(weakref.WeakMethod(self._arrive))
         self._handed_out: dict[Chunk, None] | None = None
         """While the program may read and write gradients: chunks whose gradients, on NVMe, are watched."""
@@ -127,7 +123,7 @@ class GradientSink:
             for listener in self.listeners:
                 listener.coming(managed)
         if parameter.grad is not None:
-            clear_zeroed(parameter)
+            clear_consumed(parameter)
         if managed not in self.taken:
             self.taken[managed] = take_gradient(parameter)
 
@@ -148,6 +144,9 @@ class GradientSink:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
             self.are_dense = self.are_dense and arrived.requires_grad
             arrived = arrived.to(parameter)
+            if type(previous) is HiddenGradient:
+                self.wait_until_home()
+                previous = stored(previous).to(parameter)
             if previous is not None:
                 dense_first = was_sparse and arrived.layout is torch.strided
                 arrived = arrived + previous if dense_first else previous + arrived
@@ -173,13 +172,12 @@ class GradientSink:
                 show_gradient(parameter, previous)  # the sum so far is not lost
                 raise
             show_gradient(parameter, managed.grad_view if managed.grad_view is not None else managed.grad_home)
-            if in_flight:
+            if in_flight and managed.grad_view is None:
                 self._flights.begin(managed)
                 if previous is not None and managed.grad_home is not None and is_shared(managed.grad_home):
                     self.wait_until_home()  # the program has a view of it
         else:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
-        self._arrived += (managed,)
         if len(parameter._post_accumulate_grad_hooks) > 1:
             self.wait_until_home()
         if self.notifies or self.runtime.traffic.updating:
@@ -220,6 +218,8 @@ class GradientSink:
         self.is_simple = not (self.notifies or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
+            if self.lent:
+                self.loans.prepare_sums()
         if runtime.tracer.measured:
             runtime.uses.release_working()
         if not (self.notifies or runtime.traffic.updating):
@@ -242,7 +242,7 @@ class GradientSink:
             if gradient is None or gradient is managed.grad_home or gradient is managed.grad_view:
                 continue
             bindings.met.add(managed)  # of a tensor of the program's: that may get other memory
-            if gradient.layout is not torch.strided or isinstance(gradient, UnreadableGradient):
+            if gradient.layout is not torch.strided or isinstance(gradient, HiddenGradient):
                 continue
             memory, address = self.runtime.memory, gradient.untyped_storage().data_ptr()
             if memory.is_home_address(address) or memory.is_device_address(address):
@@ -259,11 +259,6 @@ class GradientSink:
                         show_gradient(managed.parameter, previous)
         self.wait_until_home()
         self.notifies, self.is_simple = True, False
-        with torch_private.NoFunctionsOfSubclasses():
-            for listener in self.listeners:
-                listener.backward_over()
-            self.runtime.writes.leave_gradients(self._arrived)
-        self._arrived.clear()
         if not self.runtime.bindings.away:  # the model's weights are in a graph that none of its forwards has made
             self.runtime.bindings.exposed.update(self.sent_home)
             self.sent_home.clear()
@@ -314,30 +309,35 @@ class GradientSink:
             for chunk in watched | self._on_nvme():
                 if chunk not in watched or end_watch_of(chunk):
                     self.runtime.traffic.superseded(chunk, Role.GRAD)
-                for managed in filter(is_home_gradient, chunk.parameters if self.runtime.in_backward else ()):
+                for managed in filter(_is_shown, chunk.parameters if self.runtime.in_backward else ()):
                     self._flights.begin(managed)
 
     def _on_nvme(self) -> dict[Chunk, None]:
         chunks = self.runtime.chunks if self.runtime.memory.staging_slots else ()  # else none is on NVMe
-        return dict.fromkeys(filter(_is_on_nvme, chunks))
+        return dict.fromkeys(chunk for chunk in chunks if not chunk.hides and _is_on_nvme(chunk))
 
     def _send(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> bool:
         """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite. Return whether
         its home may lack it for a while."""
         chunk = managed.chunk
         if Role.GRAD not in chunk.homes:
-            if self.lends:
-                self._sends.find_place(chunk, self)
+            if self.loans.lends and chunk.hides:
+                self._sends.find_place(chunk, self.loans)
             else:
-                self.give_own(chunk)
-        dtype = chunk.gradient_dtype  # 16 bits: a sum, or the result of a hook of the program, may not be exact
-        if dtype is not None and (adds or arrived.dtype is not dtype or has_hooks_of_the_user(managed.parameter)):
-            self._widen(chunk)
+                self.loans.give_own(chunk)
+        if chunk.hides and (managed.stepped_by not in self.loans.consumers or has_hooks_of_the_user(managed.parameter)):
+            self.loans.reveal(chunk)
+        dtype = chunk.gradient_dtype  # 16 bits: a sum may not be exact
+        if dtype is not None and (adds or arrived.dtype is not dtype):
+            self.loans.widen(chunk)
         if not adds and managed.grad_home is not None and is_held(managed):
             leave_gradient_to_holders(managed, self._warned)
-        if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
+        home, shown = managed.grad_home, managed.grad_view is None
+        if home is None or home.data_ptr() != managed.grad_address or shown is chunk.hides:
             managed.open_grad_home()
         assert managed.grad_home is not None
+        if managed.grad_view is not None and not adds:
+            managed.grad_view.begin(managed.grad_home)
         traffic = self.runtime.traffic
         if traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
             # Autograd copied the gradient to the host, not ordered behind an earlier one that may be in flight.
@@ -361,67 +361,6 @@ class GradientSink:
             if managed.grad_home is None or managed.grad_home.data_ptr() != managed.grad_address:
                 managed.open_grad_home()
 
-    # ---- memory: see `schedule.gradients.GradientMemory` ---------------------------------------------------------
-
-    def lend(self, chunk: Chunk) -> bool:
-        """Lend gradients of `chunk` memory that was set aside; return False if all that is large enough is lent."""
-        if lent := self.runtime.memory.lend(chunk):
-            self.lent.add(chunk)
-        return lent
-
-    def may_lend(self, chunk: Chunk) -> bool:
-        """Return whether memory for gradients of `chunk` was set aside, lent or not."""
-        return self.runtime.memory.lends(chunk)
-
-    def give_own(self, chunk: Chunk) -> None:
-        """Give gradients of `chunk` a home for good, unless they have one."""
-        self.runtime.traffic.ensure_homes([chunk], [Role.GRAD])
-
-    def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
-        """End the loan of `chunk`, unless its update has not used all its gradients; `used`: those that it has."""
-        if chunk not in self.lent:
-            return
-        shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
-        if any(managed not in used for managed in shown):
-            return
-        for managed in shown:
-            take_gradient(managed.parameter)
-        for managed in chunk.parameters:
-            leave_gradient_to_holders(managed, self._warned, others=int(managed in used))
-            managed.close_grad_home(unused=True)
-        self.lent.discard(chunk)
-        self.runtime.memory.end_loan(self.runtime.memory.take_gradients(chunk))
-        for listener in self.listeners:
-            listener.consumed(chunk, shown)
-
-    def _widen(self, chunk: Chunk) -> None:
-        """Move gradients of `chunk`, kept in the dtype in which they arrive, to a home of full precision, where sums
-        are exact and the program may write. If this raises nothing has moved."""
-        memory, traffic = self.runtime.memory, self.runtime.traffic
-        traffic.gradients.wait()
-        if chunk not in self.lent:
-            return
-        values = chunk.flat(Role.GRAD)
-        before = memory.take_gradients(chunk)
-        self.lent.discard(chunk)
-        try:
-            self.give_own(chunk)
-            target = traffic.open_role(chunk, Role.GRAD, load=False)
-            try:
-                with torch.no_grad():
-                    target.copy_(values)
-            finally:
-                traffic.close_role(chunk, Role.GRAD, dirty=True)
-        except BaseException:
-            memory.keep_gradients(chunk, before)
-            self.lent.add(chunk)
-            raise
-        memory.end_loan(before)
-        for managed in chunk.parameters:
-            if managed.grad_home is not None:
-                move_gradient(managed, managed.grad_home)
-            show_widened(managed)
-
     def _open(self, managed: ManagedParameter, *, adds: bool) -> torch.Tensor:
         """Return the part of `managed` in its chunk's staged gradients, which are read from NVMe only if needed."""
         chunk = managed.chunk
@@ -437,6 +376,11 @@ class GradientSink:
 def _is_on_nvme(chunk: Chunk) -> bool:
     """Return whether gradients of `chunk` have their home on NVMe."""
     return Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].tier is Tier.NVME
+
+
+def _is_shown(managed: ManagedParameter) -> bool:
+    """Return whether `p.grad` is the home of the gradient and the program can read it."""
+    return managed.grad_view is None and is_home_gradient(managed)
 
 
 def _awaited(chunk: Chunk) -> set[int]:

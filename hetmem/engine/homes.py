@@ -15,7 +15,7 @@ from hetmem.base.units import format_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, address_of
 from hetmem.memory.device import Device, DevicePool, out_of_memory
-from hetmem.memory.host_memory import HostPool
+from hetmem.memory.host_memory import HostPool, Loan
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.schedule.blocks import Block
 from hetmem.schedule.gradients import Lending, set_aside
@@ -72,6 +72,11 @@ class Memory:
     _spare: dict[int, list[memoryview]] = field(default_factory=dict)
     """Memory that `_lending` can lend, by its bytes."""
     _lent: dict[Home, memoryview] = field(default_factory=dict)
+    _loans: dict[Home, Loan] = field(default_factory=dict)
+    """Homes of gradients in memory that was not set aside."""
+    _loaned_bytes: int = 0
+    _activation_bytes: int = 0
+    """The most bytes of activations in host memory when a gradient was lent memory."""
     _home_ranges: list[tuple[int, int]] = field(default_factory=list)
     _device_ranges: list[tuple[int, int]] = field(default_factory=list)
 
@@ -293,16 +298,11 @@ class Memory:
         held = self.device_home_bytes + copies
         return idle_bytes(self.usable_bytes, self.device_chunk_bytes, non_model_bytes, held)
 
-    def set_aside(self, chunks: Iterable[Chunk]) -> int:
-        """Reserve host memory for gradients of a few of `chunks` at a time, to be lent: see `schedule.gradients`.
-
-        Returns how many of `chunks` have no memory while all others have."""
-        sizes = [chunk.lent_nbytes for chunk in chunks]
-        granted = set_aside(sizes, self.room().host_bytes)
-        for nbytes in granted:
+    def set_aside(self, chunks: Iterable[Chunk]) -> None:
+        """Reserve host memory for gradients of a few of `chunks` at a time, to be lent: see `schedule.gradients`."""
+        for nbytes in set_aside([chunk.lent_nbytes for chunk in chunks], self.room().host_bytes):
             self._spare.setdefault(nbytes, []).append(self.host_pool.reserve(nbytes))
             self._lending.add(nbytes)
-        return len(sizes) - len(granted)
 
     @property
     def spare_bytes(self) -> int:
@@ -314,15 +314,35 @@ class Memory:
         return self._lending.lends(chunk.lent_nbytes)
 
     def lend(self, chunk: Chunk) -> bool:
-        """Give gradients of `chunk` a home in memory that was set aside; False if all that is large enough is lent."""
+        """Give gradients of `chunk` a home in memory that was set aside, or that nothing else takes; False if there is
+        none now."""
         size = self._lending.take(chunk.lent_nbytes)
-        if size is None:
+        if size is not None:
+            place = self._spare[size].pop()
+            home = Home(Tier.HOST, place[: chunk.lent_nbytes])
+            self._lent[home] = place
+        elif (loan := self._borrow(chunk.lent_nbytes)) is not None:
+            home = Home(Tier.HOST, loan.memory[: chunk.lent_nbytes])
+            self._loans[home] = loan
+            self._loaned_bytes += chunk.lent_nbytes
+        else:
             return False
-        place = self._spare[size].pop()
-        home = Home(Tier.HOST, place[: chunk.lent_nbytes])
-        self._lent[home] = place
         self.keep_gradients(chunk, home)
         return True
+
+    def _borrow(self, nbytes: int) -> Loan | None:
+        """Return memory of `nbytes` that is free beside what activations take at most; with NVMe, where states take all
+        that homes leave, none."""
+        if self.staging_slots:
+            return None
+        activations = self.activation_bytes
+        self._activation_bytes = max(self._activation_bytes, activations)
+        return self.host_pool.lend(nbytes, self._activation_bytes - activations)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of activations in host memory."""
+        return self.host_pool.lent_bytes - self._loaned_bytes
 
     def keep_gradients(self, chunk: Chunk, home: Home) -> None:
         """Make the lent `home` that of gradients of `chunk`, in the dtype in which they arrive, until
@@ -341,6 +361,8 @@ class Memory:
         if place is not None:
             self._spare[place.nbytes].append(place)
             self._lending.give(place.nbytes)
+        elif self._loans.pop(home, None) is not None:
+            self._loaned_bytes -= len(home.memory)
 
     def number(self, chunk: Chunk, role: Role, block: int) -> None:
         """Note the residency's block number of the home of `role`."""

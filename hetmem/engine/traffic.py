@@ -15,7 +15,7 @@ import torch
 
 from hetmem.engine.events import LOGGER, EventLog
 from hetmem.engine.executor import Executor
-from hetmem.engine.gradient_views import GradientCopies
+from hetmem.engine.gradient_watch import GradientCopies
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings
 from hetmem.errors import CapacityError, StateError

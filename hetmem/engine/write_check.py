@@ -72,8 +72,6 @@ class WriteCheck:
         """Whether an optimizer has stepped since the last forward; and whether the program may have written to weights
         (an average of weights takes `p.data`) between the last step and the forward after it: then nothing is fetched
         ahead after the next step, as it would be fetched twice."""
-        self._gradients_left: dict[ManagedParameter, tuple[int, int] | None] = {}
-        """`_gradient` of parameters as the last backward left it."""
 
     @property
     def has_copies(self) -> bool:
@@ -91,7 +89,6 @@ class WriteCheck:
         now, so that parameters whose `.data` was set are in `touched`. Call it without `__torch_function__`."""
         self._traffic.executor.poll()  # a copy that has arrived must not count as in flight
         unwatched, self.unwatched = self.unwatched, True  # stays so if this raises: all is checked again
-        self._gradients_left.clear()
         found = self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters)
         refuse_common_memory(found)
         for managed in found:
@@ -159,20 +156,6 @@ class WriteCheck:
         chunk_of_block, resident = self._traffic.executor.chunk_of_block, self._traffic.residency.resident
         chunks = {chunk_of_block[block][0] for block in (*resident(Tier.DEVICE), *resident(Tier.HOST))}
         return [*chain.from_iterable(map(_PARAMETERS, self._cast_at_home | chunks))]
-
-    def leave_gradients(self, arrived: Iterable[ManagedParameter]) -> None:
-        """Note the gradients of `arrived` as a backward ends, for `edited_gradients`."""
-        present = [managed for managed in arrived if managed.parameter.grad is not None]
-        gradients = [managed.parameter.grad for managed in present]
-        self._gradients_left.update(dict.fromkeys(arrived))
-        self._gradients_left.update(
-            zip(present, zip(map(id, gradients), map(_VERSION, gradients), strict=True), strict=True)
-        )
-
-    def edited_gradients(self) -> list[ManagedParameter]:
-        """Return the parameters whose gradients were cleared, or written to with a version, since the last backward: a
-        program that accumulates does not do that, one that steps by hand does."""
-        return [managed for managed, left in self._gradients_left.items() if _gradient(managed) != left]
 
     def notice_counted(self, chunk: Chunk) -> None:
         """Honour the writes to `chunk` that are `counted`, and clear its parameters in `noticed`."""
@@ -433,12 +416,6 @@ def _copy_changes(home: torch.Tensor, device: torch.Tensor) -> None:
         if home.dtype != device.dtype:
             device = torch.where(device == home.to(device.dtype), home, device.to(home.dtype))
         home.copy_(device)
-
-
-def _gradient(managed: ManagedParameter) -> tuple[int, int] | None:
-    """Return a value that changes if `p.grad` is replaced, or written to with a version; no reference to it."""
-    gradient = managed.parameter.grad
-    return None if gradient is None else (id(gradient), gradient._version)
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -23,72 +23,85 @@ from hetmem.schedule.layout import ChunkSpec
 from hetmem.schedule.trace import Tier
 
 
-class UnreadableGradient(torch.Tensor):
-    """Stands in `p.grad` for a gradient that the program cannot read, with its shape and dtype and without memory.
-    Zeros can be written (`zero`); all else that computes with it or asks for its address raises RuntimeError."""
+class HiddenGradient(torch.Tensor):
+    """Stands in `p.grad` for a gradient that only its update reads, with its shape and dtype and without memory.
+
+    The program may zero it, as `zero_grad` does: it is `zeroed` then, and can be computed with, as zeros. All else that
+    computes with it or asks for its address raises RuntimeError. `gradient` is where the values are until it is
+    `consumed`, as an update has read them; `stepped`: by a step that has ended. `label` names it in errors.
+    """
 
     __torch_function__ = torch_private.without_functions
+    gradient: torch.Tensor
+    label: str
+    zeroed: bool
+    consumed: bool
+    stepped: bool
 
-    @classmethod
-    def like(cls, tensor: torch.Tensor, dtype: torch.dtype) -> Any:
-        """Return one of the shape, strides and device of `tensor`, whose elements are of `dtype`."""
-        return torch_private.make_wrapper(cls, tensor.shape, strides=tensor.stride(), dtype=dtype, device=tensor.device)
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, dtype: torch.dtype, label: str) -> HiddenGradient:
+        """Make one of the shape, strides and device of `like`."""
+        made: HiddenGradient = torch_private.make_wrapper(
+            cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
+        )
+        made.label, made.gradient = label, like
+        made.zeroed = made.consumed = made.stepped = False
+        return made
 
-    def zero(self) -> None:
-        """Do what `zero_grad(set_to_none=False)` asks for."""
-        raise NotImplementedError
+    def __init__(self, like: torch.Tensor, dtype: torch.dtype, label: str) -> None:
+        pass
 
-    def refused(self, what: object) -> str:
-        """Return the message of the error for `what`, which the program has done with it."""
-        raise NotImplementedError
+    def begin(self, gradient: torch.Tensor) -> None:
+        """Stand for `gradient`, which arrives."""
+        self.gradient, self.zeroed, self.consumed, self.stepped = gradient, False, False, False
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
+        return f"<{self.label}, {'used up by' if self.consumed else 'kept for'} its update>"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = [each for each in torch_private.tree_leaves((args, kwargs)) if isinstance(each, UnreadableGradient)]
-        if func not in ZEROING:
-            raise RuntimeError(found[0].refused(func))
-        for each in found:
-            each.zero()
-        return args[0]
+        found = [each for each in torch_private.tree_leaves((args, kwargs)) if isinstance(each, cls)]
+        if func in ZEROING:
+            for each in found:
+                each.zeroed = True
+            return args[0]
+        name = func.overloadpacket.__name__
+        if all(each.zeroed for each in found) and not (func.is_view or (name.endswith("_") and name[:2] != "__")):
+            args, kwargs = torch_private.tree_map(_zeros_for, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        raise RuntimeError(found[0].refused(func))
+
+    def refused(self, what: object) -> str:
+        """Return the message of the error for `what`, which the program has done with it."""
+        if self.stepped:
+            return (
+                f"{what} met {self.label}, which the last step() has used up (overlap='backward' or 'forward'): to "
+                f"read gradients, use overlap='off'"
+            )
+        state = "which its update has used up" if self.consumed else "which only its update reads"
+        return (
+            f"{what} met {self.label}, {state} (overlap='backward' or 'forward'), and which cannot be read or changed: "
+            f"use max_grad_norm= to clip and loss_scale= to scale, or overlap='off' to do it yourself"
+        )
 
     def data_ptr(self) -> int:
         """Raise RuntimeError: a kernel would read memory that is not the gradient's."""
         raise RuntimeError(self.refused("data_ptr"))
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raise RuntimeError, as `data_ptr` does."""
+        raise RuntimeError(self.refused("numpy"))
+
     def __dlpack__(self, **_: Any) -> Any:
         raise RuntimeError(self.refused("__dlpack__"))
 
 
-class HiddenGradient(UnreadableGradient):
-    """Stands for `gradient`, which stays in 16 bits until its update has read it. `label` names it in errors."""
-
-    gradient: torch.Tensor
-    label: str
-
-    @staticmethod
-    def __new__(cls, gradient: torch.Tensor, dtype: torch.dtype, label: str) -> HiddenGradient:
-        """Make one of the shape and strides of `gradient`."""
-        made: HiddenGradient = cls.like(gradient, dtype)
-        made.gradient, made.label = gradient, label
-        return made
-
-    def __init__(self, gradient: torch.Tensor, dtype: torch.dtype, label: str) -> None:
-        pass
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch has no types there
-        return f"<{self.label}, kept in {self.gradient.dtype}>"
-
-    def zero(self) -> None:
-        self.gradient.zero_()
-
-    def refused(self, what: object) -> str:
-        return (
-            f"{what} met {self.label}, which is kept in {self.gradient.dtype} until its update has read it "
-            f"(gradients='streamed' with mixed_precision), and cannot be read or changed: use gradients='visible', "
-            f"with max_grad_norm= to clip and loss_scale= to scale"
-        )
+def _zeros_for(value: Any) -> Any:
+    if type(value) is not HiddenGradient:
+        return value
+    return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
@@ -212,6 +225,8 @@ class Chunk:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     most_parameters: int
+    hides: bool = False
+    """Whether updates consume its gradients as they arrive, so that the program cannot read them."""
     gradient_dtype: torch.dtype | None = None
     """Dtype of gradients that stay as autograd made them until their update has read them; None: `dtype`."""
     parameters: list[ManagedParameter] = field(default_factory=list)
@@ -325,10 +340,10 @@ class ManagedParameter(Referable):
     differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address` is the home's
     address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a view of the slot
     while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`. `grad_home` is the home of the
-    gradient, and `grad_view` stands in `p.grad` for one in 16 bits; `grad_spare` has both of the last step, to be
-    reused. `version` is the last known version counter of the parameter: another value means that it was written to;
-    `counter` is a tensor without memory that shares the counter and is independent of the parameter's class. `own` is
-    the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges that together with the C++ tensor below.
+    gradient, and `grad_view` stands in `p.grad` for one that its chunk `hides`; `grad_spare` has both of the last step,
+    to be reused. `version` is the last known version counter of the parameter: another value means that it was written
+    to; `counter` is a tensor without memory that shares the counter and is independent of the parameter's class. `own`
+    is the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges that together with the C++ tensor below.
     `data_sets` counts assignments to `.data` within a forward or backward, `replaced` those outside of both that went
     home. `kind` is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and
     `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it
@@ -379,16 +394,18 @@ class ManagedParameter(Referable):
         spare, self.grad_spare = self.grad_spare, None
         dtype = self.chunk.dtype_of(Role.GRAD)
         memory = self.chunk.homes[Role.GRAD].memory
+        view = None
         if spare is not None and type(memory) is memoryview and spare[0].dtype is dtype:
-            self.grad_home, self.grad_view = spare
-            self.grad_home.data = self.shaped(elements(memory, dtype, self.numel, self.offset * dtype.itemsize))
-            self.grad_address = self.grad_home.data_ptr()
-            return
-        self.grad_home = self.view(Role.GRAD)
-        self.grad_address = self.grad_home.data_ptr()
-        self.grad_view = None
-        if dtype is not self.chunk.dtype:
-            self.grad_view = HiddenGradient(self.grad_home, self.chunk.dtype, f"the gradient of {self.name}")
+            home, view = spare
+            home.data = self.shaped(elements(memory, dtype, self.numel, self.offset * dtype.itemsize))
+        else:
+            home = self.view(Role.GRAD)
+        self.grad_home, self.grad_address, self.grad_view = home, home.data_ptr(), None
+        if self.chunk.hides:
+            if view is None or view.device != home.device:
+                view = HiddenGradient(home, self.chunk.dtype, f"the gradient of {self.name}")
+            view.begin(home)
+            self.grad_view = view
 
     def close_grad_home(self, *, unused: bool = False) -> None:
         """Drop `grad_home`. If nothing else holds its views (`unused`), the next one reuses them."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from hetmem import torch_private
-from hetmem.base.config import GradientsName, OverlapName
+from hetmem.base.config import OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
@@ -25,7 +25,7 @@ from hetmem.cpu.small_states import check_numba
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
-from hetmem.optim.options import LossScale, ParameterUpdate, Rule, is_number
+from hetmem.optim.options import LossScale, ParameterUpdate, Rule, is_number, refuse_others
 
 Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -41,7 +41,7 @@ class AdamW(OffloadedOptimizer):
     `params`, `lr` (a float or a tensor of one element), `betas`, `eps`, `weight_decay`, `maximize`: as in torch.
     Parameters of any floating dtype; moments in the parameter's dtype (which `moments` may name) and shape, in
     `state[p]` as `exp_avg` and `exp_avg_sq`. Checkpoints interchange with `torch.optim.AdamW`. `max_grad_norm`,
-    `loss_scale`, `overlap`, `gradients`, and the errors: see `OffloadedOptimizer`.
+    `loss_scale`, `overlap`, and the errors: see `OffloadedOptimizer`.
 
     Two options change the mathematics, for fewer bytes. `moments=torch.bfloat16` or `"8bit"`: 2 or about 1 byte for
     each moment in place of 4, rounded stochastically. `stochastic_rounding=True`: parameters in bfloat16 are too, so
@@ -63,11 +63,12 @@ class AdamW(OffloadedOptimizer):
         max_grad_norm: float | None = None,
         loss_scale: LossScale | float | Literal["dynamic"] | None = None,
         overlap: OverlapName = "off",
-        gradients: GradientsName = "visible",
         moments: torch.dtype | Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        **others: Any,
     ) -> None:
+        refuse_others("AdamW", others)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         _check(defaults)
         for name, value, fine in (
@@ -95,7 +96,6 @@ class AdamW(OffloadedOptimizer):
             overlap=overlap,
             max_grad_norm=max_grad_norm,
             scale=loss_scale,
-            gradients=gradients,
         )
 
     def state_dict(self) -> dict[str, Any]:

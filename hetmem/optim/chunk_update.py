@@ -13,9 +13,9 @@ import torch
 
 from hetmem.cpu import square_sum_tasks
 from hetmem.cpu.workers import Batch, Task, WorkerPool
-from hetmem.engine.gradient_views import take_gradient
+from hetmem.engine.gradient_views import is_as_it_was
 from hetmem.engine.runtime import Runtime
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
 from hetmem.optim.members import Members, Opened, Part, in_order
 from hetmem.optim.options import Rule
 from hetmem.schedule.trace import Tier
@@ -44,8 +44,6 @@ class ChunkUpdate:
     begun: bool = False
     """Whether the update was queued, with the factor `scale` for its gradients."""
     scale: float = 1.0
-    edited: bool = False
-    """Whether the program wrote to streamed gradients before they were read."""
     corrupt: bool = False
     """Whether it failed with only some elements updated: training can only go on from a checkpoint."""
     detached: bool = False
@@ -100,11 +98,15 @@ class ChunkUpdate:
             part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
         )
 
-    def use_up_gradients(self) -> None:
-        """Take away gradients that this update reads after the step, so that zero_grad cannot write to them."""
+    def consume(self) -> None:
+        """Note that this update has read its gradients."""
         for part in self.parts:
-            if part.at_home and part.managed.parameter.grad is part.gradient:
-                take_gradient(part.managed.parameter)
+            if type(part.gradient) is HiddenGradient:
+                part.gradient.consumed = True
+
+    def lacks_gradients(self) -> bool:
+        """Return whether the program has dropped or zeroed a gradient since this update has begun."""
+        return not all(is_as_it_was(part.managed.parameter.grad, part.gradient) for part in self.parts)
 
     def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
         """Save the states outside chunks that an update changes (step counts); those in `homes` are in chunks."""

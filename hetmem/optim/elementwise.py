@@ -14,13 +14,13 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import Optimizer
 
-from hetmem.base.config import GradientsName, OverlapName
+from hetmem.base.config import OverlapName
 from hetmem.cpu import Task
 from hetmem.cpu.workers import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
-from hetmem.optim.options import LossScale, ParameterUpdate, Rule
+from hetmem.optim.options import LossScale, ParameterUpdate, Rule, refuse_others
 
 _TRIAL = (4, 32)
 _STEPS = 3
@@ -33,7 +33,6 @@ def offload(
     max_grad_norm: float | None = None,
     loss_scale: LossScale | float | Literal["dynamic"] | None = None,
     overlap: OverlapName = "off",
-    gradients: GradientsName = "visible",
     **options: Any,
 ) -> OffloadedOptimizer:
     """Return `optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers.
@@ -45,6 +44,7 @@ def offload(
     Adafactor), for `fused`, `foreach`, `capturable` and `differentiable`, and what `optimizer` itself raises for its
     options.
     """
+    refuse_others("offload", {name: value for name, value in options.items() if name == "gradients"})
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ManageError(f"expected a class like torch.optim.SGD, got {optimizer!r}")
     if issubclass(optimizer, OffloadedOptimizer):
@@ -61,7 +61,6 @@ def offload(
         overlap=overlap,
         max_grad_norm=max_grad_norm,
         scale=loss_scale,
-        gradients=gradients,
     )
 
 

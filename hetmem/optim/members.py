@@ -15,7 +15,7 @@ import torch
 
 from hetmem.engine.gradient_views import are_home
 from hetmem.errors import ManageError
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, stored
+from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, address_of, stored
 from hetmem.optim.options import Rule
 from hetmem.schedule.trace import Tier
 
@@ -147,10 +147,17 @@ class Members:
         dtype, gradients = self.managed[0].chunk.dtype, [*map(_GRADIENT, self.parameters)]
         options_of = {group: group.now(dtype) for group in self._distinct}
         at_home = are_home(gradients, self.managed)
+        if HiddenGradient in set(map(type, gradients)):
+            at_home = [home and not is_zeroed(each) for home, each in zip(at_home, gradients, strict=True)]
         fields = zip(self.managed, map(options_of.__getitem__, self._groups), gradients, at_home, strict=True)
         return [
             Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields
         ]
+
+
+def is_zeroed(gradient: torch.Tensor) -> bool:
+    """Return whether `gradient` is hidden, and the program has zeroed it: its home is not."""
+    return type(gradient) is HiddenGradient and gradient.zeroed
 
 
 def missing_in(entry: Mapping[str, Any], needs: Iterable[str]) -> list[str]:
@@ -273,10 +280,6 @@ class Part:
     gradient: torch.Tensor
     at_home: bool
     version: int
-    watched: bool = False
-    """Whether writes of the program to `gradient` are seen."""
-    shared: bool = False
-    """Whether the program had another tensor over its memory then."""
 
     def same(self, other: Part) -> bool:
         """Return whether both stand for the same update."""
@@ -300,6 +303,8 @@ class Part:
 
 def in_order(managed: ManagedParameter, given: torch.Tensor) -> torch.Tensor:
     """Return the gradient that was `given` for `managed`, with its elements in the order of the parameter's memory."""
+    if is_zeroed(given):
+        return torch.zeros_like(managed.home)
     gradient: torch.Tensor = stored(given)
     narrow = gradient is not given  # in fewer bits, which an update widens itself
     if gradient.stride() == managed.stride and (narrow or gradient.dtype == managed.chunk.dtype):

@@ -1,5 +1,5 @@
-"""What a backward leaves to its step: which gradients have arrived, and whether weights, gradients and hyper-parameters
-are unchanged since updates within the backward used them.
+"""What a backward leaves to its step: which gradients have arrived, and whether weights and hyper-parameters are
+unchanged since updates within the backward used them.
 
 How many gradients of a parameter a step has is learned from the steps before: the most ever seen. The first step
 overlaps nothing.
@@ -11,17 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
-from hetmem import torch_private
-from hetmem.engine.gradient_views import ConsumedGradient, is_as_it_was, show_gradient, take_gradient
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.members import Part
-from hetmem.optim.options import Gradients, advice
 from hetmem.optim.states import SteppingOptimizer
-from hetmem.optim.update_pass import Passes
 
 _NAMED = 32  # parameters that an error names
 
@@ -30,6 +24,8 @@ GOES_THROUGH = (
     "on the model for the length of its backward"
 )
 """Names the usual cause of a gradient, or a forward, after an update has begun."""
+
+HELD = "host memory has room to keep gradients of"
 
 
 class Arrivals:
@@ -78,69 +74,26 @@ class Arrivals:
         self._expected.clear()
 
 
-class MutationCheck:
-    """Checks, at a step, that nothing changed which an optimizer's updates during the backward used."""
+def refuse_changes(begun: Sequence[ChunkUpdate], optimizer: SteppingOptimizer, writes: WriteCheck) -> None:
+    """Raise RuntimeError if an input of the updates in `begun` that the program can reach has changed since."""
+    groups = optimizer.groups_by_parameter() if begun else {}
+    for update in begun:
+        if update.lacks_gradients() or _have_changed(update, groups, writes):
+            raise changed(update.parts, optimizer, begun)
 
-    def __init__(self, passes: Passes, writes: WriteCheck) -> None:
-        self._passes, self._writes = passes, writes
-        self._checked = False
-        self._marks, self._shows = Marks(), False
 
-    def show(self, begun: Iterable[ChunkUpdate]) -> None:
-        """Show the used-up streamed gradients of `begun` as such, from the end of the backward until the step
-        begins."""
-        self._shows = True
-        self._marks.put(part.managed for update in begun for part in update.parts)
-
-    def show_no_more(self, begun: Iterable[ChunkUpdate]) -> None:
-        """End `show` as the step begins, and find out whether the program cleared gradients of `begun` meanwhile."""
-        for update in begun if self._shows else ():
-            for part in update.parts:
-                if not is_as_it_was(part.managed.parameter.grad, part.gradient):  # dropped or zeroed by the program
-                    update.edited = True
-        self._shows = False
-        self._marks.drop()
-
-    def leave(self, begun: Iterable[ChunkUpdate]) -> None:
-        """Mark the gradients of `begun`, which the step has used up, so that reading or adding to them raises."""
-        self._marks.put((part.managed for update in begun for part in update.parts), stepped=True)
-
-    def show_more(self, parameters: Iterable[ManagedParameter], *, within: bool) -> None:
-        """Show the gradients of `parameters` as used up too; `within`: a backward runs, which has not called `show`."""
-        if self._shows or within:
-            self._marks.put(parameters)
-
-    def check(self, begun: Sequence[ChunkUpdate], optimizer: SteppingOptimizer) -> None:
-        """Raise RuntimeError if an input of the updates in `begun` that the program can reach changed since. Does
-        nothing in a repeated step, as the failed one changed them itself."""
-        if self._checked:
-            return
-        groups = optimizer.groups_by_parameter() if begun else {}
-        streamed = optimizer.gradients is Gradients.STREAMED
-        for update in begun:
-            shown = all(part.managed.parameter.grad is part.gradient for part in update.parts)
-            edited = update.edited or not (shown or streamed) or any(map(self._passes.is_edited, update.parts))
-            if edited or self._have_changed(update, groups):
-                raise changed(update.parts, optimizer, begun)
-        self._checked = True
-
-    def _have_changed(self, update: ChunkUpdate, groups: dict[int, dict[str, Any]]) -> bool:
-        """Return whether options of groups, or weights, differ from those with which `update` was made."""
-        compared: set[tuple[int, int]] = set()  # most parts share the options of one group
-        for part in update.parts:
-            group = groups.get(id(part.managed.parameter), {})
-            if (id(part.group), id(group)) not in compared:
-                if not part.matches(group):
-                    return True
-                compared.add((id(part.group), id(group)))
-            if id(part.managed) in self._writes.noticed:
+def _have_changed(update: ChunkUpdate, groups: dict[int, dict[str, Any]], writes: WriteCheck) -> bool:
+    """Return whether options of groups, or weights, differ from those with which `update` was made."""
+    compared: set[tuple[int, int]] = set()  # most parts share the options of one group
+    for part in update.parts:
+        group = groups.get(id(part.managed.parameter), {})
+        if (id(part.group), id(group)) not in compared:
+            if not part.matches(group):
                 return True
-        return any(self._writes.counted(part.managed) for part in update.parts)
-
-    def forget(self) -> None:
-        """Reset at the end of a step."""
-        self._checked = self._shows = False
-        self._marks.drop()
+            compared.add((id(part.group), id(group)))
+        if id(part.managed) in writes.noticed:
+            return True
+    return any(writes.counted(part.managed) for part in update.parts)
 
 
 def changed(parts: Sequence[Part], optimizer: SteppingOptimizer, begun: Iterable[ChunkUpdate]) -> RuntimeError:
@@ -150,15 +103,6 @@ def changed(parts: Sequence[Part], optimizer: SteppingOptimizer, begun: Iterable
         f"weights, gradients or hyper-parameters of {names} … changed after their update had begun during backward "
         f"(overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to scale, change a "
         f"learning rate behind step() (scheduler.step() too), or set overlap='off'. {updated_already(begun)}"
-    )
-
-
-def edits_gradients(managed: ManagedParameter, optimizer: SteppingOptimizer) -> RuntimeError:
-    """Return the error for a program that changes the gradient of `managed` between the backward and the first step."""
-    return RuntimeError(
-        f"the gradient of {managed.name} was changed between backward() and step(), and from the next step on it will "
-        f"have been used by then (overlap={optimizer.overlap.value!r}): use max_grad_norm= to clip and loss_scale= to "
-        f"scale, or set overlap='off'. No parameter is updated yet"
     )
 
 
@@ -175,10 +119,10 @@ def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: It
     """Return the error for a gradient of `managed` that arrives after its update has begun."""
     return RuntimeError(
         f"a gradient of {managed.name} arrived after its update had begun (overlap={optimizer.overlap.value!r}): "
-        f"either step() was not called after the last backward, or this step has more backwards than any before: "
-        f"{advice(optimizer.gradients)}, or begin with the step that has most (streamed gradients allow one). "
-        f"{GOES_THROUGH}. To leave a step out, or after a backward that did not end, call the optimizer's "
-        f"forget_step() and zero_grad(): it goes on from the weights that are updated. {updated_already(begun)}"
+        f"either step() was not called after the last backward, or this step has more backwards than any before, or "
+        f"than {HELD} in the first one: use overlap='off', or begin with the step that has most. {GOES_THROUGH}. To "
+        f"leave a step out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): "
+        f"it goes on from the weights that are updated. {updated_already(begun)}"
     )
 
 
@@ -188,38 +132,3 @@ def half_updated(parameters: Sequence[ManagedParameter]) -> RuntimeError:
     return RuntimeError(
         f"the update of {names} … failed when some of its elements were one step further than others: load a checkpoint"
     )
-
-
-class Marks:
-    """The parameters of one optimizer whose gradients are shown as used up."""
-
-    def __init__(self) -> None:
-        self._marked: list[torch.Tensor] = []
-        self._made: dict[ManagedParameter, ConsumedGradient] = {}
-
-    def put(self, parameters: Iterable[ManagedParameter], *, stepped: bool = False) -> None:
-        """Mark the gradients of those of `parameters` that have none as used up; once `stepped`, until cleared."""
-        with torch_private.NoFunctionsOfSubclasses():
-            for managed in parameters:
-                parameter = managed.parameter
-                if parameter.grad is not None:
-                    continue
-                mark = self._mark(managed)
-                mark.hetmem_zeroed, mark.hetmem_stepped = False, stepped
-                show_gradient(parameter, mark)
-                if not stepped:
-                    self._marked.append(parameter)
-
-    def _mark(self, managed: ManagedParameter) -> ConsumedGradient:
-        """Return the tensor that stands for the used-up gradient of `managed`."""
-        parameter, made = managed.parameter, self._made.get(managed)
-        if made is None or made.device != parameter.device:
-            made = self._made[managed] = ConsumedGradient(parameter, managed.name)
-        return made
-
-    def drop(self) -> None:
-        """Set every marked gradient to None."""
-        for parameter in self._marked:
-            if isinstance(parameter.grad, ConsumedGradient):
-                take_gradient(parameter)
-        self._marked.clear()

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from hetmem import torch_private
-from hetmem.base.config import GradientsName, OverlapName
+from hetmem.base.config import OverlapName
 from hetmem.base.weak import weakly
 from hetmem.cpu import total
 from hetmem.cpu.workers import WorkerPool
@@ -28,22 +28,12 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.chunk_update import WholeUpdate
 from hetmem.optim.members import AllMembers, Members
-from hetmem.optim.options import (
-    Gradients,
-    LossScale,
-    Overlap,
-    Rule,
-    check_gradients,
-    choice,
-    clip_factor,
-    is_number,
-    loss_scale,
-)
+from hetmem.optim.options import LossScale, Rule, choice, clip_factor, is_number, loss_scale
 from hetmem.optim.states import Homes, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
 from hetmem.optim.step import ChunkWork, Stepper
 
 _PARAMETERS = itemgetter("params")
-_SETTINGS = ("overlap", "gradients", "max_grad_norm", "loss_scale", "grad_norm", "rule")
+_SETTINGS = ("overlap", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
 
 class OffloadedOptimizer(Optimizer):
@@ -53,10 +43,9 @@ class OffloadedOptimizer(Optimizer):
     A parameter whose `grad` is None is not changed. Creating the optimizer reserves memory for gradients and states.
 
     `max_grad_norm`: gradients are scaled down if the norm of all of them (L2, summed in float64) is greater, within the
-    pass that updates; `p.grad` stays as it is, and `grad_norm` is the norm of the last step, None without
-    `max_grad_norm` or `loss_scale`. `loss_scale`: "dynamic", a number, or a `LossScale`: gradients are those of
-    `scale(loss)`, and a step whose gradients are not all finite changes nothing. `overlap`: see `Overlap`, `gradients`:
-    see `Gradients`; the bits do not depend on them.
+    pass that updates, and `grad_norm` is the norm of the last step, None without `max_grad_norm` or `loss_scale`.
+    `loss_scale`: "dynamic", a number, or a `LossScale`: gradients are those of `scale(loss)`, and a step whose
+    gradients are not all finite changes nothing. `overlap`: see `Overlap`; the bits do not depend on it.
 
     Raises `ManageError` for parameters that are not managed, `BudgetError` if the states have no room, and ValueError
     for values that torch refuses too. An error of a transfer in `step` leaves every chunk either before or after its
@@ -76,14 +65,12 @@ class OffloadedOptimizer(Optimizer):
         overlap: OverlapName = "off",
         max_grad_norm: float | None = None,
         scale: LossScale | float | str | None = None,
-        gradients: GradientsName = "visible",
     ) -> None:
         if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
             raise ValueError(f"max_grad_norm must be a positive number or None, got {max_grad_norm!r}")
-        self.overlap, self.gradients = choice(Overlap, overlap, "overlap"), choice(Gradients, gradients, "gradients")
+        self.overlap = choice(overlap)
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)
-        check_gradients(self.gradients, self.overlap, needs_all=self.needs_all_gradients)
         self.grad_norm: float | None = None
         self.rule = rule
         self._begin_empty()
@@ -144,8 +131,8 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient once; return the closure's loss, if there is a closure.
 
-        Raises `StoreError` if a drive fails (call `step` again: see above), and RuntimeError if gradients or
-        hyper-parameters changed after their update had begun during backward.
+        Raises `StoreError` if a drive fails (call `step` again: see above), and RuntimeError if hyper-parameters or
+        weights changed, or gradients were dropped, after their update had begun during backward.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._step()
@@ -364,6 +351,10 @@ class OffloadedOptimizer(Optimizer):
         for interception, chunks in roles_of.items():
             reserve_homes(self, interception, chunks, self._name())
         self.states.take(managed for _, _, managed in found)
+        for interception, chunks in roles_of.items():
+            if self._steppers[interception].begins_early and interception.runtime.memory.uses_copies:
+                interception.gradients.loans.consumers.add(self.states.token)
+            interception.gradients.loans.hide(chunks)
 
     def _with_homes(
         self, parameter: torch.Tensor, group: dict[str, Any]

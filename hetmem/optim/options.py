@@ -1,14 +1,14 @@
-"""Options of an optimizer: when updates happen, how long gradients stay, what they are multiplied by, and the rule that
-computes the update of one parameter. A rule sees flat tensors. It must not know chunks, tiers or transfers."""
+"""Options of an optimizer: when updates happen, what gradients are multiplied by, and the rule that computes the update
+of one parameter. A rule sees flat tensors. It must not know chunks, tiers or transfers."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -94,33 +94,21 @@ class Rule(ABC):
         raise NotImplementedError
 
 
-class Gradients(str, Enum):
-    """What is kept of gradients.
-
-    "visible": `p.grad` is the gradient, until it is set to None or to zero. "streamed": a gradient lives from its
-    arrival to the update of its chunk, in the memory of a few chunks, and `p.grad` is used up after `step`: 12 bytes a
-    parameter in place of 16 (float32 AdamW). In mixed precision it keeps the 16 bits in which it arrives. It
-    takes one backward per step, `overlap`
-    "backward" or "forward", and nothing that needs the gradients of all: between backward and `step`, where `p.grad`
-    has been used up, computing with it raises RuntimeError (`torch.nn.utils.clip_grad_norm_`, a norm that is logged).
-    """
-
-    VISIBLE = "visible"
-    STREAMED = "streamed"
-
-
 class Overlap(str, Enum):
     """How far updates of a step overlap with other work; the bits are the same with all of them.
 
-    "off": all within `step`. "backward": chunk by chunk as gradients arrive; where a factor that needs all gradients
-    (clipping, loss scaling) forbids it, in `step`. "forward": as "backward", and `step` returns before
-    all is done: the next forward waits for what it needs, and so does a read or a write of a parameter;
-    `torch.tensor(p)`, which no hook of torch shows, needs `synchronize` before. It uses
-    gradients up: a backward before `zero_grad` raises, as torch would add to them.
+    "off": all within `step`, and gradients are the program's to read and write. With the others an update consumes
+    each gradient: `p.grad` cannot be read, nor written to but with zeros. "backward": chunk by chunk as gradients
+    arrive; where a factor that needs all gradients (clipping, loss scaling) forbids it, in `step`. "forward": as
+    "backward", and `step` returns before all is done: the next forward waits for what it needs, and so does a read or
+    a write of a parameter; `torch.tensor(p)`, which no hook of torch shows, needs `synchronize` before.
 
-    With all but "off", weights and gradients must stay as they are between the backward and `step`: `step` raises where
-    they were clipped, unscaled by `torch.amp.GradScaler`, set to None or written to. So does a forward there that uses
-    a weight which is updated already; another thread's waits for the step.
+    A gradient lives from its arrival to the update of its chunk, in host memory that is free, in the dtype in which it
+    arrives: 12 bytes a parameter in place of 16 (float32 AdamW), and the gradients of a few chunks. A sum of several is
+    kept in float32 until the last one. With `max_grad_norm` or `loss_scale` all gradients stay until the step.
+
+    Weights must stay as they are between the backward and `step`: `step` raises where they were written to. So does a
+    forward there that uses a weight which is updated already; another thread's waits for the step.
     """
 
     OFF = "off"
@@ -128,39 +116,24 @@ class Overlap(str, Enum):
     FORWARD = "forward"
 
 
-def advice(gradients: Gradients) -> str:
-    """Return how to allow gradients of a parameter after its update has begun."""
-    if gradients is Gradients.VISIBLE:
-        return "use overlap='off'"
-    return "use gradients='visible', with which a chunk waits for as many gradients as it had in the steps before"
-
-
-_ChoiceT = TypeVar("_ChoiceT", Overlap, Gradients)
-
-
-def choice(kind: type[_ChoiceT], wanted: str, option: str) -> _ChoiceT:
-    """Return the option that `wanted` names. Raises ValueError with all valid values for anything else."""
+def choice(wanted: str) -> Overlap:
+    """Return the `Overlap` that `wanted` names. Raises ValueError with all valid values for anything else."""
     try:
-        return kind(wanted)
+        return Overlap(wanted)
     except ValueError:
-        *others, last = (repr(known.value) for known in kind)
-        raise ValueError(f"{option} must be {', '.join(others)} or {last}, got {wanted!r}") from None
+        *others, last = (repr(known.value) for known in Overlap)
+        raise ValueError(f"overlap must be {', '.join(others)} or {last}, got {wanted!r}") from None
 
 
-def check_gradients(gradients: Gradients, overlap: Overlap, *, needs_all: bool) -> None:
-    """Raise ValueError if `gradients` does not go with `overlap`, or with options that `needs_all` gradients."""
-    if gradients is Gradients.VISIBLE:
-        return
-    if overlap not in (Overlap.BACKWARD, Overlap.FORWARD):
-        raise ValueError(
-            f"streamed gradients are used up during backward: set overlap='backward' or 'forward', "
-            f"got {overlap.value!r}"
+def refuse_others(name: str, others: Mapping[str, object]) -> None:
+    """Raise TypeError if `name`, a function, was called with keywords that it has not."""
+    if "gradients" in others:
+        raise TypeError(
+            f"{name}() has no gradients= any more, got {others['gradients']!r}: with overlap='backward' or 'forward' "
+            f"updates consume gradients as they arrive (12 bytes a parameter), with overlap='off' they are visible"
         )
-    if needs_all:
-        raise ValueError(
-            "streamed gradients are gone before all have arrived, so that neither max_grad_norm nor loss_scale "
-            "can be known: leave those out, or gradients='visible'"
-        )
+    for other in others:
+        raise TypeError(f"{name}() got an unexpected keyword argument {other!r}")
 
 
 class LossScale:

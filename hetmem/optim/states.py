@@ -5,7 +5,6 @@ The tensors in `optimizer.state` are the homes. This module knows of no steps; i
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of
 from hetmem.optim.chunk_update import ADDRESS, VERSION
 from hetmem.optim.members import Members, are_same, missing_in
-from hetmem.optim.options import Gradients, Overlap, Rule
+from hetmem.optim.options import Overlap, Rule
 from hetmem.schedule.staging import slots_for_staging
 
 _STEPPED_BY = attrgetter("stepped_by")
@@ -42,7 +41,7 @@ class States:
 
     def __init__(self) -> None:
         self.shown: Any = {}
-        self._token = object()
+        self.token = object()
         """Identifies the optimizer, also after it was collected."""
         self._clean: set[Chunk] = set()
         """Chunks to whose states the program cannot have written since `written` last checked them."""
@@ -69,20 +68,20 @@ class States:
     def take(self, parameters: Iterable[ManagedParameter]) -> None:
         """Make the optimizer the one that steps `parameters`."""
         for managed in parameters:
-            managed.stepped_by = self._token
+            managed.stepped_by = self.token
 
     def steps(self, managed: ManagedParameter) -> bool:
         """Return whether the optimizer steps `managed`."""
-        return managed.stepped_by is self._token
+        return managed.stepped_by is self.token
 
     def check(self, parameters: Iterable[ManagedParameter]) -> None:
         """Raise RuntimeError if another optimizer steps any of `parameters`; this one steps those that none did."""
         parameters = [*parameters]
-        if [*map(_STEPPED_BY, parameters)].count(self._token) == len(parameters):
+        if [*map(_STEPPED_BY, parameters)].count(self.token) == len(parameters):
             return  # the usual case, in C alone
         for managed in parameters:
             if managed.stepped_by is None:
-                managed.stepped_by = self._token
+                managed.stepped_by = self.token
             if not self.steps(managed):
                 raise RuntimeError(
                     f"{managed.name} is another optimizer's, which was made over it, or loaded states of it, after "
@@ -265,7 +264,6 @@ class SteppingOptimizer(Protocol):
     """What a step needs of its optimizer; attributes may change between steps."""
 
     overlap: Overlap
-    gradients: Gradients
     max_grad_norm: float | None
     rule: Rule
     states: States
@@ -281,14 +279,16 @@ class SteppingOptimizer(Protocol):
         """Return the index of `managed` among all parameters of the optimizer."""
 
 
-def ends_with_its_optimizer(listener: GradientListener, sink: GradientSink) -> Callable[[Any], None]:
-    """Return a callback for the end of an optimizer: it removes `listener` from `sink`, whatever else holds it."""
+def ends_with_its_optimizer(listener: GradientListener, sink: GradientSink, token: object) -> Callable[[Any], None]:
+    """Return a callback for the end of an optimizer: it removes `listener` and `token` from `sink`, whatever else holds
+    them."""
     own, sinks = weakref.ref(listener), weakref.ref(sink)
 
     def gone(_: Any) -> None:
         alive, watched = own(), sinks()
         if alive is not None and watched is not None:
             watched.listeners.discard(alive)
+            watched.loans.consumers.discard(token)
 
     return gone
 
@@ -339,8 +339,8 @@ def reserve_homes(
     Raises `BudgetError` if they have no room.
     """
     memory, traffic, sink = interception.runtime.memory, interception.runtime.traffic, interception.gradients
-    streamed = optimizer.gradients is Gradients.STREAMED
-    lends = memory.uses_copies and streamed and not memory.resident
+    overlaps = memory.uses_copies and optimizer.overlap is not Overlap.OFF and not memory.resident
+    lends = overlaps and not optimizer.needs_all_gradients
     if not memory.resident:
         check_room(memory, roles_of, name, lends=lends)
     for chunk, roles in roles_of.items():
@@ -348,13 +348,10 @@ def reserve_homes(
     if lends:
         traffic.ensure_homes([chunk for chunk in roles_of if chunk in memory.unstaged], (Role.GRAD,))
         new = [chunk for chunk in roles_of if not (chunk.moved or chunk in memory.unstaged or memory.lends(chunk))]
-        if new and not memory.set_aside(new):
-            saves_nothing(len(new))
-        sink.lends = True
+        memory.set_aside(new)
+        sink.loans.lends = True
     elif memory.uses_copies:  # otherwise autograd keeps gradients, on the device
         traffic.ensure_homes(roles_of, (Role.GRAD,))
-        if streamed:
-            saves_nothing(0)
     alike: dict[tuple[Role, ...], list[Chunk]] = {}
     for chunk, roles in roles_of.items():
         check_staging(memory, chunk, len(roles))
@@ -369,16 +366,6 @@ def reserve_homes(
         if memory.staying and not optimizer.rule.runs_on_device and memory.device.torch_device.type != "cpu":
             raise stays_on_device(memory, name)
         traffic.ensure_homes(memory.staying, (Role.GRAD,))
-
-
-def saves_nothing(chunks: int) -> None:
-    """Warn that streamed gradients take as much memory as visible ones: with so few `chunks` that all have buffers at a
-    time, or (0) with all states on the device."""
-    why = f"the model has {chunks} chunk(s), all with gradients at a time" if chunks else "all is on the device"
-    warnings.warn(
-        f"gradients='streamed' saves nothing: {why}; leave it out{', or set a smaller chunk_bytes' if chunks else ''}",
-        stacklevel=5,
-    )
 
 
 def check_room(memory: Memory, roles_of: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool) -> None:

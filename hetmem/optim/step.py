@@ -11,12 +11,13 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
 from hetmem.cpu.workers import WorkerPool
-from hetmem.engine.gradient_views import updated_by_another
+from hetmem.engine.gradient_views import consume, updated_by_another
 from hetmem.engine.gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
@@ -25,15 +26,15 @@ from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
 from hetmem.optim.members import Joins, Members
 from hetmem.optim.mutation_check import (
     GOES_THROUGH,
+    HELD,
     Arrivals,
-    MutationCheck,
     came_late,
     changed,
-    edits_gradients,
     half_updated,
+    refuse_changes,
     updated_already,
 )
-from hetmem.optim.options import Gradients, Overlap, advice
+from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
 from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
@@ -52,7 +53,9 @@ class Stepper:
         workers: WorkerPool,
         members: Callable[[], dict[Stepper, dict[Chunk, Members]] | None],
     ) -> None:
-        self._made_by = weakref.ref(optimizer, ends_with_its_optimizer(self, interception.gradients))
+        self._made_by = weakref.ref(
+            optimizer, ends_with_its_optimizer(self, interception.gradients, optimizer.states.token)
+        )
         self._interception = interception
         self.runtime = interception.runtime
         self._updates = Updates(self.runtime, workers, self._made_by)
@@ -63,7 +66,8 @@ class Stepper:
         self._arrivals = Arrivals(sees_all=not self.runtime.memory.resident)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._joins = Joins()
-        self._mutations = MutationCheck(self._passes, self.runtime.writes)
+        self._checked = self._hurries = False
+        """Whether this step has compared what its updates used; and whether, the first one, it begins them early."""
         self.failed = False
         """Whether a step raised, and may be repeated with the same gradients."""
         self.runtime.traffic.executor.workers.add(self._updates)
@@ -72,9 +76,9 @@ class Stepper:
     def optimizer_options(self) -> dict[str, Any]:
         """Return, for reports, the optimizer's options that decide when and where it updates."""
         optimizer = self._optimizer
-        names = {"overlap": optimizer.overlap.value, "gradients": optimizer.gradients.value}
         limit = optimizer.max_grad_norm  # infinity (only the norm is wanted) is no JSON number
-        return {"class": type(optimizer).__name__, **names, "max_grad_norm": None if limit == math.inf else limit}
+        names = {"class": type(optimizer).__name__, "overlap": optimizer.overlap.value}
+        return {**names, "max_grad_norm": None if limit == math.inf else limit}
 
     @property
     def _under_way(self) -> dict[ChunkUpdate, None]:
@@ -126,10 +130,23 @@ class Stepper:
         if id(managed.parameter) not in self._groups:
             return
         self._arrivals.count(managed)
-        learned = self._arrivals.learned or self._optimizer.gradients is Gradients.STREAMED
-        if self.begins_early and learned and self._complete(managed.chunk):
+        knows = self._arrivals.learned or self._hurries
+        if self.begins_early and knows and self._complete(managed.chunk):
             self._begin_early(managed.chunk)
         self._updates.pump()
+
+    def hurry(self) -> bool:
+        """In the first step, which does not know how many gradients come, begin the updates of all chunks that have
+        got one of each parameter, as host memory can keep no more; return whether there are any."""
+        optimizer = self._optimizer
+        first = bool(self._arrivals) and not (self._arrivals.learned or self._hurries)
+        if not (first and self.begins_early) or optimizer.needs_all_gradients:
+            return False
+        self._hurries = True
+        due = [chunk for chunk in self._members if self._complete(chunk)]
+        for chunk in due:
+            self._begin_early(chunk)
+        return bool(due)
 
     def lost(self, chunk: Chunk) -> None:
         """Cancel the queued update of `chunk`, a gradient of which was lost; none of it has begun."""
@@ -141,32 +158,17 @@ class Stepper:
         if (update := self._progress.get(chunk)) is not None:
             for each in update.chunks:
                 self._progress.pop(each, None)
-            self._passes.end_watch(update)
-
-    def backward_over(self) -> None:
-        """End a backward. Used-up streamed gradients raise when they are read from here on."""
-        begun = [update for update in self._under_way if update.begun]
-        for update in begun:
-            self._passes.watch_shown(update)
-        if begun and self._optimizer.gradients is Gradients.STREAMED:
-            with self.runtime.unwatched(), torch.no_grad():
-                self._mutations.show(begun)
-
-    def consumed(self, chunk: Chunk, parameters: Iterable[ManagedParameter]) -> None:
-        """Mark the gradients of `parameters`, which are in `chunk`, as used up: they were readable until now, also by
-        hooks of a backward that runs."""
-        if chunk in self._progress:
-            self._mutations.show_more(parameters, within=self._interception.segments.in_backward)
 
     def used_again(self, managed: ManagedParameter) -> None:
         """Raise RuntimeError if `managed` is used before the end of the step and has been updated already."""
         update = self._progress.get(managed.chunk)
         if update is not None and update.begun and not self.failed and update.updates(managed):
+            more = f", or it is the first of a step that has more backwards than {HELD}" if self._hurries else ""
             raise RuntimeError(
                 f"{managed.name} is used again, by a recomputation within backward, or by a forward, a read or a write "
                 f"before step(), after its update had begun (overlap={self._optimizer.overlap.value!r}), as all its "
-                f"gradients had arrived: call step() before (to leave it out, or after a backward that did not end, "
-                f"forget_step() and zero_grad()), or {advice(self._optimizer.gradients)}. {GOES_THROUGH}. "
+                f"gradients had arrived{more}: call step() before (to leave it out, or after a backward that did not "
+                f"end, forget_step() and zero_grad()), or use overlap='off'. {GOES_THROUGH}. "
                 f"{updated_already(self._under_way)}"
             )
 
@@ -201,7 +203,7 @@ class Stepper:
 
     def _complete(self, chunk: Chunk) -> bool:
         """Return whether all gradients of `chunk` that any step had have arrived and can no longer be changed."""
-        if chunk in self._progress:
+        if chunk in self._progress or not chunk.hides:
             return False
         groups, arrivals, optimizer = self._groups, self._arrivals, self._optimizer
         shared = self.runtime.writes.shared
@@ -240,26 +242,14 @@ class Stepper:
         refuse_a_stream("a step", self.runtime.memory.device)
         self._interception.reset()
         self._interception.segments.begin_step()
-        self._refuse_edits()
-        self._mutations.show_no_more(update for update in self._under_way if update.begun)
         with self.runtime.unwatched():
             self.runtime.writes.renew_touched()
         self._optimizer.states.look()
         with self._remembering_a_failure():
             unbegun = [chunk for chunk, update in self._progress.items() if not update.begun]
-            self._passes.notice(unbegun)  # in others `MutationCheck` detects writes
+            self._passes.notice(unbegun)  # in others `refuse_changes` detects writes
             if not self._deferred:
                 self._carry_out()
-
-    def _refuse_edits(self) -> None:
-        """Raise RuntimeError if the program edits gradients before the first step, which overlaps nothing: the next
-        steps would be refused, with some parameters updated."""
-        optimizer = self._optimizer
-        if not self.begins_early or optimizer.needs_all_gradients or self._arrivals.learned or self._progress:
-            return
-        for managed in self.runtime.writes.edited_gradients():
-            if id(managed.parameter) in self._groups and not has_hooks_of_the_user(managed.parameter):
-                raise edits_gradients(managed, optimizer)
 
     def refuse_begun(self, parameters: Iterable[ManagedParameter]) -> None:
         """Raise RuntimeError if another optimizer has updated any of `parameters` in the backward."""
@@ -331,8 +321,6 @@ class Stepper:
                     self._updates.pump()
             if deferred:
                 self._updates.pump()
-                for update in self._under_way:
-                    update.use_up_gradients()  # after all that may fail: a repeated step needs them
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
 
@@ -345,9 +333,10 @@ class Stepper:
     def end(self, *, updated: bool) -> None:
         """End the step for all models of the optimizer; it is not repeated."""
         self._updates.detach()  # a later failure is not repeated by a step
-        if updated and (self._deferred or self._optimizer.gradients is Gradients.STREAMED):
+        if updated and self.begins_early:
             with self.runtime.unwatched(), torch.no_grad():
-                self._mutations.leave(self._under_way)
+                for part in chain.from_iterable(update.parts for update in self._under_way):
+                    consume(part.managed, part.gradient)
         self.forget()
         self.runtime.statistics.steps += updated
         self.runtime.after_step()
@@ -400,14 +389,17 @@ class Stepper:
     def forget(self) -> None:
         """Discard the state of a step that has ended, or is not repeated."""
         self.failed, self._passes.corrupt = False, []
-        self._mutations.forget()
+        self._checked = self._hurries = False
         for chunk in [*self._progress]:
             self._drop(chunk)
         self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there autograd keeps them
 
     def _wanted(self, chunks: ChunkWork) -> list[ChunkUpdate]:
         """Return the updates of `chunks`, in order; raise if anything updated in the backward has changed since."""
-        self._mutations.check([update for update in self._under_way if update.begun], self._optimizer)
+        if not self._checked:  # in a repeated step the failed one has changed weights itself
+            begun = [update for update in self._under_way if update.begun]
+            refuse_changes(begun, self._optimizer, self.runtime.writes)
+            self._checked = True
         wanted = [self._current(members) for members in self._joins.of(chunks, self._progress)]
         if new := [chunk for update in wanted for chunk in update.chunks if chunk not in self._progress]:
             self._passes.notice(new)
@@ -422,8 +414,6 @@ class Stepper:
             self.forget()  # the failed step is not repeated
             update = None
         unchanged = update is not None and update.of(parts)
-        if update is not None and unchanged and not update.begun:
-            unchanged = not any(map(self._passes.is_edited, update.parts))
         if update is None or not (update.begun or unchanged):
             self._drop(chunk)
             return ChunkUpdate(members, parts)

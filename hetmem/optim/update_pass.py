@@ -14,13 +14,11 @@ from typing import Any
 import torch
 
 from hetmem.cpu import Task, square_sum_tasks
-from hetmem.engine.gradient_watch import end_watch, is_edited, note_access, watch_gradient
-from hetmem.engine.param_views import is_shared
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.members import Opened, Part, are_same
-from hetmem.optim.options import Gradients, Overlap, ParameterUpdate
+from hetmem.optim.options import ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
 from hetmem.schedule.trace import Tier
 
@@ -81,51 +79,6 @@ class Passes:
         assert optimizer is not None
         return optimizer
 
-    # ---- gradients ---------------------------------------------------------------------------------------------
-
-    def _remember_gradients(self, update: ChunkUpdate) -> None:
-        """Watch the gradients, which a pass is about to read, for writes until `step`."""
-        if self._optimizer.overlap is Overlap.OFF:
-            return
-        self._detect_edits(update)
-        in_backward = self._interception.segments.in_backward
-        if not (in_backward and not update.summing and self._interception.gradients.lent.issuperset(update.chunks)):
-            self.watch(update)  # else they are consumed within the backward
-
-    def _detect_edits(self, update: ChunkUpdate) -> None:
-        """Detect writes to streamed gradients of `update`, which are consumed before `step`."""
-        if self._optimizer.gradients is Gradients.STREAMED and not self._interception.segments.in_backward:
-            update.edited |= any(map(self.is_edited, update.parts))
-
-    def watch(self, update: ChunkUpdate) -> None:
-        """Watch those gradients of `update` that the program can reach. All have arrived, which counts a version."""
-        for part in update.parts:
-            if part.managed.parameter.grad is part.gradient and not part.watched:
-                part.watched, part.version = True, part.gradient._version
-                part.shared = is_shared(part.gradient)  # before a pass has views of it
-                watch_gradient(part.gradient, used=True)
-
-    def watch_shown(self, update: ChunkUpdate) -> None:
-        """Watch those gradients of `update` that a backward, which is over, leaves to the program."""
-        self.watch(update)
-        for part in update.parts:
-            if part.shared:
-                note_access(part.gradient)
-
-    @staticmethod
-    def end_watch(update: ChunkUpdate) -> None:
-        """End `watch`."""
-        for part in update.parts:
-            if part.watched:
-                part.watched = part.shared = False
-                end_watch(part.gradient)
-
-    @staticmethod
-    def is_edited(part: Part) -> bool:
-        """Return whether the program wrote to the gradient of `part`, which it can reach, since `watch`."""
-        shown = part.watched and part.managed.parameter.grad is part.gradient
-        return shown and is_edited(part.gradient, part.version)
-
     # ---- writes of the program ---------------------------------------------------------------------------------
 
     def notice(self, chunks: Sequence[Chunk]) -> None:
@@ -154,7 +107,6 @@ class Passes:
         update.writes, update.summing = False, True
 
     def _sum_tasks(self, update: ChunkUpdate) -> list[Task]:
-        self._remember_gradients(update)
         update.open_homes()
         tasks: list[Task] = []
         update.sums = []
@@ -229,7 +181,6 @@ class Passes:
         return [slice(start, end) for start, end in pairwise(starts)]
 
     def _update_tasks(self, update: ChunkUpdate) -> list[Task]:
-        self._remember_gradients(update)
         rule = self._rule
         if update.chunk.moved and update.chunk.flat(Role.PARAM).device.type != "cpu":
             rule.on_device(self._begin(update))
@@ -299,8 +250,8 @@ class Passes:
         torch.autograd.graph.increment_version(update.members.parameters)
         for managed in update.members.managed:
             managed.version += 1
-        self._detect_edits(update)
-        gradients = self._interception.gradients
+        update.consume()
+        loans = self._interception.gradients.loans
         for chunk in update.chunks:
-            if chunk in gradients.lent:
-                gradients.retire(chunk, update.members.managed)
+            if chunk in loans.lent:
+                loans.retire(chunk, update.members.managed)

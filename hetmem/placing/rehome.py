@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from hetmem.base.weak import weakly
-from hetmem.engine.gradient_views import ConsumedGradient, is_home_gradient, move_gradient
+from hetmem.engine.gradient_views import is_consumed, is_home_gradient, move_gradient
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import is_shared, rest_of, storage_references
 from hetmem.engine.runtime import Runtime
@@ -56,6 +56,8 @@ class ResidentShare:
             listener.synchronize()
         runtime.traffic.executor.drain()
         with runtime.room.moving_homes():
+            if any(chunks[at] in self._sink.lent for at in chosen):
+                self._idle_seen = -1  # their gradients wait for this step
             for at in chosen:
                 if self._free_to_move(chunks[at]) and not self._move_in(chunks[at]):
                     return
@@ -130,7 +132,7 @@ class ResidentShare:
     def _is_held(self, managed: ManagedParameter) -> bool:
         """Return whether the program holds a view of a home, or has put another tensor into `p.grad`."""
         gradient, home = managed.parameter.grad, managed.grad_home
-        gradient = None if isinstance(gradient, ConsumedGradient) else gradient
+        gradient = None if is_consumed(gradient) else gradient
         if gradient is not None and not is_home_gradient(managed) and not self._can_get_home(gradient, managed.chunk):
             return True
         if not managed.numel:
@@ -238,7 +240,7 @@ def _is_whole(chunk: Chunk, updated: set[int]) -> bool:
 def _own_gradients(chunk: Chunk) -> Iterator[tuple[ManagedParameter, torch.Tensor]]:
     for managed in chunk.parameters:
         gradient = managed.parameter.grad
-        if gradient is not None and not isinstance(gradient, ConsumedGradient):
+        if gradient is not None and not is_consumed(gradient):
             yield managed, gradient
 
 

@@ -18,7 +18,6 @@ import torch
 from hetmem.base.config import (
     ActivationsName,
     Budget,
-    GradientsName,
     Limits,
     OverlapName,
     refuse_activations,
@@ -27,7 +26,7 @@ from hetmem.base.config import (
 from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.base.units import parse_size
 from hetmem.base.whole_files import read_regular
-from hetmem.optim.options import Gradients, Overlap, check_gradients, choice
+from hetmem.optim.options import Overlap, choice, refuse_others
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
@@ -81,12 +80,12 @@ def plan(
     micro_batches: int = 1,
     checkpointing: bool = False,
     overlap: OverlapName = "off",
-    gradients: GradientsName = "visible",
     real: bool = False,
     moments: torch.dtype | str | None = None,
     stochastic_rounding: bool = False,
     inference: bool = False,
     activations: ActivationsName = "keep",
+    **others: Any,
 ) -> Plan:
     """Predict the memory on each tier and the seconds of a step for training the model that `build_model()` returns.
 
@@ -97,7 +96,7 @@ def plan(
     more than that. `loss`: a function from the model's output to the scalar to differentiate (None: the output's
     `.loss`, or the output itself). `micro_batches`: forwards and backwards in a step. `checkpointing`: plan every
     repeated layer as checkpointed, for a model that is built without (one that checkpoints by itself is planned as it
-    is). `overlap`, `gradients`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a model
+    is). `overlap`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a model
     in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for `manage`; with other than
     "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many times as
     large a batch or sequence would fit. `real`: run one forward and backward on this machine's CPU instead of tracing
@@ -108,6 +107,7 @@ def plan(
     `chunk_bytes` that `manage` would refuse. A model that does not fit is no error: `.fits` is False then, and
     `.missing_bytes` and `.advice` say what to do.
     """
+    refuse_others("plan", others)
     refuse_budget(budget)
     mixed_precision = precision_of(mixed_precision)
     if loss is not None and not callable(loss):
@@ -124,7 +124,6 @@ def plan(
         micro_batches=micro_batches,
         checkpointing=checkpointing,
         overlap=overlap,
-        gradients=gradients,
         real=real,
         moments=str(moments or "float32").removeprefix("torch."),
         stochastic_rounding=stochastic_rounding,
@@ -142,7 +141,6 @@ class _Request:
     micro_batches: int = 1
     checkpointing: bool = False
     overlap: OverlapName = "off"
-    gradients: GradientsName = "visible"
     real: bool = False
     moments: str = "float32"
     stochastic_rounding: bool = False
@@ -163,20 +161,13 @@ class _Request:
     def updating(self) -> Updating:
         """Return how `hetmem.AdamW` updates with these options. Raises `PlanError` for ones that it would refuse."""
         try:
-            when, visibility = choice(Overlap, self.overlap, "overlap"), choice(Gradients, self.gradients, "gradients")
-            check_gradients(visibility, when, needs_all=False)
+            when = choice(self.overlap)
         except ValueError as error:
             raise PlanError(str(error)) from error
-        streamed = visibility is Gradients.STREAMED
-        if streamed and self.micro_batches > 1:
-            raise PlanError(
-                f"streamed gradients are used up within their backward, of which a step has one: expected "
-                f"micro_batches=1, got {self.micro_batches}; plan that with gradients='visible'"
-            )
         if self.moments not in ("float32", "bfloat16", "8bit"):
             raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {self.moments!r}")
         overlapped, into_forward = when is not Overlap.OFF, when is Overlap.FORWARD
-        return Updating(overlapped, into_forward, streamed, self.moments, self.stochastic_rounding)
+        return Updating(overlapped, into_forward, self.moments, self.stochastic_rounding)
 
 
 @torch.inference_mode(False)  # this leaves no_grad, too: a plan covers the backward
@@ -302,8 +293,7 @@ def _variants(
         workload = traced(divided(of, parts), results)
         return workload and moved(workload)
 
-    streamed, micro_batches = asked.updating.streamed_gradients, asked.micro_batches
-    visible = ', with gradients="visible", as streamed ones take one backward' if streamed else ""
+    micro_batches = asked.micro_batches
     again = "checkpoint the activations of every layer (a third more compute)"
     ways = [("", "divide", call, base)]
     if light is not None:
@@ -313,10 +303,10 @@ def _variants(
         for parts in _PARTS:
             if base.rows % parts == 0:
                 size = f"{parts} micro-batches of {base.rows // parts}"
-                text = f"{how}split the batch into {size} and accumulate gradients{visible}"
+                text = f"{how}split the batch into {size} and accumulate gradients"
                 workload = functools.cache(functools.partial(cut, of, parts))
                 about = functools.partial(lambda whole, parts: moved(smaller(whole, parts)), whole, parts)
-                yield Variant(kind, text, workload, micro_batches * parts, streamed, about)
+                yield Variant(kind, text, workload, micro_batches * parts, about)
 
 
 _MOST_PROFILE_BYTES = 1 << 20

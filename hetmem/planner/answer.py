@@ -16,7 +16,7 @@ from typing import Any
 from hetmem.base.units import GIB, MIB, round_up
 from hetmem.planner.decide import Decision, Judged, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.model import TracedCall
-from hetmem.planner.plan import KEPT, MARGIN_SHARE, Plan
+from hetmem.planner.plan import KEPT, LOANED, MARGIN_SHARE, Plan
 from hetmem.planner.plan_shape import TIERS
 from hetmem.planner.reservation import arrange
 from hetmem.planner.workload import Setting, Updating, Workload, resized
@@ -142,7 +142,6 @@ def plan_of(
 def _optimizer(how: Updating) -> dict[str, Any]:
     """Return the options of `hetmem.AdamW` that are not the default ones."""
     options: dict[str, Any] = {"overlap": "forward" if how.into_forward else "backward"} if how.overlapped else {}
-    options |= {"gradients": "streamed"} if how.streamed_gradients else {}
     options |= {"moments": how.moments} if how.moments != "float32" else {}
     return options | ({"stochastic_rounding": True} if how.stochastic_rounding else {})
 
@@ -160,6 +159,8 @@ def _roles(decision: Decision) -> dict[str, dict[str, int]]:
         _move(roles[tier], moved, roles["device"])
     for tier, nbytes in best.result.new_bytes.items():
         roles[tier]["grad"] = roles[tier].get("grad", 0) + nbytes
+    if best.result.loaned_bytes:
+        roles["host"][LOANED] = best.result.loaned_bytes
     homes = sum(roles["device"].values())
     roles["device"]["copies"] = max(0, best.result.chunk_peak_bytes - homes)
     roles["device"]["activations"] = best.result.non_model_peak_bytes

@@ -20,8 +20,7 @@ from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device, state_bytes
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import AS_IT_IS, Setting, StepResult, Updating, Workload, larger_by
-from hetmem.schedule.blocks import Link
-from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom, Room
+from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 
 WORTH = 0.97
@@ -92,7 +91,7 @@ def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | 
     except NoRoom as refusal:
         return refusal.with_traceback(None)
     seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
-    result = _rehearsed(workload, arrangement.as_rehearsed(Room(0, 0)), seen, steps)
+    result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.may_borrow()), seen, steps)
     if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients need own homes
         result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
     return result if isinstance(result, NoRoom) else Judged(workload, setting, arrangement, result)
@@ -187,7 +186,7 @@ class Variant:
     """A change to the user's program for the same training: `advice` for the user, and the `workload` with it (traced
     when called; None: it cannot be done).
 
-    `visible`: gradients are visible, whatever was asked for. `about`: a lower bound of the workload, without a trace;
+    `about`: a lower bound of the workload, without a trace;
     if that does not fit, the variant is not traced. Only the first variant of each `kind` that fits is reported.
     """
 
@@ -195,7 +194,6 @@ class Variant:
     advice: str
     workload: Callable[[], Workload | None]
     micro_batches: int = 1
-    visible: bool = False
     about: Callable[[], Workload | None] = lambda: None
 
 
@@ -230,9 +228,10 @@ def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ())
         return Decision(workload, asked, best, largest_parameters(workload, asked, best))
     missing = _missing(workload, asked)
     ways = _ways_out(workload, asked, missing, variants)
-    streamed = None if "device" in missing else _without_gradients(workload, asked)
-    if isinstance(streamed, Judged):
-        ways = [f"{_STREAMED}: then it fits, at {format_seconds(streamed.result.seconds)} a step", *ways]
+    other, text = _other_overlap(asked)
+    found = None if "device" in missing else first_that_fits(workload, other)
+    if isinstance(found, Judged):
+        ways = [f"{text}: then it fits, at {format_seconds(found.result.seconds)} a step", *ways]
     largest = largest_parameters(workload, asked, None)
     states = best.state_bytes or state_bytes(workload, asked.updating)
     return Decision(workload, asked, None, largest, missing, (str(best),), tuple(ways), states)
@@ -245,7 +244,6 @@ def _fitting(variants: Sequence[Variant], asked: Setting) -> list[Alternative]:
         if any(kind in variant.kind for kind in found):
             continue  # a variant of this kind, or of a part of it, fits already
         setting = replace(asked, micro_batches=variant.micro_batches)
-        setting = setting.updated(streamed_gradients=False) if variant.visible else setting
         about = variant.about()
         if about is not None and not has_room(about, setting):
             continue
@@ -256,14 +254,11 @@ def _fitting(variants: Sequence[Variant], asked: Setting) -> list[Alternative]:
     return sorted(found.values(), key=lambda alternative: alternative.step_seconds)
 
 
-_STREAMED = 'make hetmem.AdamW(overlap="backward", gradients="streamed"), which keeps no gradients at home'
-
-
-def _without_gradients(workload: Workload, asked: Setting) -> Judged | NoRoom | None:
-    """Judge `asked` with streamed gradients, which need overlap and one backward; None where it has them or cannot."""
-    if asked.updating.streamed_gradients or asked.micro_batches > 1:
-        return None
-    return first_that_fits(workload, asked.updated(overlapped=True, into_forward=False, streamed_gradients=True))
+def _other_overlap(asked: Setting) -> tuple[Setting, str]:
+    """Return `asked` with overlap if it has none, else without, and what to write for that."""
+    if asked.updating.overlapped:
+        return asked.updated(overlapped=False, into_forward=False), 'make hetmem.AdamW(overlap="off")'
+    return asked.updated(overlapped=True), 'make hetmem.AdamW(overlap="backward"), which keeps no gradients at home'
 
 
 def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) -> int:
@@ -383,23 +378,18 @@ def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | Non
 
 def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | None]]) -> Decision | None:
     """Return `decision` with the fastest combination of changes that keep the bits: one of `others` (the workload with
-    other layers checkpointed, and its capacities if they differ), overlapped updates, and streamed gradients. None if
-    no combination is faster."""
+    other layers checkpointed, and its capacities if they differ), and overlapped updates. None if no combination is
+    faster."""
     best, workload, how = decision.candidate, decision.workload, decision.asked.updating
     asked = replace(decision.asked, chunk_bytes=None) if best is None else best.setting
     ways = [how]
-    if asked.micro_batches == 1 and workload.trainable and (best is None or best.result.bytes["nvme_read"]):
-        ways.append(replace(how, overlapped=True, streamed_gradients=True))
     if workload.trainable and not how.overlapped:
         ways.append(replace(how, overlapped=True))
     limit = math.inf if best is None else WORTH * best.result.seconds
-    busiest = 0.0 if best is None else max(best.result.terms[link.value] for link in Link)
     found = None
     for (made, within), updating in product(((workload, None), *others), ways):
         if made is workload and updating == how:
             continue
-        if made is workload and limit < busiest and not updating.streamed_gradients:
-            continue  # a step with streamed gradients, found before, is shorter than the transfers of this one
         setting = replace(asked, capacities=within or asked.capacities, updating=updating)
         candidate = _quicker(made, setting, limit)
         if candidate is not None:
@@ -418,9 +408,7 @@ def approximations(
         return ()
     if best is not None and not best.result.bytes["nvme_read"]:
         return ()
-    streams = than.asked.micro_batches == 1
-    how = replace(updating, overlapped=True, streamed_gradients=streams)
-    with_overlap = ', overlap="backward"' + (', gradients="streamed"' if streams else "")
+    how, with_overlap = replace(updating, overlapped=True), ', overlap="backward"'
     choices: list[tuple[Workload | None, Updating, str]] = [
         (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{with_overlap}) (--moments {kind})")
         for kind, said in (("bfloat16", "torch.bfloat16"), ("8bit", '"8bit"'))

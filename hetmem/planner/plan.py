@@ -25,6 +25,7 @@ from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan
 
 PLAN_VERSION = 10
 KEPT = "kept for homes on the device"
+LOANED = "gradients until their update"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
 MARGIN_SHARE = 0.05
 """The margin of a run's budget above the planned peak of a tier."""

@@ -89,7 +89,6 @@ _PLAN = record(
             {},
             {
                 "overlap": one_of("backward", "forward"),
-                "gradients": one_of("streamed"),
                 "moments": one_of("bfloat16", "8bit"),
                 "stochastic_rounding": one_of(True),
             },

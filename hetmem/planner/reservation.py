@@ -47,8 +47,8 @@ class Arrangement:
 
     `numels[chunk]` elements of a chunk are transferred; parameter i lies in `chunk_of[i]` and has `elements[i]`.
     `left`: host memory and NVMe that homes leave free. Gradients of `lent` chunks have no home of their own: when one
-    arrives, its chunk borrows one of the `set_aside` places in host memory (their bytes) until the update has read it.
-    A gradient in such a place keeps the dtype it arrived in.
+    arrives, its chunk borrows one of the `set_aside` places in host memory (their bytes), or memory that is left,
+    until the update has read it. A gradient in such a place keeps the dtype it arrived in.
     """
 
     ground: Ground
@@ -71,6 +71,11 @@ class Arrangement:
         """Return this arrangement with `left`, less what no step depends on, so that equal steps are rehearsed once."""
         ground = replace(self.ground, host_bytes=0, missing_bytes=0, state_bytes=0, whole_bytes=0, copied=frozenset())
         return replace(self, ground=ground, left=left)
+
+    def may_borrow(self) -> Room:
+        """Return the part of `left` that gradients can borrow: with NVMe, where states take all that is left, none."""
+        sizes = (self._gradient_bytes(chunk) + self.ground.home_bytes(chunk, "arriving") for chunk in self.lent)
+        return Room(0 if self.ground.staging_slots else min(self.left.host_bytes, sum(sizes)), 0)
 
     def role_bytes(self, chunk: int, role: str) -> int:
         """Return the bytes that a transfer of `role` of `chunk` moves."""
@@ -104,9 +109,9 @@ def arrange(
     chunk_bytes: int | None = None,
     how: Updating = AS_IT_IS,
 ) -> Arrangement:
-    """Return what a managed run of `workload` reserves; streamed gradients borrow their homes. Raises `NoRoom` where
-    the run would raise `BudgetError`."""
-    lends = how.streamed_gradients
+    """Return what a managed run of `workload` reserves; with overlap gradients borrow their homes. Raises `NoRoom`
+    where the run would raise `BudgetError`."""
+    lends = how.overlapped
     if not capacities.nvme_bytes:
         _check_room(capacities.host_bytes - workload.away_bytes, workload, Tier.HOST)
         capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
@@ -161,8 +166,9 @@ def _check_room(left: int, workload: Workload, tier: Tier) -> None:
 
 
 def state_bytes(workload: Workload, how: Updating = AS_IT_IS) -> int:
-    """Return the bytes of parameters, gradients and two moments, without padding; streamed gradients count as none."""
-    roles = len(OWN) - how.streamed_gradients - _SAVED[how.moments]
+    """Return the bytes of parameters, gradients and two moments, without padding; with overlap gradients count as
+    none."""
+    roles = len(OWN) - how.overlapped - _SAVED[how.moments]
     return sum(
         int(spec.numel * spec.itemsize * (roles if index in workload.trainable else 1))
         for index, spec in enumerate(workload.parameters)

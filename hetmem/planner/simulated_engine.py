@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from hetmem.base.units import format_size
@@ -281,8 +281,9 @@ class SimulatedGradients:
     current one: it changes when gradients get a permanent home.
 
     A chunk of `arrangement.lent` borrows a home for gradients from their first arrival to their update. `new_bytes`, by
-    tier: permanent homes that gradients got during the run. A chunk's gradients are written to NVMe once those of its
-    `awaited` parameters have arrived; None: when the backward is over.
+    tier: permanent homes that gradients got during the run. `hurry` begins updates in the first step, if it may: see
+    `schedule.gradients.GradientMemory`. A chunk's gradients are written to NVMe once those of its `awaited` parameters
+    have arrived; None: when the backward is over.
     """
 
     def __init__(
@@ -292,6 +293,7 @@ class SimulatedGradients:
         blocks: Mapping[tuple[str, int], int],
         arrangement: Arrangement,
         awaited: Callable[[int], Collection[int]] | None,
+        hurry: Callable[[], bool],
     ) -> None:
         self.arrangement = arrangement
         self._traffic, self._notes, self._blocks, self._awaited = traffic, notes, blocks, awaited
@@ -299,14 +301,19 @@ class SimulatedGradients:
         self.new_bytes: Counter[Tier] = Counter()
         self._lending = Lending(arrangement.set_aside)
         self._lent: dict[int, int] = {}
-        """The bytes of the borrowed homes in host memory, by chunk."""
+        """The bytes of the places that chunks borrow, by chunk."""
+        self._loans: dict[int, int] = {}
+        """Those of memory that was not set aside."""
+        self.loaned_bytes = 0
+        """The most of that, beside `new_bytes`, at one time."""
+        self.hurry = hurry
 
     def send(self, parameter: int, device_bytes: int) -> None:
         """Send a gradient of `parameter`, of `device_bytes` on the device, home. Raises `NoRoom` if no home can be
         borrowed and there is no room for a permanent one."""
         arrangement, sends = self.arrangement, self._traffic.gradients
         chunk, ground = arrangement.chunk_of[parameter], arrangement.ground
-        if chunk in arrangement.lent and chunk not in self._lent:
+        if chunk in arrangement.lent and not self.waits(chunk):
             sends.find_place(chunk, self)
         elif (
             parameter in self.arrivals
@@ -337,11 +344,24 @@ class SimulatedGradients:
     # ---- memory: see `schedule.gradients.GradientMemory` ---------------------------------------------------------
 
     def lend(self, chunk: int) -> bool:
-        """Lend gradients of `chunk` a home that was set aside; False if all that are large enough are lent."""
-        place = self._lending.take(self.arrangement.ground.home_bytes(chunk, "arriving"))
+        """Lend gradients of `chunk` a home that was set aside, or what is free; False if there is none now."""
+        arrangement = self.arrangement
+        nbytes = arrangement.ground.home_bytes(chunk, "arriving")
+        place = self._lending.take(nbytes)
         if place is not None:
             self._lent[chunk] = place
-        return place is not None
+        elif not arrangement.ground.staging_slots and nbytes <= arrangement.left.host_bytes:
+            self._loans[chunk] = nbytes
+            self._borrow(nbytes)
+        return self.waits(chunk)
+
+    def _borrow(self, nbytes: int) -> None:
+        left = self.arrangement.left
+        self.arrangement = replace(self.arrangement, left=replace(left, host_bytes=left.host_bytes - nbytes))
+        self._note_loans()
+
+    def _note_loans(self) -> None:
+        self.loaned_bytes = max(self.loaned_bytes, sum(self._loans.values()) + self.new_bytes[Tier.HOST])
 
     def may_lend(self, chunk: int) -> bool:
         """Return whether a home large enough for gradients of `chunk` was set aside, lent or not."""
@@ -352,16 +372,27 @@ class SimulatedGradients:
         self.arrangement = arrangement = with_own_gradients(self.arrangement, chunk)
         tier = arrangement.homes["grad"][chunk]
         self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
+        self._note_loans()
         self._traffic.rehome(self._blocks["grad", chunk], tier)
 
     def waits(self, chunk: int) -> bool:
         """Return whether gradients of `chunk` wait in a borrowed home for their update."""
-        return chunk in self._lent
+        return chunk in self._lent or chunk in self._loans
 
     def retire(self, chunk: int) -> None:
         """Give the borrowed home of `chunk` back, now that the update has read its gradients."""
         if chunk in self._lent:
             self._lending.give(self._lent.pop(chunk))
+        elif chunk in self._loans:
+            self._borrow(-self._loans.pop(chunk))
+
+    def prepare_sums(self, begun: Collection[int]) -> None:
+        """As another backward of the step begins, move gradients that wait, and that no update has `begun` to read,
+        where sums are exact: the last loans first, as their memory is beside what is free."""
+        ground = self.arrangement.ground
+        for chunk in (*self._lent, *reversed(self._loans)):
+            if chunk not in begun and ground.role_itemsize(chunk, "arriving") < ground.chunks[chunk].itemsize:
+                self._widen(chunk)
 
     def _widen(self, chunk: int) -> None:
         """Give gradients of `chunk` a permanent home, as their sum needs a wider dtype than a single one."""

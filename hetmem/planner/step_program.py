@@ -36,7 +36,7 @@ UPDATE_BYTES = 28
 
 class Rehearsal:
     """A simulated run of `workload` with `setting`. `step()` is one optimizer step; early steps record the trace that
-    later ones prefetch by. An `arrangement` that lends homes to gradients is for streamed ones."""
+    later ones prefetch by."""
 
     def __init__(self, workload: Workload, arrangement: Arrangement, setting: Setting) -> None:
         self._workload = workload
@@ -71,10 +71,11 @@ class Rehearsal:
         self._begun: set[int] = set()
         self._updates = SimulatedUpdates(self._traffic, hardware.host.cores, self._notes)
         awaited = None if self._how.overlapped else self._members
-        self._sink = SimulatedGradients(self._traffic, self._notes, self._blocks, arrangement, awaited)
+        self._sink = SimulatedGradients(self._traffic, self._notes, self._blocks, arrangement, awaited, self._hurry)
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
+        self._hurries = False
 
     def _register(self, arrangement: Arrangement) -> None:
         """Register the blocks in the order of a run."""
@@ -123,6 +124,7 @@ class Rehearsal:
             {tier: dict(roles) for tier, roles in self._moved.items()},
             self._part_of({chunk for chunk, tier in self.arrangement.homes["param"].items() if tier is Tier.DEVICE}),
             {tier.name.lower(): nbytes for tier, nbytes in self._sink.new_bytes.items()},
+            self._sink.loaned_bytes - self._sink.new_bytes[Tier.HOST] if self._sink.loaned_bytes else 0,
         )
 
     def _reading(self) -> tuple[float, ...]:
@@ -154,6 +156,7 @@ class Rehearsal:
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
                 self._traffic.gradients.complete.begin()
+                self._sink.prepare_sums(self._begun)
             case Kind.USE | Kind.SAVED if self._blocks:
                 self._use(index, event)
                 return
@@ -214,11 +217,36 @@ class Rehearsal:
         arrivals = self._sink.arrivals
         arrivals[parameter] += 1
         chunk = self.arrangement.chunk_of[parameter]
-        if self._how.overlapped and self._blocks and (self._steps or self._how.streamed_gradients):
-            members = self._members(chunk)
-            if all(member in self._usual and arrivals[member] == self._usual[member] for member in members):
-                self._begin(chunk, members)
+        if self._how.overlapped and self._blocks and (self._steps or self._hurries):
+            if chunk not in self._begun and self._complete(chunk):
+                self._begin(chunk, self._members(chunk))
             self._updates.pump()
+
+    def _complete(self, chunk: int) -> bool:
+        usual, arrivals = self._usual, self._sink.arrivals
+        return all(member in usual and arrivals[member] == usual[member] for member in self._members(chunk))
+
+    def _hurry(self) -> bool:
+        """Begin the updates of all chunks that have their gradients, in a first step that keeps no more. Raises
+        `NoRoom` where a step of several backwards has to keep them."""
+        if self._steps or self._hurries:
+            return False
+        if self._micro_batches > 1:
+            arrangement = self.arrangement
+            sums = sum(arrangement.ground.home_bytes(chunk, "grad") for chunk in arrangement.lent)
+            raise NoRoom(
+                "gradients of several backwards, which updates that overlap keep in host memory until the last, have "
+                "no room there",
+                Tier.HOST,
+                max(1, sums - arrangement.left.host_bytes),
+            )
+        self._hurries = True
+        due = [
+            chunk for chunk in self.arrangement.homes["exp_avg"] if chunk not in self._begun and self._complete(chunk)
+        ]
+        for chunk in due:
+            self._begin(chunk, self._members(chunk))
+        return bool(due)
 
     def _arrive(self) -> None:
         """End a backward: wait until every gradient is at home, and written if that is NVMe."""

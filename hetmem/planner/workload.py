@@ -214,14 +214,12 @@ class Updating:
     """The options of an optimizer that decide when updates run, where, and how long gradients stay.
 
     `overlapped`: from the second step on a chunk is updated as soon as all its gradients have arrived, as with
-    `hetmem.AdamW(overlap="backward")`. `into_forward`: `step()` does not wait for updates, as with "forward".
-    `streamed_gradients`: the program sees no gradients, as with `hetmem.AdamW(gradients="streamed")`, so that they
-    borrow their homes, and updates overlap from the first step on.
+    `hetmem.AdamW(overlap="backward")`, and gradients borrow their homes. `into_forward`: `step()` does not wait for
+    updates, as with "forward".
     """
 
     overlapped: bool = False
     into_forward: bool = False
-    streamed_gradients: bool = False
     moments: str = "float32"
     """The format of the two moments, as with `hetmem.AdamW(moments=…)`: "float32", "bfloat16" or "8bit"."""
     stochastic_rounding: bool = False
@@ -277,6 +275,8 @@ class StepResult:
     """The share of the trained elements whose update runs on the device, where their states live."""
     new_bytes: dict[str, int]
     """Bytes of permanent homes that gradients have got during the run, by tier."""
+    loaned_bytes: int
+    """The most bytes of host memory that gradients have borrowed beside homes and what was set aside."""
 
     def is_as(self, before: StepResult) -> bool:
         """Return whether this step equals the one `before`, within 1 % of the bytes, and no home has moved."""

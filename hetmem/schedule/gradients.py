@@ -27,7 +27,7 @@ ChunkT = TypeVar("ChunkT", bound=Hashable)
 OfChunkT = TypeVar("OfChunkT", contravariant=True)
 
 _CHUNKS = 6
-"""How many chunks have lent buffers for streamed gradients: some arrive, two are read by updates, some wait."""
+"""How many chunks have buffers set aside for gradients at least: some arrive, two are read by updates, some wait."""
 
 
 class Waiting(Protocol):
@@ -73,11 +73,16 @@ class GradientMemory(Protocol[OfChunkT]):
     """Memory for the gradients of a chunk."""
 
     def lend(self, chunk: OfChunkT) -> bool:
-        """Lend `chunk` a buffer that was set aside in host memory; False if all that are large enough are lent."""
+        """Lend `chunk` a buffer in host memory, that was set aside or is free; False if there is none now."""
         ...
 
     def may_lend(self, chunk: OfChunkT) -> bool:
         """Return whether any buffer that was set aside, lent or not, is large enough for `chunk`."""
+        ...
+
+    def hurry(self) -> bool:
+        """Begin updates that wait only because it is not known yet how many gradients a step has; False if there are
+        none."""
         ...
 
     def give_own(self, chunk: OfChunkT) -> None:
@@ -141,8 +146,8 @@ class GradientSends(Generic[ChunkT]):
 
     def find_place(self, chunk: ChunkT, memory: GradientMemory[ChunkT]) -> None:
         """Provide memory for gradients of `chunk`, which has no permanent home for them: a lent buffer, waiting as long
-        as anything in flight may free one, else a permanent home, as when the gradients of many chunks wait for their
-        last one."""
+        as anything in flight may free one, or else in the first step updates that begin early; else a permanent home,
+        as when the gradients of many chunks wait for their last one."""
         lent = False
 
         def settled() -> bool:
@@ -151,14 +156,15 @@ class GradientSends(Generic[ChunkT]):
             return lent or not memory.may_lend(chunk)
 
         self._waiting.poll()
-        wait_until(self._waiting, settled)
+        while not wait_until(self._waiting, settled) and memory.hurry():
+            pass
         if not lent:
             memory.give_own(chunk)
 
 
 def set_aside(sizes: Iterable[int], free_bytes: int) -> tuple[int, ...]:
-    """Return the bytes of each buffer for streamed gradients of chunks of `sizes`: those of the largest chunks, as far
-    as `free_bytes` of host memory suffice."""
+    """Return the bytes of each buffer to set aside for gradients of chunks of `sizes`: those of the largest chunks, as
+    far as `free_bytes` of host memory suffice."""
     found: list[int] = []
     for nbytes in sorted(sizes, reverse=True)[:_CHUNKS]:
         if sum(found) + nbytes <= free_bytes:

@@ -18,7 +18,6 @@ from tests.engine.harness import assert_same_states, assert_same_weights, stream
 OVERLAPS: dict[str, dict[str, Any]] = {
     "backward": {"overlap": "backward"},
     "forward": {"overlap": "forward"},
-    "streamed": {"overlap": "forward", "gradients": "streamed"},
 }
 
 

@@ -63,7 +63,7 @@ CASES = {
     "8-bit moments": Case(adamw(moments="8bit", seed=5), adamw(moments="8bit"), placements=("nvme", "host")),
     "stochastic": Case(adamw(stochastic_rounding=True, seed=5), adamw(stochastic_rounding=True), dtype=BF16),
     "backward": Case(adamw(overlap="backward"), adamw(overlap="forward"), placements=("nvme", "host")),
-    "streamed": Case(adamw(overlap="forward", gradients="streamed"), placements=("nvme", "nvme")),
+    "streamed": Case(adamw(overlap="forward"), placements=("nvme", "nvme")),
     "SGD": Case(offloaded(torch.optim.SGD, momentum=0.9)),
     "torch's AdamW": Case(lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2), placements=("nvme", "host")),
     "plain to managed": Case(

@@ -199,7 +199,7 @@ class Side:
 
     def edit_gradients(self, draw: Random) -> Any:
         way = draw.randrange(6)
-        for parameter in self.some(draw) if "gradients" not in self.program.options else ():  # which are used up
+        for parameter in self.some(draw) if not self.program.uses_up else ():  # which are used up
             if parameter.grad is None:
                 continue
             if way == 0:
@@ -333,7 +333,7 @@ class Side:
         return [p.detach().clone() for p in self.module.parameters()]
 
     def read_gradients(self, _: Random) -> Any:
-        if "gradients" not in self.program.options:
+        if not self.program.uses_up:
             return [None if p.grad is None else p.grad.clone() for p in self.module.parameters()]
         return None
 

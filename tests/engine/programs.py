@@ -217,8 +217,8 @@ class Program:
 
     @property
     def uses_up(self) -> bool:
-        """Whether a step uses gradients up."""
-        return self.options.get("overlap") == "forward" or "gradients" in self.options
+        """Whether updates consume gradients, so that nobody else reads them."""
+        return self.early
 
     def build(self) -> Net:
         torch.manual_seed(self.seed)
@@ -272,11 +272,9 @@ def drawn(seed: int) -> Program:
     options: dict[str, Any] = {}
     if not optimizer.startswith("torch"):
         options["overlap"] = draw.choice(("off", "backward", "forward"))
-        if options["overlap"] in ("backward", "forward") and draw.random() < 0.3:
-            options["gradients"] = "streamed"
-        elif draw.random() < 0.4:
+        if draw.random() < 0.3:
             options["max_grad_norm"] = draw.choice((0.05, 0.5, 1e6))
-    if mixed is torch.float16 and not options.keys() & {"gradients"} and options:
+    if mixed is torch.float16 and options and draw.random() < 0.7:
         options["loss_scale"] = draw.choice((2.0**8, "dynamic"))
     device_budget = draw.choice(("least", "least", "some", "nearly all", "whole"))
     program = Program(
@@ -312,7 +310,7 @@ def drawn(seed: int) -> Program:
 def _operations(draw: Random, options: dict[str, Any]) -> list[str]:
     """Steps of one to three backwards, and anything else in between."""
     early = options.get("overlap", "off") != "off"
-    most = 1 if "gradients" in options else draw.randint(1, 3)
+    most = draw.randint(1, 3)
     names: list[str] = []
     for _ in range(draw.randint(3, 6)):
         step: list[str] = []

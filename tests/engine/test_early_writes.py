@@ -55,16 +55,6 @@ def test_when_a_backward_ends_its_gradients_are_on_their_way(
     assert found == [0, 0, 0]
 
 
-def test_gradients_that_an_update_follows_at_once_stay_for_it(tmp_path: Path) -> None:
-    """What is written may go, and the update reads it again."""
-    module = manage(tower(), budget("nvme", tmp_path, host=HOST_CHUNKS * CHUNK, device_chunks=4 * CHUNK), tmp_path)
-    made = hetmem.AdamW(module.parameters(), lr=1e-3, overlap="backward")
-    with left_in_staging(module) as found:
-        loss_of(module, (torch.randn(2, WIDTH),)).backward()  # in which no update begins: which gradient is last?
-    assert found[0] > 0
-    made.step()
-
-
 class Twice(nn.Module):
     """Each layer is used twice in a row, and has a gradient of each use on its own."""
 

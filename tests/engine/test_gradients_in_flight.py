@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 
@@ -50,32 +49,29 @@ READS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def hooks_that_read(module: nn.Module, log: list[torch.Tensor], *, writes: bool) -> None:
+def hooks_that_read(module: nn.Module, log: list[torch.Tensor]) -> None:
     """A hook of a layer and one of a tensor that read gradients, the last that has arrived first, each in another way,
-    and halve them if they are to write."""
+    and halve them."""
     ways = itertools.cycle(READS)
 
     def read(*_: object) -> None:
         for parameter in reversed([*module.parameters()]):
             if parameter.grad is not None:
                 log.append(next(ways)(parameter.grad))
-                if writes:
-                    parameter.grad.mul_(0.5)
+                parameter.grad.mul_(0.5)
 
     module[2].register_full_backward_hook(read)  # type: ignore[index]
     module[1].register_forward_hook(lambda *given: given[-1].register_hook(read) and None)  # type: ignore[index]
 
 
-@pytest.mark.each
 @streamed
-@pytest.mark.parametrize("overlap", ["off", "backward", "forward"])
-def test_a_hook_that_uses_a_gradient_in_flight_waits_for_it(overlap: str, placement: str, tmp_path: Path) -> None:
+def test_a_hook_that_uses_a_gradient_in_flight_waits_for_it(placement: str, tmp_path: Path) -> None:
     """Its copy is as late as it may be: the home has what it had before. What a hook writes is stepped from."""
     modules = pair(mlp, placement, tmp_path, device=LazyDevice(), sanitize=False)
     logs: list[list[torch.Tensor]] = [[], []]
     for module, log in zip(modules, logs, strict=True):
-        hooks_that_read(module, log, writes=overlap == "off")
-    optimizers = adamws(*modules, overlap=overlap)
+        hooks_that_read(module, log)
+    optimizers = adamws(*modules)
     train_both(*modules, BATCHES, Recipe(steps=4, accumulation=2), optimizers=optimizers)
     assert len(logs[0]) == len(logs[1]) > len(READS)
     for left, right in zip(*logs, strict=True):
@@ -115,7 +111,7 @@ def test_a_backward_without_hooks_waits_for_gradients_at_its_end_alone(placement
 def test_a_hook_finds_gradients_of_mixed_precision_as_the_backward_leaves_them(placement: str, tmp_path: Path) -> None:
     module = manage(mlp(), placement, tmp_path, device=LazyDevice(), sanitize=False, mixed_precision=torch.bfloat16)
     log: list[torch.Tensor] = []
-    hooks_that_read(module, log, writes=False)
+    hooks_that_read(module, log)
     for batch in vector_batches(2, 4, WIDTH, dtype=torch.bfloat16):
         loss_of(module, batch).backward()
         left = {parameter.shape: [] for parameter in module.parameters()}  # type: ignore[var-annotated]

@@ -183,10 +183,10 @@ def test_the_gradient_scaler_of_torch_works_in_float16(place: str, tmp_path: Pat
 @pytest.mark.each
 @everywhere
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_streamed_gradients_and_small_states_write_copies_too(overlap: str, place: str, tmp_path: Path) -> None:
+def test_consumed_gradients_and_small_states_write_copies_too(overlap: str, place: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = manage(Tower(), room(place, tmp_path), tmp_path, mixed_precision=BF16)
-    options = {"overlap": overlap, "gradients": "streamed", "moments": "8bit"}
+    options = {"overlap": overlap, "moments": "8bit"}
     trained(module, token_batches(4), **options)
     assert_true_copies(module)
 

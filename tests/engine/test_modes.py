@@ -37,8 +37,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "off": {},
     "backward": {"overlap": "backward"},
     "clipped": {"overlap": "backward", "max_grad_norm": 1e-3},
-    "forward": {"overlap": "forward", "max_grad_norm": 1e-3},
-    "streamed": {"overlap": "forward", "gradients": "streamed"},
+    "forward": {"overlap": "forward"},
+    "clipped forward": {"overlap": "forward", "max_grad_norm": 1e-3},
     "scaled": {"loss_scale": 4.0},
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

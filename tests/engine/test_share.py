@@ -362,9 +362,9 @@ def test_release_gives_the_weights_and_gradients_of_moved_chunks_back(tmp_path: 
 
 
 @MIXED
-def test_streamed_gradients_of_moved_chunks_stay_on_the_device(mixed: torch.dtype | None, tmp_path: Path) -> None:
+def test_consumed_gradients_of_moved_chunks_stay_on_the_device(mixed: torch.dtype | None, tmp_path: Path) -> None:
     plain, managed = pair(build, room("host", mixed, tmp_path), tmp_path, mixed_precision=mixed)
-    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    left, right = adamws(plain, managed, overlap="backward")
     backward = reference(plain, mixed)
     for batch in token_batches(5):
         backward(partial(loss_of, batch=batch))

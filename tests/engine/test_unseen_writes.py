@@ -229,13 +229,8 @@ def test_after_a_step_of_others_they_do_so_too(optimizer: str, place: str, tmp_p
 @precisions
 @pytest.mark.parametrize(
     "options",
-    [
-        {"overlap": "backward"},
-        {"overlap": "forward"},
-        {"overlap": "backward", "gradients": "streamed"},
-        {"overlap": "forward", "gradients": "streamed"},
-    ],
-    ids=["backward", "forward", "streamed, backward", "streamed, forward"],
+    [{"overlap": "backward"}, {"overlap": "forward"}],
+    ids=["backward", "forward"],
 )
 def test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error(
     options: dict[str, Any], mixed: torch.dtype | None, placement: str, tmp_path: Path
@@ -247,7 +242,7 @@ def test_a_forgotten_zero_grad_adds_up_as_in_torch_or_is_an_error(
         expected = backward(lambda module, batch=batch: loss_of(module, batch))
         got = loss_of(managed, batch)
         assert_same(expected, got, f"loss {step}")
-        consumed = type(managed[0].weight.grad).__name__ == "ConsumedGradient"
+        consumed = testing.is_hidden(managed[0].weight.grad)
         assert consumed <= (step == 3)
         if consumed:
             with pytest.raises(RuntimeError, match=r"last step was not cleared: .* call zero_grad\(\)"):

@@ -113,6 +113,7 @@ def test_a_step_refuses_a_weight_that_was_written_beside_one_that_nobody_updates
         optimizer.zero_grad()
         loss_of(managed, batch).backward()
         optimizer.step()
+    optimizer.zero_grad()
     loss_of(managed, batch).backward()
     with torch.no_grad():
         managed[0].bias.mul_(2)

@@ -129,15 +129,14 @@ def test_copies_that_were_asked_for_with_one_that_cannot_begin_are_begun(
 
 @pytest.mark.each
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
-@pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("at", range(1, 7))
 @streamed
 def test_no_update_is_made_with_a_gradient_that_did_not_arrive(
-    placement: str, at: int, gradients: str, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, at: int, overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The update was queued as the last gradient of its chunk was sent, and made although that had failed."""
     plain, managed = pair(mlp, placement, tmp_path, device=linked())
-    left, right = adamws(plain, managed, overlap=overlap, gradients=gradients)
+    left, right = adamws(plain, managed, overlap=overlap)
     for batch in BATCHES[:2]:
         for module, optimizer in ((plain, left), (managed, right)):
             loss_of(module, batch).backward()

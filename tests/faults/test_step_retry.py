@@ -276,16 +276,15 @@ def test_a_gradient_that_could_not_be_written_and_that_nobody_wants_stops_no_ste
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_a_write_after_an_update_is_refused_also_where_the_disk_failed_before_it_was_found(
-    overlap: str, gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that was repeated took all that was updated before it for what it had updated itself."""
     disk = FaultyDisk()
     disk.used_by(monkeypatch, threads=2, request_bytes=REQUEST_BYTES)
     _, managed = pair(mlp, "nvme", tmp_path)
-    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, gradients=gradients)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
     batches = vector_batches(3, 8, 64)
     for batch in batches[:2]:
         loss_of(managed, batch).backward()

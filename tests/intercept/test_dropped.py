@@ -102,17 +102,14 @@ def test_a_model_dropped_while_updates_are_under_way_is_collected(placement: str
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("placement", STREAMED)
-def test_a_model_dropped_after_a_backward_was_refused_is_collected(
-    placement: str, gradients: str, tmp_path: Path
-) -> None:
+def test_a_model_dropped_after_a_backward_was_refused_is_collected(placement: str, tmp_path: Path) -> None:
     """Autograd keeps the nodes that it was going to run next, and all behind them, until the thread's next backward.
     Once models were collected here only because the next test began with one."""
 
     def refused() -> weakref.ref[nn.Parameter]:
         managed = manage(Halves(), placement, tmp_path)
-        optimizer = hetmem.AdamW(managed.parameters(), overlap="backward", gradients=gradients)
+        optimizer = hetmem.AdamW(managed.parameters(), overlap="backward")
         for _ in range(2):
             managed(torch.ones(2, 64)).sum().backward()
             optimizer.step()
@@ -156,7 +153,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
     "torch": lambda parameters: torch.optim.SGD(parameters, 0.01),
     "offload": lambda parameters: hetmem.optim.offload(torch.optim.SGD, parameters, lr=0.01),
     **{overlap: partial(hetmem.AdamW, overlap=overlap) for overlap in ("off", "backward", "forward")},
-    "streamed": partial(hetmem.AdamW, overlap="forward", gradients="streamed"),
 }
 
 

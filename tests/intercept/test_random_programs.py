@@ -38,7 +38,7 @@ REPEATED = (
 """What is simply repeated after an error of a disk; everything else that fails then is given up on both sides."""
 
 
-_SAYS_SO = "overlap=|last step was not cleared|modified by an inplace operation|'streamed' with mixed_precision"
+_SAYS_SO = "overlap=|last step was not cleared|modified by an inplace operation"
 
 
 class RefusedError(Exception):
@@ -117,7 +117,7 @@ class Duel:
                 self.managed.module.state_dict(), self.managed.optimizer.state_dict()
             self.disk.fault = _fast
         assert_same_weights(self.plain.module, self.managed.module, what)
-        if "gradients" not in self.program.options:
+        if not self.program.uses_up:
             assert_same_grads(self.plain.module, self.managed.module, what)
         _assert_same_states(self.plain.optimizer, self.managed.optimizer, what)
 
@@ -138,9 +138,9 @@ class Duel:
 
 
 def _lacks_host_memory(program: Program, error: BaseException | None) -> bool:
-    """Streamed gradients that wait for the last backward of several parameters, of which only then is known how many
-    do, and gradients of parameters that no optimizer has yet."""
-    late = "gradients" in program.options or program.groups > 1
+    """Gradients that updates consume and that wait for the last backward of several parameters, of which only then is
+    known how many do, and gradients of parameters that no optimizer has yet."""
+    late = program.early or program.groups > 1
     return late and isinstance(error, BudgetError) and "place for grad of" in str(error)
 
 

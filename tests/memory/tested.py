@@ -8,7 +8,7 @@ from hetmem.cuda.backend import Backend, TorchBackend, stream_for
 from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_device, host_memory, live_bytes, nvme_io, stream_copies
-from hetmem.memory.chunk import UnreadableGradient
+from hetmem.memory.chunk import HiddenGradient
 from hetmem.memory.cuda_device import ComputeStream, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Mapping, address_of, free_host_bytes, left_by_groups
@@ -33,6 +33,7 @@ __all__ = [
     "DevicePool",
     "Extent",
     "Finished",
+    "HiddenGradient",
     "HostPool",
     "Job",
     "Link",
@@ -46,7 +47,6 @@ __all__ = [
     "Tier",
     "TorchBackend",
     "TransferEngine",
-    "UnreadableGradient",
     "address_of",
     "cuda_device",
     "examine",

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hetmem
-from tests.memory.tested import Memory, TransferEngine, UnreadableGradient, live_bytes
+from tests.memory.tested import HiddenGradient, Memory, TransferEngine, live_bytes
 
 _HETMEM = f"{Path(hetmem.__file__).parent}/"
 _READS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__"}
@@ -97,7 +97,7 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        tensors = [tensor for tensor in tensors if not isinstance(tensor, UnreadableGradient)]  # it has no memory
+        tensors = [tensor for tensor in tensors if not isinstance(tensor, HiddenGradient)]  # it has no memory
         with torch._C.DisableTorchFunctionSubclass():  # to ask for its memory is to read a parameter that trails
             there = any(self._watch.on_device(tensor) for tensor in tensors)
             here = any(self._watch.on_host(tensor) for tensor in tensors)

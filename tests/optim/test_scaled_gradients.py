@@ -23,14 +23,12 @@ from tests.engine.harness import (
     budget,
     everywhere,
     loss_of,
-    manage,
     mlp,
     pair,
-    streamed,
     vector_batches,
 )
 from tests.faults.disk import FaultyDisk
-from tests.optim.stories import adamw, on_either, on_the_other, one, overlaps, twins, with_gradients
+from tests.optim.stories import adamw, on_either, on_the_other, overlaps, twins, with_gradients
 
 
 @on_either
@@ -113,49 +111,6 @@ def test_clipping_gradients_that_are_not_finite_does_what_torch_does(
         assert torch.equal(expected.nan_to_num(), got.nan_to_num()), name
 
 
-@streamed
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_the_norm_is_of_gradients_that_were_scaled_after_it_was_summed_up(
-    overlap: str, placement: str, tmp_path: Path
-) -> None:
-    """By something that counts no version; nothing had been updated yet, but the sums of the backward were taken."""
-    plain, managed = pair(mlp, placement, tmp_path)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
-    for batch in vector_batches(4, 4, 64):
-        plain.load_state_dict(managed.state_dict())
-        for module in (plain, managed):
-            module.zero_grad()
-            loss_of(module, batch).backward()
-            for parameter in module.parameters():
-                assert parameter.grad is not None
-                parameter.grad.data.mul_(0.5)
-        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
-        right.step()
-        assert right.grad_norm == pytest.approx(norm, rel=1e-5)
-
-
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_the_norm_is_of_gradients_that_were_scaled_before_their_turn(
-    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The backward has queued their sums, which workers that are slow have not begun, and left copies in staging."""
-    plain, managed = pair(mlp, "nvme", tmp_path)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
-    for batch in vector_batches(4, 4, 64):
-        plain.load_state_dict(managed.state_dict())
-        for module in (plain, managed):
-            module.zero_grad()
-            with monkeypatch.context() as patch:
-                patch.setattr(Updates, "pump", lambda _: None)
-                loss_of(module, batch).backward()
-            for parameter in module.parameters():
-                assert parameter.grad is not None
-                parameter.grad.data.mul_(0.5)
-        norm = float(nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None]))
-        right.step()
-        assert right.grad_norm == pytest.approx(norm, rel=1e-5)
-
-
 class HalfwayDisk(FaultyDisk):
     """A read of two blocks or more waits in the middle, while `waits`, until the test goes on."""
 
@@ -174,15 +129,14 @@ class HalfwayDisk(FaultyDisk):
         return moved + super().preadv(fd, [memory[BLOCK_BYTES:]], offset + BLOCK_BYTES)
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_a_gradient_that_was_being_read_ahead_while_it_was_scaled_is_read_again(
-    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One block of the copy is of before, and its greatest element of after."""
     disk = HalfwayDisk()
     disk.used_by(monkeypatch)
     plain, managed = pair(mlp, "nvme", tmp_path)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap, max_grad_norm=1e-2)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, max_grad_norm=1e-2)
     interception = registry.of_module(managed)
     traffic = interception.runtime.traffic
     for batch in vector_batches(3, 4, 64):
@@ -214,55 +168,6 @@ def test_a_gradient_that_was_being_read_ahead_while_it_was_scaled_is_read_again(
         assert right.grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-def test_updates_that_have_not_begun_are_made_of_scaled_gradients_or_the_step_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As above, where nothing waits for a norm. Some may begin before the step has looked at what was written."""
-    plain, managed = pair(mlp, "nvme", tmp_path)
-    optimizers = adamws(plain, managed, overlap="forward")
-    for batch in vector_batches(4, 4, 64):
-        for module, optimizer in zip((plain, managed), optimizers, strict=True):
-            optimizer.zero_grad()
-            with monkeypatch.context() as patch:
-                patch.setattr(Updates, "pump", lambda _: None)
-                loss_of(module, batch).backward()
-            for parameter in module.parameters():
-                assert parameter.grad is not None
-                parameter.grad.data.mul_(0.5)
-            try:
-                optimizer.step()
-            except RuntimeError as error:
-                assert module is managed
-                assert "changed after their update had begun" in str(error)  # noqa: PT017
-                return
-        assert_same_weights(plain, managed)
-
-
-@pytest.mark.each
-@pytest.mark.parametrize("write", ["counted", "uncounted", "clipped"])
-@pytest.mark.parametrize("place", ["host", "nvme"])
-def test_streamed_gradients_that_are_written_to_before_their_update_are_not_stepped_in_silence(
-    place: str, write: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some of the others are used up by then: what is left has another norm."""
-    managed = manage(mlp(), place, tmp_path)
-    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap="backward", gradients="streamed")
-    first, second = vector_batches(2, 4, WIDTH)
-    one(managed, first, optimizer)
-    optimizer.zero_grad()
-    with monkeypatch.context() as patch:
-        patch.setattr(Updates, "pump", lambda _: None)  # they are queued, and have not begun
-        loss_of(managed, second).backward()
-    left = [parameter for parameter in managed.parameters() if parameter.grad is not None]
-    assert left
-    if write == "clipped":
-        torch.nn.utils.clip_grad_norm_(left, 1e-3)
-    for parameter in left if write != "clipped" else ():
-        (parameter.grad if write == "counted" else parameter.grad.data).mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"changed after their update had begun during backward .*max_grad_norm="):
-        optimizer.step()
-
-
 class PartlyUsed(nn.Module):
     """The last bias shares a chunk with a parameter that nobody uses: its update waits for `step`."""
 
@@ -275,24 +180,23 @@ class PartlyUsed(nn.Module):
 
 
 EDITS: dict[str, Callable[[Any], None]] = {
-    "counted": lambda weight: weight.grad.mul_(0.5),
-    "uncounted": lambda weight: weight.grad.data.mul_(0.5),
-    "clipped": lambda weight: nn.utils.clip_grad_norm_([weight], 1e-3),
+    "zeroed": lambda weight: weight.grad.zero_(),
+    "another": lambda weight: setattr(weight, "grad", torch.ones(WIDTH)),
     "taken away": lambda weight: setattr(weight, "grad", None),
     "none": lambda weight: None,
 }
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_gradients_left_for_the_step_beside_streamed_ones_are_stepped_as_the_program_leaves_them(
+def test_gradients_left_for_the_step_beside_consumed_ones_are_stepped_as_the_program_leaves_them(
     edit: Callable[[Any], None], tmp_path: Path
 ) -> None:
     plain, managed = pair(PartlyUsed, "host", tmp_path)
-    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
-    for batch in vector_batches(3, 4, WIDTH):
+    left, right = adamws(plain, managed, overlap="backward")
+    for step, batch in enumerate(vector_batches(3, 4, WIDTH)):
         for module, optimizer in ((plain, left), (managed, right)):
             loss_of(module, batch).backward()
-            if module is managed:
+            if step and module is managed:
                 next(iter(right._steppers.values()))._updates.finish()  # those that have begun
                 assert [*map(id, with_gradients(managed))] == [id(managed.layers[4].bias)]
             edit(module.layers[4].bias)
@@ -301,10 +205,10 @@ def test_gradients_left_for_the_step_beside_streamed_ones_are_stepped_as_the_pro
         assert_same_weights(plain, managed)
 
 
-def test_streamed_gradients_of_which_none_was_used_up_may_be_clipped(tmp_path: Path) -> None:
-    """Hooks of the user see each of them, so that all updates wait for `step`."""
+def test_gradients_that_hooks_of_the_program_see_may_be_clipped(tmp_path: Path) -> None:
+    """All updates wait for `step`."""
     plain, managed = pair(mlp, "host", tmp_path)
-    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    left, right = adamws(plain, managed, overlap="backward")
     for parameter in managed.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: None)
     for batch in vector_batches(3, 4, WIDTH):

@@ -123,7 +123,6 @@ REPLACED: dict[str, dict[str, Any]] = {
     "off": {"overlap": "off"},
     "backward": {"overlap": "backward"},
     "forward": {"overlap": "forward"},
-    "streamed": {"overlap": "backward", "gradients": "streamed"},
 }
 
 
@@ -201,7 +200,10 @@ def test_what_an_optimizer_has_updated_in_the_backward_is_refused_to_another_one
     for batch in batches[:2]:
         one(managed, batch, first)
     loss_of(managed, batches[2]).backward()
-    with pytest.raises(RuntimeError, match="was updated during backward by another optimizer"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"was updated during backward by another optimizer|which (only its update reads|its update has used up)",
+    ):
         other(managed.parameters(), lr=1e-2).step()
     if other is hetmem.AdamW:  # which has changed nothing
         first.step()

@@ -102,7 +102,6 @@ def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -
 KINDS: dict[str, dict[str, Any]] = {
     "off": {},
     "backward": {"overlap": "backward"},
-    "streamed": {"overlap": "backward", "gradients": "streamed"},
     "forward": {"overlap": "forward"},
 }
 

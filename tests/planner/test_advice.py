@@ -22,7 +22,7 @@ from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.base.units import MIB, parse_size
 from hetmem.cli import main
 from hetmem.planner import Plan, TracedCall, hugging_face_call, known_profiles, load_profile, with_adapters
-from hetmem.planner.plan import KEPT
+from hetmem.planner.plan import KEPT, LOANED
 from tests.pairs import case
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 128}
@@ -143,7 +143,9 @@ def test_what_is_pasted_runs_within_the_planned_peaks(
         lent = "activations" in plan.role_bytes[tier]  # in pages, with gaps between them
         assert tiers[tier]["peak_bytes"] <= plan.peak_bytes[tier] + lent * 16 * 4096, tier
         assert tiers[tier]["peak_bytes"] <= plan.budget_bytes[tier], tier
-        shared = {"staging", "activations"} | ({"grad"} if "gradients" in plan.optimizer else set())  # no chunk's own
+        shared = {"staging", "activations"} | (
+            {"grad", LOANED} if "overlap" in plan.optimizer else set()
+        )  # no chunk's own
         roles = {role: nbytes for role, nbytes in plan.role_bytes[tier].items() if role not in shared}
         assert KEPT in roles or tiers[tier]["homes"] == roles, tier
     assert tiers["device"]["peak_bytes"] <= plan.budget_bytes["device"]
@@ -212,9 +214,7 @@ def test_nothing_is_advised_that_the_machine_has_not_and_smaller_states_are_choi
     assert typed("--hf-config", file, "--sequence", 32, *room) == 1
     out = capsys.readouterr().out
     choices = out[out.index("changes the mathematics:") :]
-    assert 'hetmem.AdamW(stochastic_rounding=True, overlap="backward", gradients="streamed")' in " ".join(
-        choices.split()
-    )
+    assert 'hetmem.AdamW(stochastic_rounding=True, overlap="backward")' in " ".join(choices.split())
 
 
 @pytest.mark.nightly

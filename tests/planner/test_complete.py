@@ -113,12 +113,6 @@ def test_gradients_are_written_once_all_of_their_chunk_have_arrived() -> None:
     assert run._traffic.nvme_write.load.bytes - before == on_nvme
 
 
-def test_gradients_that_an_update_follows_at_once_stay_for_it() -> None:
-    run = Watched(Updating(overlapped=True))
-    run.step()  # of which no update begins in the backward: nobody knows yet which gradient is the last
-    assert len(run.left) > IN_FLIGHT
-
-
 def test_no_gradient_is_read_from_nvme_to_be_overwritten() -> None:
     """A plan read ahead what the backward overwrites, which a run does not: a tenth of all that it read."""
     run = Watched(Updating())

@@ -197,18 +197,15 @@ def test_what_is_faster_together_is_found_and_what_gains_nothing_is_left_as_it_i
     assert lighter.workload is light
 
 
-def test_streamed_gradients_are_found_where_host_memory_is_worth_more_to_what_lies_on_nvme() -> None:
-    """Not where nothing lies there."""
+def test_consumed_gradients_are_found_where_host_memory_is_worth_more_to_what_lies_on_nvme() -> None:
     made = workload(24, activation=MIB // 8)
     on_disk, disk = Capacities(12 * MIB, 64 * MIB, 512 * MIB), Rate(1e9)
     hardware = replace(HARDWARE, nvme_read=disk, nvme_write=disk)
     decision = decide(made, on_disk, hardware, chunk_bytes=MIB)
     better = combined(decision, [])
     assert better is not None
-    assert better.asked.updating.streamed_gradients
+    assert better.asked.updating.overlapped
     assert seconds(better) < 0.8 * seconds(decision)
-    better = combined(decide(made, replace(on_disk, host_bytes=512 * MIB), hardware, chunk_bytes=MIB), [])
-    assert better is None or not better.asked.updating.streamed_gradients
 
 
 def test_the_share_that_is_updated_on_the_device_is_that_of_the_homes_there() -> None:

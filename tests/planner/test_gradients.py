@@ -1,4 +1,4 @@
-"""Plans of runs with `overlap=` and `gradients=`: peaks, by tier and role, are those of a run with these options."""
+"""Plans of runs with `overlap=`: peaks, by tier and role, are those of a run with these options."""
 
 from __future__ import annotations
 
@@ -15,20 +15,14 @@ from hetmem import testing
 from hetmem.base.units import GIB
 from hetmem.cli import main
 from tests.engine.harness import WIDTH, adamws, vector_batches
-from tests.optim.test_streamed_gradients import train_apart
-from tests.planner.tested import KEPT, KIB, MIB, format_seconds, planner
+from tests.optim.test_consumed_gradients import train_apart
+from tests.planner.tested import KEPT, KIB, LOANED, MIB, format_seconds, planner
 from tests.test_planning import BATCH, GPT, plan_alone
 
 BF16 = torch.bfloat16
 DRIVE = 16 * MIB
-STREAMED = {"overlap": "backward", "gradients": "streamed"}
-OPTIONS = [
-    {},
-    {"overlap": "backward"},
-    {"overlap": "forward"},
-    STREAMED,
-    {"overlap": "forward", "gradients": "streamed"},
-]
+STREAMED = {"overlap": "backward"}
+OPTIONS: list[dict[str, str]] = [{}, STREAMED, {"overlap": "forward"}]
 
 
 def named(options: dict[str, str]) -> str:
@@ -78,6 +72,7 @@ def assert_peaks(plan: planner.Plan, tiers: dict[str, Any], spare: int) -> None:
         if tier == "host":
             homes |= {"staging": figures["staging_bytes"], "grad": homes.get("grad", 0) + spare}
         expected = dict(plan.role_bytes[tier])
+        expected.pop(LOANED, None)  # is given back by now
         on_the_way = expected.pop("copies", 0) + expected.pop("activations", 0)
         assert {role: nbytes for role, nbytes in homes.items() if nbytes} == {r: n for r, n in expected.items() if n}
         assert (on_the_way > 0) == (tier == "device")
@@ -92,7 +87,7 @@ def test_the_peaks_of_a_run_with_these_options_are_the_planned_ones(
     where: str, mixed_precision: torch.dtype | None, options: dict[str, str], tmp_path: Path
 ) -> None:
     plan = planned(room(where, tmp_path), mixed_precision=mixed_precision, **options)
-    assert plan.fits == (where != "tight" or "gradients" in options)
+    assert plan.fits == (where != "tight" or "overlap" in options)
     if plan.fits:
         assert plan.optimizer == options
         assert_peaks(plan, *run(plan, options))
@@ -100,13 +95,13 @@ def test_the_peaks_of_a_run_with_these_options_are_the_planned_ones(
 
 @pytest.mark.each
 @pytest.mark.parametrize("options", OPTIONS[1:3], ids=named)
-@pytest.mark.parametrize("where", ["host", "nvme", "share"])
+@pytest.mark.parametrize("where", ["host", "share"])
 def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[str, str], tmp_path: Path) -> None:
     plan = planned(room(where, tmp_path), micro_batches=3, **options)
     assert_peaks(plan, *run(plan, options, micro_batches=3))
 
 
-@pytest.mark.parametrize(("layers", "options"), [(164, {}), (196, STREAMED)], ids=["visible", "streamed"])
+@pytest.mark.parametrize(("layers", "options"), [(164, {}), (196, STREAMED)], ids=["off", "overlap"])
 def test_a_model_of_nine_tenths_of_device_and_host_is_planned_and_trains(layers: int, options: dict[str, str]) -> None:
     """80 GiB of device and 104 GiB of host memory in small: at 16 bytes a parameter 11 B of them, streamed 13 B."""
     scale = 16 * 1024
@@ -130,14 +125,16 @@ def test_a_model_of_nine_tenths_of_device_and_host_is_planned_and_trains(layers:
         assert homes["device"] == {role: expected[role] for role in homes["device"]}
 
 
-def test_streamed_gradients_take_one_backward_planned_or_run() -> None:
-    """A run says so in the second one; a plan before the first."""
-    with pytest.raises(planner.PlanError, match="of which a step has one: expected micro_batches=1, got 2"):
-        planned(ROOMY, micro_batches=2, **STREAMED)
-    model = hetmem.manage(GPT(), ROOMY, device="sim", chunk_bytes=128 * KIB)
-    optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
+def test_a_step_of_several_backwards_needs_room_for_their_sums_planned_or_run() -> None:
+    """A run says so in the second one, as the first step begins updates where it cannot keep gradients."""
+    tight = room("tight", Path())
+    plan = planned(tight, micro_batches=2, **STREAMED)
+    assert not plan.fits
+    assert "gradients of several backwards" in plan.reasons[0]
+    model = hetmem.manage(GPT(backwards=True), tight, device="sim", chunk_bytes=128 * KIB)
+    optimizer = hetmem.AdamW(model.parameters(), overlap="backward")
     model(BATCH).backward()
-    with pytest.raises(RuntimeError, match=r"is used again, .* or use gradients='visible'"):
+    with pytest.raises(RuntimeError, match="has more backwards than host memory has room to keep gradients of"):
         model(BATCH).backward()
     optimizer.forget_step()
     hetmem.release(model)
@@ -147,8 +144,6 @@ def test_streamed_gradients_take_one_backward_planned_or_run() -> None:
     ("options", "expected"),
     [
         ({"overlap": "sometimes"}, "overlap must be 'off', 'backward' or 'forward', got 'sometimes'"),
-        ({"gradients": None}, "gradients must be 'visible' or 'streamed', got None"),
-        ({"gradients": "streamed"}, "set overlap='backward' or 'forward', got 'off'"),
     ],
 )
 def test_options_that_no_run_takes_or_no_plan_knows_are_refused(options: dict[str, Any], expected: str) -> None:
@@ -161,14 +156,14 @@ def test_the_command_line_has_the_options_and_prints_the_optimizer(
 ) -> None:
     command = ["plan", "tests.test_planning:GPT", "--input", "2x32", "--device-memory", "2MiB"]
     command += ["--host-memory", "16MiB", "--chunk-bytes", "128KiB", "-o", str(tmp_path / "plan.json")]
-    assert main([*command, "--overlap", "forward", "--gradients", "streamed"]) == 0
-    line = 'optimizer = hetmem.AdamW(model.parameters(), overlap="forward", gradients="streamed")'
-    assert 'gradients="streamed",' in capsys.readouterr().out
+    assert main([*command, "--overlap", "forward"]) == 0
+    line = 'optimizer = hetmem.AdamW(model.parameters(), overlap="forward")'
+    assert 'overlap="forward"' in capsys.readouterr().out
     plan = planner.Plan.load(tmp_path / "plan.json")
     assert plan.constructor == line
     assert planner.Plan.from_dict(plan.to_dict()) == plan
     assert main([*command, "--gradients", "streamed"]) == 2
-    assert "set overlap='backward' or 'forward'" in capsys.readouterr().err
+    assert "--gradients is no option any more, got streamed: with --overlap backward" in capsys.readouterr().err
 
 
 def test_an_optimizer_for_which_the_planned_budget_has_no_room_is_refused() -> None:
@@ -176,15 +171,15 @@ def test_an_optimizer_for_which_the_planned_budget_has_no_room_is_refused() -> N
     model = hetmem.manage(GPT(backwards=True), plan=plan, device="sim")
     with pytest.raises(hetmem.errors.BudgetError, match=r"AdamW has no room: .* are missing; raise Budget"):
         hetmem.AdamW(model.parameters())
-    hetmem.AdamW(model.parameters(), overlap="forward", gradients="streamed")  # other seconds, no other bytes
+    hetmem.AdamW(model.parameters(), overlap="forward")  # other seconds, no other bytes
     hetmem.release(model)
 
 
-def test_streamed_gradients_are_advised_where_they_are_all_it_takes() -> None:
+def test_consumed_gradients_are_advised_where_they_are_all_it_takes() -> None:
     """And not where the simulator says that they are not enough, nor with several backwards."""
     refused = planned(room("tight", Path()))
     assert not refused.fits
-    assert 'make hetmem.AdamW(overlap="backward", gradients="streamed")' in refused.advice[0]
+    assert 'make hetmem.AdamW(overlap="backward")' in refused.advice[0]
     assert f"cheapest: {refused.advice[0]}" in " ".join(str(refused).split())
     fits = planned(room("tight", Path()), **STREAMED)
     assert fits.fits
@@ -195,7 +190,7 @@ def test_streamed_gradients_are_advised_where_they_are_all_it_takes() -> None:
         planned(replace(room("tight", Path()), host=4988 * KIB), **STREAMED),
     ):
         assert not less.fits
-        assert not any("streamed" in advice for advice in less.advice)
+        assert not any('make hetmem.AdamW(overlap="backward")' in advice for advice in less.advice)
 
 
 def test_what_is_missing_for_streamed_gradients_is_what_makes_them_fit() -> None:
@@ -203,12 +198,6 @@ def test_what_is_missing_for_streamed_gradients_is_what_makes_them_fit() -> None
     assert planned(small, **STREAMED).missing_bytes == {"host": 4992 * KIB - 4 * MIB}
 
 
-def test_a_batch_is_cut_only_with_visible_gradients() -> None:
-    """Which then have to have room."""
-    batch = torch.zeros(4, 32, dtype=torch.int64)
-    for host, offered in ((16 * MIB, True), (4992 * KIB, False)):
-        budget = hetmem.Budget(device=1000 * KIB, host=host, device_chunks=512 * KIB)
-        plan = planner.plan(lambda: GPT(backwards=True), batch, budget, chunk_bytes=128 * KIB, **STREAMED)
-        cut = [advice for advice in plan.advice if "micro-batches" in advice]
-        assert bool(cut) == offered
-        assert all('with gradients="visible", as streamed ones take one backward' in advice for advice in cut)
+def test_the_option_that_went_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r"plan\(\) has no gradients= any more, got 'streamed': with overlap="):
+        planner.plan(GPT, BATCH, ROOMY, gradients="streamed")

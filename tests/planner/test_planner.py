@@ -153,7 +153,7 @@ def test_every_state_on_nvme_is_read_and_written_once_a_step() -> None:
 def test_a_step_is_never_shorter_than_a_drive_takes_for_it(steps: int) -> None:
     """What it leaves to be written, the next one waits for: one of several is short, and a plan once took that."""
     slow = replace(HARDWARE, nvme_read=Rate(2e9), nvme_write=Rate(5e8))
-    how = Updating(overlapped=True, streamed_gradients=True)
+    how = Updating(overlapped=True)
     room = Capacities(12 * MIB, 40 * MIB, 1024 * MIB, 8 * MIB)
     result = judge(workload(12, activation=0), Setting(room, MIB, updating=how), slow, 1, steps=steps).result
     assert result.terms["nvme_write"] > 0

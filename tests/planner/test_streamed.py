@@ -26,22 +26,20 @@ MACHINE = replace(L4, host_to_device=Rate(1e11, by_the_caller=True), device_to_h
 
 
 @pytest.mark.pairs
-@pytest.mark.parametrize("gradients", ["visible", "streamed"])
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("home_copies", [None, False])
 @pytest.mark.parametrize(("device_chunks", "chunk_bytes"), [(4 * MIB, 128 * KIB), (2 * MIB, 64 * KIB)])
 def test_each_step_of_a_run_moves_what_was_planned(
-    device_chunks: int, chunk_bytes: int, home_copies: bool | None, mixed_precision: torch.dtype | None, gradients: str
+    device_chunks: int, chunk_bytes: int, home_copies: bool | None, mixed_precision: torch.dtype | None
 ) -> None:
     workload = trace(planner.TracedCall(GPT, BATCH, None, mixed_precision), real=True)
     capacities = Capacities(12 * MIB, 16 * MIB, 0, device_chunks, home_copies=home_copies)
-    streamed = gradients == "streamed"
-    arrangement = arrange(workload, capacities, chunk_bytes, Updating(streamed_gradients=streamed))
-    updating = Updating(overlapped=True, streamed_gradients=streamed)
+    updating = Updating(overlapped=True)
+    arrangement = arrange(workload, capacities, chunk_bytes, updating)
     planned = Rehearsal(workload, arrangement, Setting(capacities, None, hardware=MACHINE, updating=updating))
     budget = hetmem.Budget(device=12 * MIB, host=16 * MIB, device_chunks=device_chunks, home_copies=home_copies)
     model = hetmem.manage(GPT(), budget, device="sim", chunk_bytes=chunk_bytes, mixed_precision=mixed_precision)
-    optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients=gradients)
+    optimizer = hetmem.AdamW(model.parameters(), overlap="backward")
     crossed = dict.fromkeys(LINKS, 0)
     for step in range(5):
         model(BATCH).backward()
@@ -57,7 +55,7 @@ def test_each_step_of_a_run_moves_what_was_planned(
 
 
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_streamed_gradients_have_places_where_weights_fill_host_memory(
+def test_consumed_gradients_have_places_where_weights_fill_host_memory(
     mixed_precision: torch.dtype | None, tmp_path: Path
 ) -> None:
     budget = hetmem.Budget(device="6MiB", host="2MiB", nvme="32MiB", nvme_dir=tmp_path, device_chunks="512KiB")
@@ -69,13 +67,12 @@ def test_streamed_gradients_have_places_where_weights_fill_host_memory(
         nvme_directories=(str(tmp_path),),
         chunk_bytes=32 * KIB,
         overlap="backward",
-        gradients="streamed",
         compares=False,
     )
     assert plan.role_bytes["nvme"]["param"]
     assert "grad" not in plan.role_bytes["nvme"]
     model = hetmem.manage(build(), plan=plan, device="sim")
-    optimizer = hetmem.AdamW(model.parameters(), overlap="backward", gradients="streamed")
+    optimizer = hetmem.AdamW(model.parameters(), overlap="backward")
     for _ in range(3):
         model(BATCH).backward()
         optimizer.step()

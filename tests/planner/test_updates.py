@@ -251,17 +251,17 @@ def test_of_updates_behind_the_backward_only_the_last_is_seen() -> None:
 
 def test_the_first_step_does_not_know_when_all_gradients_of_a_chunk_are_there() -> None:
     first, plain = step(IN_HOST, overlapped=True, steps=1), step(IN_HOST, overlapped=False, steps=1)
-    assert first == plain
+    assert first.loaned_bytes == 2 * MIB  # of eight chunks, of which six have what was set aside
+    assert replace(first, loaned_bytes=0) == plain
 
 
-@pytest.mark.parametrize("room", [IN_HOST, ON_NVME], ids=["host", "nvme"])
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(("room", "micro_batches"), [(IN_HOST, 1), (IN_HOST, 3), (ON_NVME, 1)])
 def test_behind_the_backward_the_same_is_updated_and_written(room: Capacities, micro_batches: int) -> None:
     plain = step(room, overlapped=False, micro_batches=micro_batches)
     early = step(room, overlapped=True, micro_batches=micro_batches)
     assert early.terms["update"] == pytest.approx(plain.terms["update"] * 32 / 31, rel=1e-2)  # a worker is missing
     assert early.bytes["device_to_host"] == plain.bytes["device_to_host"] == micro_batches * 8 * MIB
-    assert early.bytes["nvme_write"] == plain.bytes["nvme_write"]
+    assert early.bytes["nvme_write"] <= plain.bytes["nvme_write"]
     assert early.seconds < plain.seconds
     assert early.device_peak_bytes <= room.device_bytes
 
@@ -314,9 +314,9 @@ def test_updates_that_trail_are_hidden_by_the_next_forward_too(room: Capacities)
 def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
     """Six chunks have some at a time; updates slower than the backward hold all of them, and nobody gets one more."""
     slow = replace(SLOW, host=replace(SLOW.host, update_bytes_per_second=2e7))
-    room = Capacities(24 * MIB, 256 * MIB, 0, 12 * MIB)
-    made = arrange(workload(16), room, MIB, Updating(streamed_gradients=True))
-    how = Updating(overlapped=True, streamed_gradients=True)
+    room = Capacities(24 * MIB, 54 * MIB, 0, 12 * MIB)
+    made = arrange(workload(16), room, MIB, Updating(overlapped=True))
+    how = Updating(overlapped=True)
     run = Rehearsal(workload(16), made, Setting(room, None, hardware=slow, updating=how))
     held: list[int] = []
     retire = run._sink.retire
@@ -329,7 +329,7 @@ def test_a_backward_waits_for_homes_of_gradients_that_updates_hold() -> None:
     for _ in range(3):
         result = run.step()
     assert made.set_aside == (MIB,) * 6
-    assert held == ([3, 4, 5] + [6] * 8 + [5, 4, 3, 2, 1]) * 3
+    assert held[16:] == ([3, 4, 5] + [6] * 8 + [5, 4, 3, 2, 1]) * 2  # the first waits until all are taken
     assert not result.new_bytes
     assert run.arrangement.bytes_by_role(HOST)["grad"] == 6 * MIB
 
@@ -364,7 +364,7 @@ def test_two_budgets_differ_where_gradients_take_what_homes_leave_and_are_rehear
         return real(*of)
 
     monkeypatch.setattr(deciding, "rehearse", counted)
-    how = Updating(overlapped=True, streamed_gradients=True)
+    how = Updating(overlapped=True)
 
     def with_room(host: int, nvme: int) -> Judged | NoRoom:
         room = Capacities(20 * MIB, host * MIB, nvme * MIB, 8 * MIB)

@@ -15,7 +15,7 @@ from hetmem.planner.decide import Decision, Judged, Variant, arranged, combined
 from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import TracedCall, checkpointed, divided, trace
-from hetmem.planner.plan import KEPT
+from hetmem.planner.plan import KEPT, LOANED
 from hetmem.planner.reservation import ROLES, arrange, state_bytes
 from hetmem.planner.simulated_engine import Notes, SimulatedUpdates, Staged, Update
 from hetmem.planner.simulator import LinkQueue, SimulatedTraffic
@@ -64,6 +64,7 @@ __all__ = [
     "FIFO",
     "KEPT",
     "KIB",
+    "LOANED",
     "LRU",
     "MIB",
     "PAGE_ELEMENTS",

@@ -59,6 +59,9 @@ class Links:
     def make_way(self, *, again: bool) -> bool:
         return False
 
+    def hurry(self) -> bool:
+        return False
+
     def _end(self, at: int) -> None:
         chunk, send = self._under_way[at]
         del self._under_way[at]

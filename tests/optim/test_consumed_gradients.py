@@ -1,4 +1,4 @@
-"""Gradients that are gone behind the backward: the bits of visible ones, and the memory of a few chunks."""
+"""Gradients that updates consume: the bits of visible ones, and the memory of a few chunks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import hetmem
 from hetmem import testing
 from tests.engine.harness import (
-    BATCHES,
     WIDTH,
-    Recipe,
     Tower,
     adamws,
     assert_same,
@@ -34,13 +32,12 @@ from tests.engine.harness import (
     reference,
     streamed,
     token_batches,
-    train_both,
     vector_batches,
 )
-from tests.optim.stories import one, with_gradients
+from tests.optim.stories import one
 from tests.pairs import mostly
 
-STREAMED = {"overlap": "backward", "gradients": "streamed"}
+STREAMED = {"overlap": "backward"}
 
 
 def train_apart(
@@ -64,21 +61,21 @@ def train_apart(
 @everywhere
 @precisions
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_streamed_gradients_give_the_bits_of_visible_ones(
+def test_consumed_gradients_give_the_bits_of_visible_ones(
     overlap: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
     room: Any = placement
     if placement == "nvme":
         room = budget("nvme", tmp_path, host="256KiB", device_chunks="256KiB")
     plain, managed = pair(Tower, room, tmp_path, mixed_precision=mixed)
-    left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+    left, right = adamws(plain, managed, overlap=overlap)
     train_apart(plain, managed, (left, right), token_batches(5), mixed)
 
 
-def test_streamed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> None:
+def test_consumed_gradients_take_the_memory_of_a_few_chunks(tmp_path: Path) -> None:
     plain = nn.Sequential(*[nn.Linear(64, 64) for _ in range(24)])
     managed = manage(copy.deepcopy(plain), "host", tmp_path)
-    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    left, right = adamws(plain, managed, overlap="backward")
     free = testing.of(managed).memory().host_free_bytes
     train_apart(plain, managed, (left, right), vector_batches(4, 4, 64))
     assert testing.of(managed).memory().host_free_bytes == free
@@ -93,7 +90,7 @@ def test_chunks_of_all_sizes_share_the_memory_for_streamed_gradients(tmp_path: P
     """Seven large chunks, more than memory is set aside for, and small ones between them."""
     plain = nn.Sequential(*[layer for _ in range(7) for layer in (nn.Linear(64, 256), nn.Linear(256, 64))])
     managed = manage(copy.deepcopy(plain), "host", tmp_path)
-    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    left, right = adamws(plain, managed, overlap="backward")
     train_apart(plain, managed, (left, right), vector_batches(4, 4, 64))
     sizes = sorted(chunk.home_bytes["param"] for chunk in testing.of(managed).chunks())  # as a gradient's
     assert sizes[0] < sizes[-7]
@@ -113,12 +110,12 @@ class Halves(nn.Module):
 
 
 @streamed
-def test_streamed_gradients_of_chunks_that_never_complete_have_homes_too(placement: str, tmp_path: Path) -> None:
+def test_consumed_gradients_of_chunks_that_never_complete_have_homes_too(placement: str, tmp_path: Path) -> None:
     room: Any = placement
     if placement == "nvme":
         room = budget("nvme", tmp_path, host="512KiB", device_chunks="256KiB")
     plain, managed = pair(Halves, room, tmp_path, chunk_bytes="64KiB")
-    left, right = adamws(plain, managed, overlap="backward", gradients="streamed")
+    left, right = adamws(plain, managed, overlap="backward")
     inputs = [batch[0] for batch in vector_batches(6, 4, 64)]
     turns = [torch.tensor(which) for which in ([0], [1], [0, 1], [1], [0], [1, 0])]
     train_apart(plain, managed, (left, right), list(zip(inputs, turns, strict=True)))
@@ -130,7 +127,7 @@ def test_a_learning_rate_that_changes_before_the_step_is_refused_where_updates_h
     overlap: str, placement: str, tmp_path: Path
 ) -> None:
     plain, managed = pair(partial(nn.Linear, 64, 64), placement, tmp_path)
-    left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+    left, right = adamws(plain, managed, overlap=overlap)
     batches = list(vector_batches(3, 4, 64))
     train_apart(plain, managed, (left, right), batches[:2])
     loss_of(managed, batches[2]).backward()
@@ -160,17 +157,12 @@ USES: dict[str, Any] = {
 def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Module, Any, Any]:
     """A pair in the middle of its third step: every gradient of the managed one has been used up."""
     plain, managed = pair(mlp, "host", directory)
-    left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+    left, right = adamws(plain, managed, overlap=overlap)
     *before, batch = vector_batches(3, 4, 64)
-
-    def updates_end_in_it(original: Callable[..., None], stepper: Any) -> None:
-        stepper.synchronize()
-        original(stepper)
-
-    with testing.around("backward over", updates_end_in_it):
-        train_apart(plain, managed, (left, right), before)
-        for module in (plain, managed):
-            loss_of(module, batch).backward()
+    train_apart(plain, managed, (left, right), before)
+    for module in (plain, managed):
+        loss_of(module, batch).backward()
+    right.synchronize()
     assert all(testing.is_consumed(parameter.grad) for parameter in managed.parameters())
     return plain, managed, left, right
 
@@ -179,42 +171,13 @@ def used_up_by_backward(directory: Path, overlap: str) -> tuple[nn.Module, nn.Mo
 def test_a_use_of_gradients_that_are_used_up_is_an_error(use: str, overlap: str, tmp_path: Path) -> None:
     """A clip of all gradients found none, clipped nothing and returned 0, and nobody saw it."""
     plain, managed, left, right = used_up_by_backward(tmp_path, overlap)
-    with pytest.raises(RuntimeError, match=r"met the gradient of \w+\.(weight|bias), which its update has used up dur"):
+    with pytest.raises(RuntimeError, match=r"met the gradient of \w+\.(weight|bias), which its update has used up \("):
         USES[use](managed)
     for optimizer in (left, right):
         optimizer.step()
     assert all(testing.is_consumed(parameter.grad) for parameter in managed.parameters())
     right.synchronize()
     assert_same_weights(plain, managed)
-
-
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_a_hook_of_a_module_never_finds_none_where_a_gradient_was_used_up(overlap: str, tmp_path: Path) -> None:
-    """A norm of all that is there was 0, and nothing said so."""
-    link = hetmem.SimDevice(device_to_host="4MB")
-    plain, managed = pair(mlp, "host", tmp_path, device=link, sanitize=False)
-    logs: list[list[torch.Tensor | None]] = [[], []]
-
-    def read(module: nn.Module, log: list[torch.Tensor | None], *_: object) -> None:
-        if module is managed:
-            testing.of(module).wait_for_updates()
-        for gradient in [parameter.grad for parameter in module.parameters()]:
-            if testing.is_consumed(gradient):
-                with pytest.raises(RuntimeError, match=r"used up during backward \(gradients='streamed'\)"):
-                    torch.clone(gradient)
-                log.append(gradient)
-            else:
-                log.append(None if gradient is None else gradient.clone())
-
-    for module, log in zip((plain, managed), logs, strict=True):
-        module[2].register_full_backward_hook(partial(read, module, log))
-    optimizers = adamws(plain, managed, overlap=overlap, gradients="streamed")
-    train_apart(plain, managed, optimizers, BATCHES)
-    for left, right in zip(*logs, strict=True):
-        assert (left is None) == (right is None)
-        if not testing.is_consumed(right):
-            assert_same(left, right, "gradient in a hook")
-    assert any(map(testing.is_consumed, logs[1]))
 
 
 @pytest.mark.each
@@ -259,7 +222,7 @@ def test_gradients_that_are_dropped_or_zeroed_when_they_are_used_up_are_no_step(
         _, managed, _, right = used_up_by_backward(tmp_path, overlap)
     else:
         plain, managed = pair(mlp, "host", tmp_path)
-        left, right = adamws(plain, managed, overlap=overlap, gradients="streamed")
+        left, right = adamws(plain, managed, overlap=overlap)
         *before, batch = vector_batches(3, 4, 64)
         train_apart(plain, managed, (left, right), before)
         right.synchronize()
@@ -290,7 +253,7 @@ def norms_between() -> nn.Sequential:
 @pytest.mark.parametrize("split", ["large first", "small first", "two optimizers"])
 def test_parameter_groups_in_any_order_keep_no_more_gradients_than_one(split: str, tmp_path: Path) -> None:
     """Memory was set aside for chunks of the first group only: the others had homes for good."""
-    host, options = {}, {"overlap": "backward", "gradients": "streamed"}
+    host, options = {}, {"overlap": "backward"}
     for groups in ("one", split):
         model = manage(norms_between(), budget("host", tmp_path, host="16MiB"), tmp_path)
         large, small = ([p for p in model.parameters() if (p.dim() > 1) is is_large] for is_large in (True, False))
@@ -313,11 +276,10 @@ def test_parameter_groups_in_any_order_keep_no_more_gradients_than_one(split: st
 
 
 @streamed
-@pytest.mark.parametrize("gradients", ["visible", "streamed"])
-def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tmp_path: Path) -> None:
+def test_sparse_gradients_are_refused_by_name(placement: str, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64), nn.Linear(64, 64))
     managed = manage(module, placement, tmp_path)
-    optimizer = hetmem.AdamW(managed.parameters(), overlap="backward", gradients=gradients)
+    optimizer = hetmem.AdamW(managed.parameters(), overlap="backward")
 
     def step() -> None:
         managed(torch.arange(4)).sum().backward()
@@ -331,21 +293,20 @@ def test_sparse_gradients_are_refused_by_name(gradients: str, placement: str, tm
 @streamed
 @precisions
 @pytest.mark.parametrize("used", ["both forwards", "one of two"])
-@pytest.mark.parametrize("options", [{"overlap": "backward"}, STREAMED, {**STREAMED, "overlap": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [STREAMED, {**STREAMED, "overlap": "forward"}], ids=str)
 def test_a_backward_of_two_forwards_is_updated_when_all_of_it_has_arrived(
     options: dict[str, str], used: str, mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
-    """A gradient arrives for each of them, also in the first step; a forward that no backward is of is not waited
-    for."""
+    """A gradient arrives for each of them; a forward that no backward is of is not waited for."""
     both = [manage(mlp(), placement, tmp_path, mixed_precision=mixed) for _ in range(2)]
     both[1].load_state_dict(both[0].state_dict())
     optimizers = [hetmem.AdamW(both[0].parameters(), lr=1e-2), hetmem.AdamW(both[1].parameters(), lr=1e-2, **options)]
-    for (x,) in vector_batches(4, 4, 64, dtype=mixed):
+    for step, (x,) in enumerate(vector_batches(4, 4, 64, dtype=mixed)):
         for model, optimizer in zip(both, optimizers, strict=True):
             outputs = [model(x), model(-x)]
             loss = sum(output.float().square().mean() for output in outputs[: 1 if used == "one of two" else 2])
             loss.backward()
-            if "gradients" in options and model is both[1]:
+            if step and model is both[1]:
                 begun, names = testing.updates_begun(model), [name for name, _ in model.named_parameters()]
                 assert sorted(begun) == sorted(names), "not all begun in the backward"
             optimizer.step()
@@ -368,55 +329,18 @@ class Again(nn.Module):
 
 
 @streamed
-def test_a_block_of_several_checkpoints_is_refused_and_trains_as_is_said_there(placement: str, tmp_path: Path) -> None:
-    plain, managed = pair(Again, placement, tmp_path)
-    _, right = adamws(plain, managed, **STREAMED)
-    with pytest.raises(RuntimeError, match=r"block\.weight .* after its update had begun .*use gradients='visible'"):
-        loss_of(managed, BATCHES[0]).backward()
-    del right
-    plain, managed = pair(Again, placement, tmp_path)
-    optimizers = adamws(plain, managed, **{**STREAMED, "gradients": "visible"})
-    train_both(plain, managed, BATCHES, Recipe(steps=4), optimizers=optimizers)
-
-
-@pytest.mark.each
-@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
-@pytest.mark.parametrize("options", [{}, {"moments": torch.bfloat16}, {"moments": "8bit"}], ids=["", "bf16", "8bit"])
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
 @precisions
-def test_a_gradient_that_is_kept_from_a_backward_stays_what_it_was(
-    mixed: torch.dtype | None,
-    overlap: str,
-    options: dict[str, Any],
-    kept: bool,
-    tmp_path: Path,
+def test_a_block_of_several_checkpoints_is_updated_after_the_last(
+    mixed: torch.dtype | None, placement: str, tmp_path: Path
 ) -> None:
-    """Its memory is another chunk's after the update. What nobody keeps is not copied."""
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
-    managed = manage(nn.Sequential(*layers), "host", tmp_path, mixed_precision=mixed)
-    right = hetmem.AdamW(managed.parameters(), lr=1e-2, **{**STREAMED, "overlap": overlap, **options})
-    found: list[bool] = []
-
-    def is_kept(original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-        found.append(original(*args, **kwargs))
-        return found[-1]
-
-    gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with testing.around("is a gradient kept", is_kept):
-        for batch in vector_batches(4, 4, WIDTH):
-            loss_of(managed, batch).backward()
-            if kept:
-                here = [p.grad for p in with_gradients(managed)]
-                gradients += [(gradient, gradient.clone()) for gradient in here]
-                del here
-            right.step()
-            right.zero_grad()
-        right.synchronize()
-    readable = kept and mixed is None  # in 16 bits there is nothing of it that could be kept
-    assert any(found) == readable and found
-    assert bool(gradients) == readable
-    for gradient, then in gradients:
-        assert_same(then, gradient, "a gradient that was kept")
+    both = [pair(Again, placement, tmp_path, mixed_precision=mixed)[1] for _ in range(2)]
+    optimizers = [
+        hetmem.AdamW(module.parameters(), **options) for module, options in zip(both, ({}, STREAMED), strict=True)
+    ]
+    for batch in vector_batches(4, 4, WIDTH, dtype=mixed):
+        for module, optimizer in zip(both, optimizers, strict=True):
+            one(module, batch, optimizer)
+        assert_same_weights(*both)
 
 
 @pytest.mark.parametrize("placement", ["host", "nvme"])
