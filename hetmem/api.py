@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -11,13 +12,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hetmem.base.config import ActivationsName, Budget, logged_parts, refuse_activations, refuse_budget, world_size
+from hetmem.base.config import (
+    ActivationsName,
+    Budget,
+    Limits,
+    logged_parts,
+    refuse_activations,
+    refuse_budget,
+    world_size,
+)
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
 from hetmem.base.warning import warn_user
 from hetmem.engine.events import log_to_standard_error
 from hetmem.engine.gradient_views import to_host_memory
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.shortage import Called, Rehearsed
 from hetmem.errors import ManageError
 from hetmem.intercept import backward, registry
 from hetmem.intercept.interceptor import Interception
@@ -30,6 +40,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
 from hetmem.schedule.blocks import EvictionPolicy, ahead_at_once
+from hetmem.schedule.placement import Capacities
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import Tier
 
@@ -162,12 +173,41 @@ def _manage(
         runtime = Runtime(memory, residency, engine, sanitize=asked.sanitize)
         runtime.hardware = profile
         runtime.prediction = None if planned is None else planned.prediction
+        runtime.room.shortage.rehearse = _rehearser(module, runtime, limits, nbytes, how)
         backward.watch()
         registry.watch_scalers()
         registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
     heap.trim()  # where the weights were before
     return module
+
+
+def _rehearser(
+    module: torch.nn.Module, runtime: Runtime, limits: Limits, chunk_bytes: int | None, activations: str
+) -> Callable[[Called], Rehearsed | None]:
+    """Return a function that rehearses a step of `module`, which holds neither."""
+    model, running = weakref.ref(module), weakref.ref(runtime)
+
+    def rehearse(called: Called) -> Rehearsed | None:
+        module, runtime = model(), running()
+        if module is None or runtime is None:
+            return None
+        from hetmem.planner import rehearsal
+
+        memory = runtime.memory
+        capacities = Capacities(
+            memory.device_bytes,
+            memory.host_pool.capacity_bytes,
+            limits.nvme_bytes,
+            limits.device_chunk_bytes,
+            memory.device_bytes - memory.usable_bytes,
+            limits.home_copies,
+        )
+        homes = {id(managed.parameter): managed.home for managed in runtime.parameters}
+        asked = rehearsal.setting(capacities, chunk_bytes, runtime.hardware, by_the_caller=memory.device.watched)
+        return rehearsal.rehearsed(module, homes, called, asked, memory.mixed_precision, activations)
+
+    return rehearse
 
 
 def _warn_of_others() -> None:

@@ -8,6 +8,8 @@ in it that a file may say, errors among it, goes through `printable`.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -53,6 +55,21 @@ class DeviceOutOfMemoryError(HetmemError, torch.OutOfMemoryError):
     with a smaller batch: `auto_find_batch_size` of transformers, `find_executable_batch_size` of accelerate, the batch
     size finder of Lightning.
     """
+
+    more: Callable[[], str] | None = None
+    """Returns a longer message, which may take seconds; None: there is none."""
+
+    def __reduce__(self) -> Any:
+        """Return what makes an equal error in another process."""
+        return type(self), self.args
+
+    def told(self) -> DeviceOutOfMemoryError:
+        """Return this error as the program gets it: with its longer message, without the frames of hetmem so far."""
+        if self.more is not None:
+            more, self.more = self.more, None
+            self.args = (more(),)
+        self.__cause__, self.__suppress_context__ = None, True
+        return self.with_traceback(None)
 
 
 class DeviceAccessError(HetmemError, RuntimeError):

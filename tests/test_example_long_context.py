@@ -35,7 +35,7 @@ def test_it_trains_with_the_bits_of_plain_torch(capsys: pytest.CaptureFixture[st
 
 def test_without_activations_that_move_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert example.main(["--activations", "keep"], SMALL) == 2
-    assert "out of memory. No room for" in capsys.readouterr().err
+    assert "out of memory.\nNo room for" in capsys.readouterr().err
 
 
 def test_by_default_activations_are_six_times_the_device() -> None:

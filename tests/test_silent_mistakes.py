@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ STATES = 8 * 4 * (32 * 32 + 32)
 """Bytes of the two states of AdamW of four layers."""
 
 
-def managed(budget: hetmem.Budget | None = None, **options: int) -> nn.Module:
-    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+def managed(budget: hetmem.Budget | None = None, *, bias: bool = True, **options: int) -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=bias) for _ in range(4)])
     budget = budget or hetmem.Budget(device="1MiB", device_chunks="64KiB", host="1MiB")
     return hetmem.manage(model, budget, device="sim", **options)
 
@@ -38,6 +39,18 @@ def test_an_optimizer_of_torch_is_told_of_once_with_the_bytes_beside_the_budget(
         trained(model, torch.optim.AdamW(model.parameters()))
     assert [Path(warning.filename).name for warning in told] == [Path(__file__).name]
     assert STATES == 33 * 1024
+    hetmem.release(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, torch.optim.Adafactor])
+def test_one_that_offload_refuses_is_told_of_with_what_works(kind: Any) -> None:
+    """It told of `hetmem.optim.offload(Muon, …)`, which raises."""
+    model = managed(bias=False)
+    with pytest.warns(UserWarning, match=f"^{kind.__name__} keeps .* KiB of states") as told:
+        trained(model, kind(model.parameters()))
+    assert "cannot run it; it trains as it is" in str(told[0].message)
+    with pytest.raises(hetmem.errors.ManageError, match="Make it as in plain torch"):
+        hetmem.optim.offload(kind, model.parameters())
     hetmem.release(model)
 
 

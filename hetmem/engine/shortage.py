@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import textwrap
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +86,37 @@ def _micro_batches(moments: Sequence[Needs], *, trains: bool) -> Iterator[str]:
 
 
 _NAMED = 3
+_WIDTH = 80
+_REHEARSALS = 4
+"""How many shortages of one model are rehearsed: a search for the largest batch meets many."""
+
+Called = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a forward, its tensors on `meta`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsed:
+    """What a step needs of the device while the program keeps the model's output, and without it; and each change that
+    lets it run, the cheapest first. `has_loss`: the model returns its loss; else its forward was rehearsed, and a
+    backward from its outputs."""
+
+    device_bytes: int
+    without_output_bytes: int
+    has_loss: bool
+    ways: tuple[str, ...]
+
+    def paragraphs(self) -> list[str]:
+        """Return the sentences, and an item for each way."""
+        needs = f"The step needs {format_size(self.device_bytes)} of the device"
+        if self.without_output_bytes < self.device_bytes:
+            needs += f" ({format_size(self.without_output_bytes)} if the program keeps the loss alone, not the output)"
+        if not self.has_loss:
+            needs = (
+                f"The model's forward and a backward from its outputs need {format_size(self.device_bytes)} of the "
+                f"device, and a loss that the program computes by itself needs more"
+            )
+        what = f"{needs}, as a rehearsal with this batch shows. Any of these lets it run, the cheapest first:"
+        return [what, *(f"- {way}" for way in self.ways)]
 
 
 MovingActivations = Any
@@ -100,6 +132,11 @@ class Shortage:
         """The activations that may leave, if any may; weak, as they hold the runtime."""
         self.refused_room_bytes = 0
         """Bytes beside chunks that would have been enough for allocations that were refused; 0: none was refused."""
+        self.rehearse: Callable[[Called], Rehearsed | None] = lambda called: None
+        """Rehearses the step with a forward that was called so."""
+        self.called: Called | None = None
+        """What the forward that runs, or whose backward runs, was called with, if its memory is not known yet."""
+        self._rehearsals = 0
         self.last_message = ""
         """The message about the last refused allocation."""
         memory.device.tell_refusals(self.refused)
@@ -109,10 +146,30 @@ class Shortage:
     ) -> DeviceOutOfMemoryError:
         """Return the error for `operator`, which had no room. `live_bytes`: tensors that are neither copies nor homes
         of chunks; `wanted_bytes`: of the copy that has no room; `refused_bytes`: of the allocation that has none."""
-        said = self._said(operator, live_bytes, wanted_bytes, refused_bytes)
-        return DeviceOutOfMemoryError(f"{out_of_memory(self._memory.device)} {said}")
+        holds, called = self._holds(operator, live_bytes, wanted_bytes), self.called
+        first, plan = [out_of_memory(self._memory.device), holds], self._plan()
+        found = DeviceOutOfMemoryError(_lines([*first, self._ways_out(live_bytes + refused_bytes), plan]))
+        if called is not None and self._rehearsals < _REHEARSALS and not self._stays():
+            usual = str(found)
+
+            def more() -> str:
+                told = self._rehearsed(called)
+                return _lines([*first, *told, plan]) if told else usual
+
+            found.more = more
+        return found
+
+    def _rehearsed(self, called: Called) -> list[str]:
+        """Return what the step needs, and what lets it run, in paragraphs; none if no rehearsal can say."""
+        self._rehearsals += 1
+        found = self.rehearse(called)
+        return [] if found is None else found.paragraphs()
 
     def _said(self, operator: str, live_bytes: int, wanted_bytes: int, refused_bytes: int) -> str:
+        ways = self._ways_out(live_bytes + refused_bytes)
+        return f"{self._holds(operator, live_bytes, wanted_bytes)} {ways} {self._plan()}"
+
+    def _holds(self, operator: str, live_bytes: int, wanted_bytes: int) -> str:
         memory = self._memory
         in_use = self._in_use()
         copies = sum(in_use.values())
@@ -122,8 +179,7 @@ class Shortage:
             f"{format_size(live_bytes)}, copies of parameters in use {format_size(copies)}{_names(in_use)}"
             f"{memory.homes_on_device()}{wanted}, of {format_size(memory.device_bytes)}, the device budget{self._cap()}"
             f"{self._stays()}. {self._activations_that_stay()}"
-            f"{self._ways_out(live_bytes + refused_bytes)}"
-        )
+        ).rstrip()
 
     def refused(self, asked_bytes: int, allocated_bytes: int) -> None:
         """Note that the device's allocator has refused `asked_bytes`, with `allocated_bytes` allocated; on any thread.
@@ -139,7 +195,7 @@ class Shortage:
         what = f"an allocation of {format_size(asked_bytes)}"
         said = self._said(what, live_bytes, 0, asked_bytes)
         given = min(asked_bytes, memory.device_pool.held_bytes())
-        self.last_message = f"{said}. From now on chunks leave {format_size(given)} more: the next step may have room"
+        self.last_message = f"{said} From now on chunks leave {format_size(given)} more: the next step may have room"
         if torch_private.current_graph_task() != -1:
             logging.getLogger("hetmem").error(self.last_message)
 
@@ -190,15 +246,15 @@ class Shortage:
         others = [self._needs(nbytes, set(blocks)) for nbytes, blocks in moments]
         trains = not infers(self._tracer.key)
         ways = ", or ".join(remedies(needs, others, trains=trains))
-        whole = "step" if trains else "forward"
-        known = f"what is known of the {whole}" if self._tracer.measured else f"the {whole}"
-        most = max((m.copy_bytes + m.live_bytes + m.home_bytes for m in (needs, *others)), default=0)
         more = "Activation checkpointing needs less too" if trains else "A cache of keys and values grows by each token"
+        return f"Any of these lets this moment pass, the cheapest first: {ways}. {more}."
+
+    def _plan(self) -> str:
+        trains = not infers(self._tracer.key)
         return (
-            f"Any of these lets this moment pass, the cheapest first: {ways}. {more}. "
-            f"In all {known} needs {format_size(most)} of the device; before a run, hetmem plan MODULE:FUNCTION "
-            f"--input … {'' if trains else '--inference '}--device-memory {self._memory.device_bytes} --host-memory "
-            f"{self._memory.host_pool.capacity_bytes} says what the whole {whole} needs"
+            f"Before a run, hetmem plan MODULE:FUNCTION --input … {'' if trains else '--inference '}--device-memory "
+            f"{self._memory.device_bytes} --host-memory {self._memory.host_pool.capacity_bytes} says what the whole "
+            f"{'step' if trains else 'forward'} needs."
         )
 
     def _needs(self, live_bytes: int, blocks: set[int]) -> Needs:
@@ -224,3 +280,12 @@ def _names(sizes: dict[str, int]) -> str:
     names = sorted(sizes, key=lambda name: sizes[name], reverse=True)
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f" ({'; '.join(names[:_NAMED])}{more})"
+
+
+def _lines(paragraphs: Sequence[str]) -> str:
+    """Return `paragraphs` in lines that a terminal does not break, items of a list indented."""
+    lines: list[str] = []
+    for each in paragraphs:
+        indent = "  " if each.startswith("- ") else ""
+        lines += textwrap.wrap(each, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)

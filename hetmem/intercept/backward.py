@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
 from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
+from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refused_stream
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
@@ -46,6 +47,24 @@ _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
 
+class _Aside(threading.local):
+    runs = False
+
+
+_ASIDE = _Aside()
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Run backwards of this thread, which are of no managed model, as torch runs them: those of a rehearsal, for which
+    the thread that has the turn waits."""
+    _ASIDE.runs = True
+    try:
+        yield
+    finally:
+        _ASIDE.runs = False
+
+
 @cache
 def watch() -> None:
     """Wrap torch's engine, once. If torch lacks it, gradients asked for by managed parameter look unused."""
@@ -57,6 +76,8 @@ def watch() -> None:
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a backward: the replacement of `torch.autograd._engine_run_backward`. A backward recorded by a compiler is of
     no managed model: copies made by hetmem meanwhile would be recorded with it."""
+    if _ASIDE.runs:
+        return _engine(outputs, *args, **kwargs)
     if torch_private.dispatch_mode(torch_private.PROXY) is not None:
         models = list[StepSegments]()  # an enclosing forward may have saved what this backward unpacks
         BACKWARDS.began.append(models)
@@ -65,7 +86,10 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         finally:
             BACKWARDS.began.pop()
             _settle(models)
-    return differentiate(_backward, outputs, *args, **kwargs)
+    try:
+        return differentiate(_backward, outputs, *args, **kwargs)
+    except DeviceOutOfMemoryError as error:
+        raise error.told() from None
 
 
 def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
+from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.torch_private import TorchDispatchMode
@@ -232,6 +233,8 @@ class _Functions(TorchFunctionMode):
         compute.functions_running += 1
         try:
             return compute.functions(func, types, args, kwargs or {})
+        except DeviceOutOfMemoryError as error:
+            raise error.told() from None
         finally:
             compute.functions_running -= 1
             if compiler is not None:
@@ -258,7 +261,10 @@ class _Operators(TorchDispatchMode):
         compute = self.compute()
         if compute is None or not compute.runs() or compute.operators is None:
             return func(*args, **(kwargs or {}))
-        return compute.operators(func, types, args, kwargs or {})
+        try:
+            return compute.operators(func, types, args, kwargs or {})
+        except DeviceOutOfMemoryError as error:
+            raise error.told() from None
 
 
 class Hook:

@@ -20,7 +20,7 @@ import torch
 
 from hetmem.engine.gradients import ArrivalHooks, GradientSink
 from hetmem.engine.runtime import Section
-from hetmem.errors import ManageError
+from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.diagnostics import ScriptError, refuse_conversion
 from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
 from hetmem.intercept.forward_scope import outermost_of_modules, running
@@ -65,7 +65,10 @@ class BeforeForward(_OfThisModule):
         if tracing.region and torch.compiler.is_compiling():
             return None
         hooked = self._hooked()
-        return None if hooked is None else hooked.before_forward(module, args, kwargs)
+        try:
+            return None if hooked is None else hooked.before_forward(module, args, kwargs)
+        except DeviceOutOfMemoryError as error:
+            raise error.told() from None
 
 
 class AfterForward(_OfThisModule):

@@ -27,7 +27,7 @@ from hetmem.intercept.faults import Faults
 from hetmem.intercept.forward_scope import CALLS, Call, Compute, Stretches, calling_frame, drop_ended_modes
 from hetmem.intercept.hooks import HOOKS, AfterForward, BeforeForward, BeforeStateDict, PartHooks, hook_conversions
 from hetmem.intercept.leases import Leases, Regions
-from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within
+from hetmem.intercept.phases import StepSegments, cast_inputs, has_float32, leaves_of, tensors_within, without_memory
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
@@ -225,6 +225,11 @@ class Interception:
                 args, kwargs = cast_inputs(dtype, args, kwargs)
                 leaves = leaves_of(args, kwargs)
             self._enter(compute, module, leaves, (*kwargs,))
+            if compute.task < 0:
+                unknown = self.runtime.tracer.measured and torch.is_grad_enabled() and not self.segments.several
+                whole = unknown and module is self._model()
+                called = without_memory(memory.device.torch_device, args, kwargs) if whole else None
+                self.runtime.room.shortage.called = called
             return compute, args, kwargs
         except BaseException:
             self.reset()

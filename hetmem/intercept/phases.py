@@ -11,6 +11,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.runtime import Runtime, Section, in_backward
+from hetmem.engine.shortage import Called
 from hetmem.errors import ManageError
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.live_bytes import is_unseen
@@ -97,6 +98,22 @@ def cast_inputs(
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype is torch.float32 else value
 
     args, kwargs = tree_map(cast, (args, kwargs))
+    return args, kwargs
+
+
+def without_memory(device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called | None:
+    """Return the inputs of a forward on `device` with its tensors on `meta`, for a rehearsal; None with inputs of other
+    kinds, as a key-value cache, which a rehearsal would write to, or under autocast, which `meta` does not know."""
+    kinds = {torch.Tensor, *_HOLD_NOTHING}
+    if torch.is_autocast_enabled(device.type) or not kinds.issuperset(map(type, leaves_of(args, kwargs))):
+        return None
+
+    def empty(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_like(value, device="meta", requires_grad=value.requires_grad)
+
+    args, kwargs = tree_map(empty, (args, kwargs))
     return args, kwargs
 
 

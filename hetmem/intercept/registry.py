@@ -116,11 +116,35 @@ def _warn_of_states(interception: Interception, optimizer: torch.optim.Optimizer
     nbytes = sum(v.numel() * v.itemsize for values in found for v in values if isinstance(v, torch.Tensor) and v.dim())
     if nbytes:
         _warned.add(interception)
+        if _is_elementwise(optimizer):
+            way = (
+                f"make hetmem.AdamW(model.parameters(), …), or hetmem.optim.offload({name}, …), and give it to a "
+                f"Trainer as optimizers=(optimizer, None)"
+            )
+        else:
+            way = (
+                "hetmem.optim.offload, which runs elementwise updates with states of the weight's shape, cannot run "
+                "it; it trains as it is, with the bits of plain torch, where Budget(host=…) leaves that memory free"
+            )
         warn_user(
-            f"{name} keeps {format_size(nbytes)} of states outside of the budget of hetmem.manage: make "
-            f"hetmem.AdamW(model.parameters(), …), or hetmem.optim.offload({name}, …), and give it to a Trainer as "
-            f"optimizers=(optimizer, None); said once",
+            f"{name} keeps {format_size(nbytes)} of states outside of the budget of hetmem.manage: {way}; said once"
         )
+
+
+_OF_WHOLE_TENSORS = {"Muon", "Adafactor", "LBFGS", "SparseAdam"}
+"""Names of classes of torch, and of libraries, whose update of an element depends on others."""
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer` may be one that `hetmem.optim.offload` runs, judged by its classes and its states."""
+    if not _OF_WHOLE_TENSORS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        return False
+    return all(
+        value.shape == parameter.shape
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
 
 
 _before_optimizers = register_optimizer_step_pre_hook(_before_any_optimizer)

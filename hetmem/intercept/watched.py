@@ -22,7 +22,7 @@ import torch
 
 from hetmem import torch_private
 from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data
-from hetmem.errors import ManageError
+from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.torch_private import tree_leaves
 
@@ -60,6 +60,8 @@ class Watched:
             set_compiler(None)
         try:
             return faults(func, args, kwargs or {})
+        except DeviceOutOfMemoryError as error:
+            raise error.told() from None
         finally:
             if compiler is not None:
                 set_compiler(compiler)

@@ -26,6 +26,12 @@ _TRIAL = (4, 32)
 _STEPS = 3
 
 
+_AS_IT_IS = (
+    "Make it as in plain torch: it works on managed parameters too, slower, and with states beside the budget, so "
+    "leave that much host memory free"
+)
+
+
 def offload(
     optimizer: type[Optimizer],
     params: Any,
@@ -110,7 +116,9 @@ class TorchRule(Rule):
             return self._optimizer(parameters, **options)
         except ValueError as error:
             if "2D" in str(error) or "dim" in str(error):
-                raise ManageError(f"{self._name()} works on whole matrices, not element by element: {error}") from error
+                raise ManageError(
+                    f"{self._name()} works on whole matrices, not element by element: {error}. {_AS_IT_IS}"
+                ) from error
             raise
 
     def _tile(self, update: ParameterUpdate, numbers: dict[str, Any], tile: slice, first: bool) -> Callable[[], None]:
@@ -169,7 +177,7 @@ class TorchRule(Rule):
         if not (torch.equal(whole, torch.cat(parts)) and torch.equal(whole.flatten(), flat)):
             raise ManageError(
                 f"{self._name()} is not elementwise: the update of an element depends on others of its tensor, which "
-                f"lie in other tiles here. Use torch's own optimizer; it works on managed parameters too, slower"
+                f"lie in other tiles here. {_AS_IT_IS}"
             )
         return names, needs
 
@@ -190,7 +198,7 @@ class TorchRule(Rule):
             for grad in grads:
                 state = self._step(options, parameter, grad.clone(), state)
         except (TypeError, RuntimeError) as error:  # it needs a closure, sparse gradients, …
-            raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}") from error
+            raise ManageError(f"{self._name()} cannot step from dense gradients alone: {error}. {_AS_IT_IS}") from error
         return parameter, state
 
     def _elementwise(self, start: torch.Tensor, state: dict[str, Any]) -> list[str]:
@@ -203,7 +211,8 @@ class TorchRule(Rule):
             if value.shape != start.shape or value.dtype != start.dtype:
                 raise ManageError(
                     f"{self._name()} is not elementwise: its state {name!r} of a parameter of shape "
-                    f"{tuple(start.shape)} and {start.dtype} has shape {tuple(value.shape)} and {value.dtype}"
+                    f"{tuple(start.shape)} and {start.dtype} has shape {tuple(value.shape)} and {value.dtype}. "
+                    f"{_AS_IT_IS}"
                 )
             names.append(name)
         return names

@@ -64,7 +64,7 @@ def trace(call: TracedCall, results: Results | None = None, *, inference: bool =
     device, results = "cpu" if real else "meta", results or Results()
     model, made = _build(call.build_model, device), call.loss
     if call.recomputed != 0:
-        _checkpoint([layer for _, layer in _repeated(model)][: call.recomputed])
+        checkpoint_layers(model, call.recomputed)
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
     loss_of = default_loss if made is None else lambda output: _scalar(made(output))
     try:
@@ -93,7 +93,9 @@ def checkpointed(call: TracedCall, first: int | None = None) -> TracedCall:
     return replace(call, recomputed=first)
 
 
-def _checkpoint(layers: list[nn.Module]) -> None:
+def checkpoint_layers(model: nn.Module, first: int | None = None) -> None:
+    """Have the `first` repeated layers of `model` (None: all) checkpoint. Raises `PlanError` if it has none."""
+    layers = [layer for _, layer in _repeated(model)][:first]
     if not layers:
         raise PlanError("there are no layers to checkpoint: expected a ModuleList of layers of one class")
     for layer in layers:

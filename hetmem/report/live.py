@@ -238,10 +238,18 @@ def _block(status: dict[str, Any]) -> str:
     seen, work = f"{status['age_seconds']:.0f} s ago", "  ".join(_work(status))
     name = str(status["model"])[: max(4, COLUMNS - len(f"{status['process']}  {work}{seen}") - 4)]
     head = f"{status['process']}  {name}  {work}"
-    bars = sparks(status["history"])
-    times = [f"step time {bars} up to {format_seconds(max(status['history']))}"] if bars else []
+    times = _times(status["history"])
     rest = [f"  {line[: COLUMNS - 2]}" for line in ("  ".join(tiers), "  ".join(links), *times) if line]
     return "\n".join([f"{head[: COLUMNS - len(seen) - 2]:{COLUMNS - len(seen)}}{seen}", *rest])
+
+
+def _times(history: list[float]) -> list[str]:
+    """Return the line with the last steps of `history`, as many as it has room for, and the longest of them."""
+    if not history:
+        return []
+    begin, end = "step time ", f" up to {format_seconds(max(history))}"
+    shown = history[-(COLUMNS - 2 - len(begin) - len(end)) :]
+    return [f"{begin}{sparks(shown)} up to {format_seconds(max(shown))}"]
 
 
 def _of(used: int, capacity: int) -> str:

@@ -262,7 +262,7 @@ def test_where_host_memory_ends_the_error_says_what_would_help(tmp_path: Path) -
     optimizers = harness.adamws(plain, managed)
     with pytest.raises(DeviceOutOfMemoryError) as failed:
         managed(*BATCHES[0])
-    for part in (r"moment \d+ of the forward", r"raise Budget\(host=…\) by", "checkpointing", "micro-batch"):
+    for part in (r"moment\s\d+\sof\sthe\sforward", r"raise\sBudget\(host=…\)\sby", "checkpointing", "micro-batch"):
         failed.match(part)
     del failed
     train_both(plain, managed, [(x[:16],) for (x,) in BATCHES], optimizers=optimizers)  # nothing is lost

@@ -127,6 +127,6 @@ def test_a_cache_that_grows_by_each_token_counts_within_the_budget() -> None:
         for _ in range(100):
             model(torch.ones(64, WIDTH), cache)
 
-    with pytest.raises(DeviceOutOfMemoryError, match="forward without gradients"):
+    with pytest.raises(DeviceOutOfMemoryError, match=r"forward\swithout\sgradients"):
         generate()
     assert 5 <= len(cache.kept) <= 15, "of 16 KiB each"

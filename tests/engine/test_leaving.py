@@ -153,7 +153,9 @@ def test_what_was_traced_before_is_traced_again_as_nobody_saw_what_it_needs(tmp_
 def test_without_room_in_host_memory_the_error_says_so(mixed: torch.dtype | None, tmp_path: Path) -> None:
     _, managed = pair(build, room(mixed, host="64KiB"), tmp_path, mixed_precision=mixed)
     optimizer = hetmem.AdamW(managed.parameters())
-    with pytest.raises(DeviceOutOfMemoryError, match=r"cannot go to host memory, where they need .* and 64\.00 KiB"):
+    with pytest.raises(
+        DeviceOutOfMemoryError, match=r"(?s)cannot\sgo\sto\shost\smemory,\swhere\sthey\sneed\s.*\sand\s64\.00\sKiB"
+    ):
         managed(*token_batches(1, rows=60 if mixed is None else 110)[0]).backward()
     assert is_resident(managed)
     managed.zero_grad()
@@ -167,7 +169,7 @@ def test_a_model_that_another_optimizer_updates_stays(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(managed.parameters())
     managed(*token_batches(1)[0]).backward()
     optimizer.step()
-    with pytest.raises(DeviceOutOfMemoryError, match=r"out of memory\. No room for"):
+    with pytest.raises(DeviceOutOfMemoryError, match=r"out of memory\.\nNo room for"):
         managed(*token_batches(1, rows=60)[0])
     assert is_resident(managed)
 

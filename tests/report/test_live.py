@@ -127,7 +127,15 @@ def test_both_views_fit_a_terminal_of_80_columns_and_show_speeds(directory: Path
     (directory / f"{os.getpid()}-1.json").write_text(json.dumps(status))
     shown = live.top().splitlines()
     assert max(map(len, shown)) <= 79
-    for part in ("189.0k tok/s", "H2D 111.11 GiB/s", "W 111.11 GiB/s", "▅█▅█", "step 120000", "stalls 14%"):
+    for part in (
+        "189.0k tok/s",
+        "H2D 111.11 GiB/s",
+        "W 111.11 GiB/s",
+        "▅█▅█",
+        "step 120000",
+        "stalls 14%",
+        "█ up to 2.00 s",
+    ):
         assert part in "\n".join(shown)
     line = live.line(status | {"links": links | {"nvme_read": 0, "nvme_write": 0}})
     assert len(line) == 79
