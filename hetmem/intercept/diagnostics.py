@@ -31,14 +31,17 @@ class ScriptError(ManageError, AttributeError):
         )
 
 
+NOT_TRACED = (
+    "a managed model cannot be exported or traced: do that with copy.deepcopy(model), which is an ordinary module with "
+    "the same weights"
+)
+
+
 def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
     """Raise `ManageError` where the caller of `model` would read its weights or gradients without hetmem: an exporter,
     FSDP or DDP. `streams`: weights are on the device only for operators."""
-    if torch.compiler.is_exporting() or (streams and torch_private.tracing_state() is not None):
-        raise ManageError(
-            "a managed model cannot be exported or traced: do that with copy.deepcopy(model), which is an ordinary "
-            "module with the same weights"
-        )
+    if torch.compiler.is_exporting() or torch_private.tracing_state() is not None:
+        raise ManageError(NOT_TRACED)
     if hasattr(type(model), "set_requires_gradient_sync"):  # a method of torch's `FSDPModule`
         raise ManageError(
             "torch's fully_shard has replaced the parameters of this managed model, and hetmem would train none of "

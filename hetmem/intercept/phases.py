@@ -13,6 +13,7 @@ from hetmem import torch_private
 from hetmem.engine.runtime import Runtime, Section, in_backward
 from hetmem.engine.shortage import Called
 from hetmem.errors import ManageError
+from hetmem.intercept.diagnostics import NOT_TRACED
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import STEP
@@ -175,7 +176,10 @@ class StepSegments:
         self, module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, transformed: bool
     ) -> tuple[Hashable, int]:
         """Notice writes of the program before a forward of `module`, and return the arguments of `begin_forward` (see
-        `signature`). `transformed`: within a transform of torch.func, whose tensors wrap homes."""
+        `signature`). `transformed`: within a transform of torch.func, whose tensors wrap homes. Raises `ManageError` if
+        a symbolic trace calls it."""
+        if torch.fx.Proxy in map(type, leaves):
+            raise ManageError(NOT_TRACED)
         runtime = self._runtime
         seen = runtime.marks.pause()
         with runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():

@@ -161,7 +161,7 @@ TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 @pytest.mark.each
-@streamed
+@everywhere
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_who_traces_a_model_is_told_to_take_a_copy(tracer: str, placement: str, tmp_path: Path) -> None:
@@ -173,6 +173,36 @@ def test_who_traces_a_model_is_told_to_take_a_copy(tracer: str, placement: str, 
     traced = TRACERS[tracer](copy.deepcopy(managed), BATCHES[0][0])
     call = traced.module() if tracer == "export" else traced
     assert_same(plain(*BATCHES[1]), call(*BATCHES[1]), "output")
+
+
+@everywhere
+def test_a_symbolic_trace_is_refused_and_a_copy_is_traced(placement: str, tmp_path: Path) -> None:
+    plain, managed = pair(lambda: Doubled(mlp()), placement, tmp_path)
+    with pytest.raises(ManageError, match=r"cannot be exported or traced: do that with copy.deepcopy\(model\)"):
+        torch.fx.symbolic_trace(managed)
+    train_both(plain, managed, BATCHES, Recipe(steps=2))
+    traced = torch.fx.symbolic_trace(copy.deepcopy(managed))
+    assert_same(plain(*BATCHES[1]), traced(*BATCHES[1]), "output")
+
+
+class Doubled(nn.Module):
+    """Its modules are not torch's alone, which a symbolic trace does not look into."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"layers": Called(inner)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner["layers"](x)  # type: ignore[no-any-return]
+
+
+class Called(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).relu()  # type: ignore[no-any-return]
 
 
 @pytest.fixture
