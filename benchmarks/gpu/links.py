@@ -24,6 +24,7 @@ def links(notes: Notes) -> None:
     ceiling = pcie_gigabytes()
     notes.attempt("copies", _copies, notes, ceiling)
     notes.attempt("on the device", _on_device, notes)
+    notes.attempt("quantised weights", _decodes, notes, needs=4)
     notes.attempt("host AdamW", _host_adam, notes, needs=8)
     for threads in (8, 1, 16):
         notes.attempt(f"populate, {threads} threads", _populate, notes, threads, needs=4)
@@ -106,6 +107,25 @@ def _on_device(notes: Notes) -> None:
         notes.number(f"products of {side} x {side}, {name}", rate / 1e12, "TFLOP/s", tf32=dtype is torch.float32)
         rates[f"device.matrix_flops.{name}"] = rate
     notes.keep_rates(rates)
+
+
+def _decodes(notes: Notes) -> None:
+    """Each format's kernel, in bytes of bfloat16 written: codes on the device, and in page-locked host memory."""
+    from hetmem.cuda.backend import backend
+    from hetmem.cuda.dequantise import dequantise
+    from hetmem.schedule.formats import FORMATS, Coding
+
+    shape = (256, 256) if notes.small else (8192, 16384)
+    target = torch.empty(shape[0] * shape[1], dtype=torch.bfloat16, device="cuda")
+    for name in FORMATS:
+        coding = Coding.of(name, shape)
+        there = torch.full((coding.nbytes,), 60, dtype=torch.uint8, device="cuda")
+        with registered(coding.nbytes) as host:
+            host.copy_(there)
+            for place, coded in (("device", there), ("host", host)):
+                seconds = seconds_of(lambda: dequantise(backend(), coding, coded, target))  # noqa: B023
+                read = {"codes and scales read": f"{coding.nbytes / seconds / 1e9:.1f} GB/s"}
+                notes.number(f"decode {name}, codes on the {place}", target.nbytes / seconds / 1e9, "GB/s", **read)
 
 
 def _host_adam(notes: Notes) -> None:

@@ -55,7 +55,7 @@ def adamw(scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: A
     element 0 is the parameter's element `first`.
     """
     for i in range(param.size):
-        state = _widen(param[i]), _widen(grad[i]), _widen(exp_avg[i]), _widen(exp_avg_sq[i])
+        state = widen(param[i]), widen(grad[i]), widen(exp_avg[i]), widen(exp_avg_sq[i])
         p, m, v = element(scalars, *state)
         noise = _mix(first + i, keys[0], keys[1])
         exp_avg[i] = _dither(m, exp_avg[i], noise)
@@ -63,7 +63,7 @@ def adamw(scalars: Any, keys: Any, first: Any, param: Any, grad: Any, exp_avg: A
         stored = _dither(p, param[i], _mix(first + i, keys[2], keys[3]))
         param[i] = stored
         if copy is not None:
-            copy[i] = _narrow(_widen(stored), copy[i])
+            copy[i] = narrow(widen(stored), copy[i])
 
 
 def adamw_tiles(scalars: Any, tiles: Any, taken: Any, grad: Any, copy: Any) -> None:
@@ -111,7 +111,7 @@ def adamw_8_bit(
         most_mean, most_deviation = np.int32(0), np.int32(0)
         for i in range(p.size):
             noise = _mix(first + here.start + i, keys[2], keys[3])
-            new, mean, square = element(scalars, _widen(p[i]), _widen(g[i]), means[i], deviations[i] * deviations[i])
+            new, mean, square = element(scalars, widen(p[i]), widen(g[i]), means[i], deviations[i] * deviations[i])
             means[i], deviations[i] = mean, math.sqrt(square)
             most_mean = max(most_mean, _magnitude(means[i]))
             most_deviation = max(most_deviation, _magnitude(deviations[i]))
@@ -125,7 +125,7 @@ def adamw_8_bit(
         if copy is not None:
             c = copy[here]
             for i in range(p.size):
-                c[i] = _narrow(_widen(p[i]), c[i])
+                c[i] = narrow(widen(p[i]), c[i])
 
 
 # ---- The norm ----
@@ -146,7 +146,7 @@ def square_sums(values: Any, sums: Any) -> None:
         for index in range(blocks.shape[0]):  # a loop over `blocks` itself is not vectorized
             _add_squares(lanes, blocks[index])
         for i in range(whole, part.size):
-            x = np.float64(_widen(part[i]))
+            x = np.float64(widen(part[i]))
             lanes[i % LANES] += x * x
         sums[run] = _by_halves(lanes)
 
@@ -155,7 +155,7 @@ def _add_squares(lanes: Any, block: Any) -> None:
     for lane in range(LANES):
         total = lanes[lane]
         for row in range(ROWS):
-            x = np.float64(_widen(block[row, lane]))
+            x = np.float64(widen(block[row, lane]))
             total = _fma(x, x, total)
         lanes[lane] = total
 
@@ -244,12 +244,12 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
     raise NotImplementedError
 
 
-def _widen(x: Any) -> Any:
+def widen(x: Any) -> Any:
     """Return a float32 as it is, or the bits of a bfloat16 (uint16) or float16 (int16) as a float32."""
     raise NotImplementedError
 
 
-def _narrow(x: Any, like: Any) -> Any:
+def narrow(x: Any, like: Any) -> Any:
     """Round a float32 to the type of `like`, whose value is not used: to nearest, ties to even; a NaN stays one."""
     raise NotImplementedError
 
@@ -323,19 +323,19 @@ def _teach_numba() -> None:
     type_callable(_take)(lambda context: lambda taken: types.int64)
     type_callable(_memory)(type_of_memory)
     type_callable(_fma)(lambda context: lambda a, b, c: c)
-    type_callable(_widen)(lambda context: lambda x: f32)
-    type_callable(_narrow)(lambda context: lambda x, like: like)
+    type_callable(widen)(lambda context: lambda x: f32)
+    type_callable(narrow)(lambda context: lambda x, like: like)
     type_callable(_dither)(lambda context: lambda x, like, noise: like)
     type_callable(_code)(lambda context: lambda x, scale, noise, like: like)
     for operation, operands, lower in (
         (_fma, (f32, f32, f32), fma),
         (_fma, (f64, f64, f64), fma),
-        (_widen, (f32,), as_it_is),
-        (_widen, (bf16,), python(_widen_bfloat16)),
-        (_widen, (f16,), widen_float16),
-        (_narrow, (f32, f32), as_it_is),
-        (_narrow, (f32, bf16), python(_round_bfloat16)),
-        (_narrow, (f32, f16), round_float16),
+        (widen, (f32,), as_it_is),
+        (widen, (bf16,), python(_widen_bfloat16)),
+        (widen, (f16,), widen_float16),
+        (narrow, (f32, f32), as_it_is),
+        (narrow, (f32, bf16), python(_round_bfloat16)),
+        (narrow, (f32, f16), round_float16),
         (_dither, (f32, f32, types.uint32), as_it_is),
         (_dither, (f32, bf16, types.uint32), python(_dither_bfloat16)),
         (_code, (f32, f32, types.uint32, types.int8), python(_code_int8)),

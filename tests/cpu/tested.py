@@ -1,4 +1,5 @@
-"""What tests of `hetmem.cpu` use of it: the one file that follows when it moves. For this folder only."""
+"""What tests of `hetmem.cpu` and `hetmem.quantised` use of them: the one file that follows when they move. For this
+folder only."""
 
 from __future__ import annotations
 
@@ -28,21 +29,32 @@ from hetmem.cpu.adamw import adamw_as_on_host, equals_host, update_by_torch
 from hetmem.cpu.loops import BLOCK, RUN
 from hetmem.cpu.workers import WorkerPool, one_torch_thread
 from hetmem.cuda import kernels
+from hetmem.cuda.dequantise import parts_of, torch_dequantise
 from hetmem.cuda.kernels import torch_adamw, torch_square_sums
+from hetmem.quantised.decode import decode, decode_tasks
+from hetmem.quantised.encode import NotFiniteError, encode
+from hetmem.schedule.formats import FORMATS, PIECE_ELEMENTS, Coding
 
 __all__ = [
     "BLOCK",
+    "FORMATS",
     "GROUP_ELEMENTS",
+    "PIECE_ELEMENTS",
     "RUN",
     "TILE_ELEMENTS",
     "AdamWStep",
     "Codes8Bit",
+    "Coding",
+    "NotFiniteError",
     "WorkerPool",
     "adamw",
     "adamw_as_on_host",
     "adamw_compact_tasks",
     "adamw_on_device",
     "adamw_tasks",
+    "decode",
+    "decode_tasks",
+    "encode",
     "equals_host",
     "in_one",
     "kernel_name",
@@ -50,10 +62,12 @@ __all__ = [
     "loops",
     "norm",
     "one_torch_thread",
+    "parts_of",
     "small_states",
     "square_sum",
     "square_sum_tasks",
     "torch_adamw",
+    "torch_dequantise",
     "torch_square_sums",
     "total",
     "update",

@@ -14,7 +14,9 @@ import torch
 from hetmem.cpu import TILE_ELEMENTS, AdamWStep, square_sum_tasks
 from hetmem.cpu import adamw as update
 from hetmem.cuda import backend
+from hetmem.cuda.dequantise import dequantise, dequantise_parts, torch_dequantise
 from hetmem.cuda.kernels import ADAMS, CASTS, adamw, cast, square_sums, torch_adamw, torch_square_sums
+from hetmem.schedule.formats import FORMATS, ByteRange, Coding
 from tests.cuda.vectors import HALVES, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----
@@ -156,6 +158,74 @@ def check_adamw_equals_the_host(place: Place) -> None:
                 update.update_by_torch(step, *tensors)
                 for role, buffer, expected in zip(("param", "grad", "m", "v", "copy"), buffers, tensors, strict=False):
                     assert_same(buffer.result(), expected, f"{name}, {dtype}: {role}")
+
+
+# ---- Quantised weights. ----
+
+
+def made_codes(coding: Coding, seed: int = 0) -> torch.Tensor:
+    """Bytes of a coded weight with every code, and scales of many magnitudes; what lies between the parts is 0xA5."""
+    random = torch.Generator().manual_seed(seed)
+    coded = torch.full((coding.nbytes,), 0xA5, dtype=torch.uint8)
+    start, nbytes = coding.codes_span
+    codes = torch.arange(nbytes) * 37 % 256
+    codes[codes % 128 == 127] = 5 if coding.format == "fp8" else 127
+    coded[start : start + nbytes] = codes.to(torch.uint8)
+    start, nbytes = coding.scales_span
+    if coding.scale_bytes == 1:
+        scales = torch.randint(0, 255, (nbytes,), generator=random).to(torch.uint8)
+        scales[::3] = torch.randint(100, 140, (len(scales[::3]),), generator=random).to(torch.uint8)
+        scales[:2] = torch.tensor([0, 254], dtype=torch.uint8)[:nbytes]
+    else:
+        scales = ordinary(coding.scales, seed=seed).abs()
+        scales[0] = 1e-38
+        scales = scales.view(torch.uint8)
+    coded[start : start + nbytes] = scales
+    start, nbytes = coding.nested_span
+    coded[start : start + nbytes] = ordinary(coding.nested, seed=seed + 1).view(torch.uint8)
+    return coded
+
+
+SHAPES = ((1,), (3, 5), (64, 64), (129, 257), (2, 130, 70), (7, 3, 3, 3), (40, 17, 31), (128, 384))
+
+
+def check_dequantise(place: Place) -> None:
+    """Every format and dtype, on shapes with short last blocks and tiles, at any alignment of the result."""
+    for name in FORMATS:
+        for number, shape in enumerate(SHAPES):
+            coding = Coding.of(name, shape)
+            coded = made_codes(coding, number)
+            for dtype, shift in ((WIDE, 0), (HALVES[0], number % 3), (HALVES[1], number % 2)):
+                source = place.buffer(coded, pinned=True)
+                target = place.buffer(torch.full((coding.numel,), 7.0, dtype=dtype), shift)
+                with mock.patch.object(backend, "MOST_BLOCKS", 2):
+                    dequantise(place.backend, coding, source.view, target.view)
+                place.synchronize()
+                parts = [coded[span.start : span.start + span.nbytes] for span in spans_of(coding)]
+                expected = torch.empty(coding.numel, dtype=dtype)
+                torch_dequantise(coding, *parts, expected, 0)
+                assert_same(target.result(), expected, f"{name}, {shape}, {dtype}")
+
+
+def check_dequantise_in_parts(place: Place) -> None:
+    """Parts of a weight, whose codes and scales lie in different places, as they do when it is copied in pieces."""
+    for name in FORMATS:
+        coding = Coding.of(name, (150, 300))
+        coded, whole = made_codes(coding), torch.empty(coding.numel, dtype=torch.bfloat16)
+        codes, scales, nested = (coded[span.start : span.start + span.nbytes] for span in spans_of(coding))
+        torch_dequantise(coding, codes, scales, nested, whole, 0)
+        for first, last in ((0, 16384), (16384, 32768), (32768, 45000), (16384, 45000)):
+            own_codes = codes[first * coding.bits // 8 : last * coding.bits // 8]
+            own_scales = scales[coding.scales_of(first, last - first).start * coding.scale_bytes :]
+            buffers = [place.buffer(part, pinned=True) for part in (own_codes, own_scales, nested)]
+            target = place.buffer(torch.zeros(last - first, dtype=torch.bfloat16))
+            dequantise_parts(place.backend, coding, *(buffer.view for buffer in buffers), target.view, first)
+            place.synchronize()
+            assert_same(target.result(), whole[first:last], f"{name}, from {first}")
+
+
+def spans_of(coding: Coding) -> tuple[ByteRange, ByteRange, ByteRange]:
+    return coding.codes_span, coding.scales_span, coding.nested_span
 
 
 CHECKS: dict[str, Callable[[Place], None]] = {

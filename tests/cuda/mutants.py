@@ -34,6 +34,10 @@ def _in(source: str, before: str, after: str, check: str) -> Mutant:
     return Mutant(source, before, after, source, check)
 
 
+def _in_codes(before: str, after: str, check: str = "dequantise") -> Mutant:
+    return Mutant("dequantise.cu", before, after, "dequantise.cu", check)
+
+
 WRONG_RESULTS = {
     "bfloat16 rounds ties away": _in_floats("(bits + 0x7FFF + odd) >> 16", "(bits + 0x8000 + 0 * odd) >> 16"),
     "bfloat16 truncates": _in_floats("(bits + 0x7FFF + odd) >> 16", "(bits + 0 * odd) >> 16"),
@@ -77,6 +81,18 @@ WRONG_RESULTS = {
     ),
     "runs left out": _in("squares.cu", "first += step", "first += 2 * step", "squares"),
     "the team's place in its run": _in("squares.cu", "threadIdx.x % WARP / TEAM", "threadIdx.x % TEAM / 2", "squares"),
+    "nibbles of nested codes exchanged": _in_codes(
+        "(codes >> 4 * (i ^ 1) & 15)] * unit", "(codes >> 4 * i & 15)] * unit"
+    ),
+    "the scale of the next block": _in_codes("scales + at / MX_BLOCK", "scales + (at + GROUP) / MX_BLOCK"),
+    "the level of the piece's blocks": _in_codes(
+        "levels[1 + (w.first + at)", "levels[1 + (at)", "dequantise_in_parts"
+    ),
+    "a row of another matrix": _in_codes("at.row / w.rows * down", "0 * at.row"),
+    "a tile that goes on in the next row": _in_codes("column = 0, row++", "column = 0"),
+    "int8 without 1/127": _in_codes(" * 0.007874015718698502f", ""),
+    "an E2M1 subnormal": _in_codes("magnitude < 2 ?", "magnitude < 1 ?"),
+    "an exponent of 0": _in_codes("exponent == 0 ? 1 << 22 : ", ""),
 }  # fmt: skip
 """Seen by the checks alone."""
 
@@ -85,6 +101,7 @@ BAD_ACCESSES = {
     "a tail read whole": _in_floats("i < count ? __ldcs(from + i) : 0", "__ldcs(from + i)", "cast_layouts"),
     "squares read past the end": _in("squares.cu", "min(GROUP, count - start)", "GROUP", "squares"),
     "a sum past the last run": _in("squares.cu", "count > 0 && ", "", "squares"),
+    "codes read past the end": _in_codes("if (i < bytes) found", "found"),
     "state read past the end": _in("adam.cu", "min((i64)GROUP, numel - at)", "GROUP", "adamw"),
 }
 """Seen by the sanitisers: not every wrong access gives a wrong result."""

@@ -16,7 +16,10 @@ from hetmem.cpu import AdamWStep
 from hetmem.cpu import adamw as update
 from hetmem.cuda import backend as backend_module
 from hetmem.cuda.backend import GROUP_ELEMENTS, THREADS, CupyBackend, TorchBackend, backend
+from hetmem.cuda.dequantise import dequantise
 from hetmem.cuda.kernels import SCALARS, adamw, cast, square_sums
+from hetmem.schedule import formats
+from hetmem.schedule.formats import Coding
 from tests.cuda.kernel_checks import CHECKS
 from tests.cuda.shim import GPP, SOURCES, ShimBackend, build
 from tests.cuda.vectors import Place
@@ -68,6 +71,14 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "squares, sums": (
         lambda: square_sums(TORCH, zeros(4097), zeros(1, torch.float64)),
         "sums: expected at least 2 elements, got 1",
+    ),
+    "dequantise, bytes": (
+        lambda: dequantise(TORCH, Coding.of("nf4", (64, 64)), zeros(2303, torch.uint8), zeros(4096)),
+        "coded: expected at least 2304 elements, got 2303",
+    ),
+    "dequantise, first": (
+        lambda: dequantise(TORCH, Coding.of("nf4", (64, 64)), zeros(2304, torch.uint8), zeros(64), 64),
+        "first: expected a multiple of 16384 within Coding",
     ),
     "squares, dtypes": (
         lambda: square_sums(TORCH, zeros(8, torch.float64), zeros(1, torch.float64)),
@@ -191,6 +202,9 @@ def test_the_host_prepares_the_scalars_in_the_order_of_the_kernel() -> None:
 
 
 def test_python_and_cuda_agree_on_their_constants() -> None:
+    of_formats = (SOURCES / "dequantise.cu").read_text()
+    for name in ("NF4_BLOCK", "MX_BLOCK", "NESTED_BLOCK", "FP8_TILE"):
+        assert f"const int {name} = {getattr(formats, name)};" in of_formats
     text = (SOURCES / "floats.cuh").read_text()
     for line in (f"const int THREADS = {THREADS};", f"const int GROUP = {GROUP_ELEMENTS};"):
         assert line in text

@@ -1,0 +1,1 @@
+"""Quantised weights in host memory: encodes them to bytes, and decodes these."""

@@ -1,0 +1,134 @@
+"""The formats of quantised weights, and where codes and scales of a weight lie: sizes only.
+
+Note "coded weights": a coded weight is one run of bytes: its codes, in the order of its elements, and then its scales.
+Both begin at multiples of 16 bytes, as does the end. Arithmetic is in float32, rounded once to the dtype of the result.
+
+    nf4         T[c] * s, s float32 for 64 elements; the high nibble first (QLoRA, Dettmers et al. 2023)
+    nf4-nested  the same with s = D[q] * a + offset, q uint8 for 64 elements, a float32 for 256 q, one float32 offset
+    mxfp4       E2M1[c] * 2 ** (e - 127), e uint8 for 32 elements; the low nibble first (OCP MX 1.0)
+    fp8         E4M3[c] * s, s float32 for 128 x 128 elements of a matrix (DeepSeek-V3, 2024)
+    int8        (c * s) * float32(1 / 127), s float32 for a row (bitsandbytes)
+
+T and D are bitsandbytes' tables (see `hetmem.cuda.dequantise`). Blocks of nf4 and mxfp4 are of consecutive elements, so
+the last one of a weight may be shorter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hetmem.base.units import round_up
+
+FORMATS = ("nf4", "nf4-nested", "mxfp4", "fp8", "int8")
+
+NF4_BLOCK, MX_BLOCK, NESTED_BLOCK, FP8_TILE = 64, 32, 256, 128
+"""Elements of nf4, of mxfp4, scales of nf4-nested and rows or columns of fp8 that share a scale."""
+
+PIECE_ELEMENTS = 16384
+"""Weights are decoded in parts that begin at multiples of this: at whole bytes and blocks of every format."""
+
+_ALIGNMENT_BYTES = 16
+_ROW_AT_LEAST = 64
+
+
+class ByteRange(NamedTuple):
+    """Bytes [start, start + nbytes) of a coded weight."""
+
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How a weight is coded: `matrices` of `rows` times `columns` elements, in `format`, one of `FORMATS`."""
+
+    format: str
+    matrices: int
+    rows: int
+    columns: int
+
+    @staticmethod
+    def of(name: str, shape: Sequence[int]) -> Coding:
+        """Return the coding of a weight of `shape`. A row is its last dimension or, where that is short, as of the
+        kernel of a convolution, as many of its last ones as give 64 elements."""
+        assert name in FORMATS, name
+        sizes = list(shape) or [1]
+        columns = sizes.pop()
+        while columns < _ROW_AT_LEAST and sizes:
+            columns *= sizes.pop()
+        rows = sizes.pop() if sizes else 1
+        return Coding(name, math.prod(sizes), rows, columns)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight."""
+        return self.matrices * self.rows * self.columns
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.format in ("fp8", "int8") else 4
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the scales of a matrix, for fp8."""
+        return -(-self.rows // FP8_TILE), -(-self.columns // FP8_TILE)
+
+    @property
+    def scales(self) -> int:
+        """How many scales there are, of the first level."""
+        match self.format:
+            case "mxfp4":
+                return -(-self.numel // MX_BLOCK)
+            case "fp8":
+                return self.matrices * math.prod(self.grid)
+            case "int8":
+                return self.matrices * self.rows
+        return -(-self.numel // NF4_BLOCK)
+
+    def scales_of(self, first: int, numel: int) -> range:
+        """Return the numbers of the scales that decoding elements [first, first + numel) needs: all of them for
+        formats whose blocks are not runs of elements."""
+        if self.bits == 8:
+            return range(self.scales)
+        block = MX_BLOCK if self.format == "mxfp4" else NF4_BLOCK
+        return range(first // block, -(-(first + numel) // block))
+
+    def codes_of(self, first: int, numel: int) -> range:
+        """Return the numbers of the bytes that hold the codes of elements [first, first + numel)."""
+        return range(first * self.bits // 8, -(-(first + numel) * self.bits // 8))
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale of the first level."""
+        return 1 if self.format in ("mxfp4", "nf4-nested") else 4
+
+    @property
+    def nested(self) -> int:
+        """How many float32 follow the scales: of nf4-nested the offset, and a scale for 256 scales; else none."""
+        return 1 + -(-self.scales // NESTED_BLOCK) if self.format == "nf4-nested" else 0
+
+    @property
+    def codes_span(self) -> ByteRange:
+        """Where the codes lie."""
+        return ByteRange(0, -(-self.numel * self.bits // 8))
+
+    @property
+    def scales_span(self) -> ByteRange:
+        """Where the scales lie."""
+        return ByteRange(round_up(self.codes_span.nbytes, _ALIGNMENT_BYTES), self.scales * self.scale_bytes)
+
+    @property
+    def nested_span(self) -> ByteRange:
+        """Where the offset and the scales of scales lie."""
+        start, nbytes = self.scales_span
+        return ByteRange(round_up(start + nbytes, 4), 4 * self.nested)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the coded weight."""
+        start, nbytes = self.nested_span
+        return round_up(start + nbytes, _ALIGNMENT_BYTES)
