@@ -89,6 +89,8 @@ class Duel:
         if type(error) is not type(other):
             self._judge(name, other)
             raise AssertionError(f"{what}: plain torch ended with {error!r}, hetmem with {other!r}") from other
+        if str(error).split(":")[0] != str(other).split(":")[0]:  # what follows names a tensor, or its parameter
+            raise AssertionError(f"{what}: plain torch ended with {error!r}, hetmem with {other!r}") from other
         if on_new_weights:
             self._copy_buffers()
         elif error is None:

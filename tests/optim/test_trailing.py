@@ -239,5 +239,5 @@ def test_a_gradient_that_a_step_used_up_shows_zeros_once_it_is_zeroed(tmp_path: 
         optimizer.zero_grad(set_to_none=False)
         assert torch.equal(gradient.clone(), torch.zeros(64, 64)) and not gradient.norm()
         for write in (lambda each: each.add_(1), lambda each: each.detach().add_(1), lambda each: each[0].fill_(1)):
-            with pytest.raises(RuntimeError):
+            with pytest.raises(RuntimeError, match=r"which the last step\(\) has used up"):
                 write(gradient)
