@@ -129,6 +129,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--activations", default="keep", help="as in hetmem.manage(activations=…): keep, offload or auto"
     )
     parser.add_argument("--overlap", default="off", help="as in hetmem.AdamW(overlap=…): off, backward or forward")
+    parser.add_argument("--max-grad-norm", type=float, metavar="NORM", help="as in hetmem.AdamW(max_grad_norm=…)")
+    parser.add_argument("--loss-scale", help="as in hetmem.AdamW(loss_scale=…): dynamic, or a number")
     parser.add_argument("--gradients", help=argparse.SUPPRESS)
     parser.add_argument(
         "--moments",
@@ -190,7 +192,8 @@ def _planned(options: argparse.Namespace) -> int:
     limits = Limits(device, host, parse_size(options.nvme, "--nvme"), (), None, None)
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     offline = planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext()
-    same = "micro_batches checkpointing overlap real moments stochastic_rounding inference activations"
+    scale = options.loss_scale
+    same = "micro_batches checkpointing overlap max_grad_norm real moments stochastic_rounding inference activations"
     with offline:  # tracing too may make transformers fetch what it computes with
         plan = planner.plan_within(
             _call(options),
@@ -199,6 +202,7 @@ def _planned(options: argparse.Namespace) -> int:
             chunk_bytes=chunk_bytes,
             nvme_directories=tuple(options.nvme_dir or ()),
             on_stage=_show_stage,
+            loss_scale=scale if scale in (None, "dynamic") else float(scale),
             **{name: getattr(options, name) for name in same.split()},
         )
     if options.output:

@@ -33,7 +33,7 @@ PUBLIC = {
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",
     "managed": "budget options",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches checkpointing overlap "
-    "real moments stochastic_rounding inference activations others",
+    "max_grad_norm loss_scale real moments stochastic_rounding inference activations others",
     "progress": "model",
     "release": "module",
     "report": "model",

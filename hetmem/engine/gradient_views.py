@@ -321,8 +321,9 @@ class GradientLoans:
         so that each gives its memory to the next."""
         waiting = [
             chunk
-            for chunk in self.lent
+            for chunk in self._runtime.chunks
             if chunk.gradient_dtype is not None
+            and Role.GRAD in chunk.homes
             and chunk not in self._runtime.traffic.updating
             and any(
                 is_home_gradient(managed) and not is_consumed(managed.parameter.grad) for managed in chunk.parameters
@@ -346,12 +347,14 @@ class GradientLoans:
             show_revealed(managed)
 
     def widen(self, chunk: Chunk) -> None:
-        """Move gradients of `chunk`, which are lent memory, to a home of full precision, where sums are exact. If this
-        raises nothing has moved."""
+        """Move gradients of `chunk`, if they are lent memory or narrow, to a home of full precision, where sums are
+        exact. If this raises nothing has moved."""
         memory, traffic = self._runtime.memory, self._runtime.traffic
         traffic.gradients.wait()
-        if chunk not in self.lent:
+        lent = chunk in self.lent
+        if not lent and (chunk.gradient_dtype is None or Role.GRAD not in chunk.homes):
             return
+        traffic.superseded(chunk, Role.GRAD)
         values = chunk.flat(Role.GRAD)
         before = memory.take_gradients(chunk)
         self.lent.discard(chunk)
@@ -365,9 +368,11 @@ class GradientLoans:
                 traffic.close_role(chunk, Role.GRAD, dirty=True)
         except BaseException:
             memory.keep_gradients(chunk, before)
-            self.lent.add(chunk)
+            self.lent.update([chunk] if lent else ())
             raise
-        memory.end_loan(before)
+        for home in (before, before.away):
+            if home is not None:
+                memory.end_loan(home)
         for managed in chunk.parameters:
             if managed.grad_home is not None:
                 move_gradient(managed, managed.grad_home)

@@ -218,7 +218,7 @@ class GradientSink:
         self.is_simple = not (self.notifies or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
-            if self.lent:
+            if self.loans.consumers:
                 self.loans.prepare_sums()
         if runtime.tracer.measured:
             runtime.uses.release_working()
@@ -328,7 +328,7 @@ class GradientSink:
         if chunk.hides and (managed.stepped_by not in self.loans.consumers or has_hooks_of_the_user(managed.parameter)):
             self.loans.reveal(chunk)
         dtype = chunk.gradient_dtype  # 16 bits: a sum may not be exact
-        if dtype is not None and (adds or arrived.dtype is not dtype):
+        if dtype is not None and (adds or arrived.dtype is not dtype or not chunk.hides):
             self.loans.widen(chunk)
         if not adds and managed.grad_home is not None and is_held(managed):
             leave_gradient_to_holders(managed, self._warned)

@@ -344,16 +344,46 @@ class Memory:
         """Bytes of activations in host memory."""
         return self.host_pool.lent_bytes - self._loaned_bytes
 
+    def narrow_gradients(self, chunks: Iterable[Chunk]) -> None:
+        """Have homes of gradients of `chunks`, which are to be reserved, keep the dtype in which these arrive."""
+        for chunk in chunks:
+            chunk.gradient_dtype = chunk.compute_dtype
+
+    def keep_narrow(self, chunks: Iterable[Chunk]) -> None:
+        """Give gradients of `chunks` host memory in the dtype in which they arrive, that makes room for a sum. Raises
+        `BudgetError` if there is none."""
+        for chunk in chunks:
+            if (loan := self.host_pool.lend(chunk.lent_nbytes)) is None:
+                raise BudgetError(
+                    f"host memory has no room for the gradients of chunk {chunk.spec.index}, "
+                    f"{format_size(chunk.lent_nbytes)}, which all stay until their norm is known: raise Budget(host=…)"
+                )
+            home = Home(Tier.HOST, loan.memory[: chunk.lent_nbytes])
+            self._loans[home] = loan
+            self._loaned_bytes += chunk.lent_nbytes
+            self.keep_gradients(chunk, home)
+
     def keep_gradients(self, chunk: Chunk, home: Home) -> None:
         """Make the lent `home` that of gradients of `chunk`, in the dtype in which they arrive, until
         `take_gradients`."""
         chunk.homes[Role.GRAD] = home
+        if home.tier is Tier.DEVICE:
+            self._count_on_device(home, chunk.lent_nbytes)
         chunk.gradient_dtype = None if chunk.compute_dtype is chunk.dtype else chunk.compute_dtype
 
     def take_gradients(self, chunk: Chunk) -> Home:
         """End `lend`, or `keep_gradients`, and return the home, whose memory is not free before `end_loan`."""
         chunk.gradient_dtype = None
-        return chunk.homes.pop(Role.GRAD)
+        home = chunk.homes.pop(Role.GRAD)
+        if home.tier is Tier.DEVICE:
+            self._count_on_device(home, -chunk.lent_nbytes)
+        return home
+
+    def _count_on_device(self, home: Home, nbytes: int) -> None:
+        """Count a narrow home of gradients on the device, or with negative `nbytes` that there is none."""
+        self.device_home_bytes += nbytes
+        span = _range(home.memory, abs(nbytes))
+        (self._device_ranges.append if nbytes > 0 else self._device_ranges.remove)(span)
 
     def end_loan(self, home: Home) -> None:
         """Free the memory of `home` for other loans, if it was lent."""

@@ -237,6 +237,11 @@ class Chunk:
     """The number of the layout of its parameters: chunks of one layout share the views of a slot."""
 
     @property
+    def may_be_narrow(self) -> bool:
+        """Whether autograd makes its gradients in fewer bits than its home has, and no home of them exists."""
+        return self.compute_dtype is not self.dtype and Role.GRAD not in self.homes and not self.moved
+
+    @property
     def operand(self) -> Role:
         """The role that a device copy is fetched from: the 16-bit copies at home, or the parameters."""
         return Role.COMPUTE if Role.COMPUTE in self.homes else Role.PARAM

@@ -28,7 +28,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.optim.chunk_update import WholeUpdate
 from hetmem.optim.members import AllMembers, Members
-from hetmem.optim.options import LossScale, Rule, choice, clip_factor, is_number, loss_scale
+from hetmem.optim.options import LossScale, Rule, check_max_grad_norm, choice, clip_factor, loss_scale
 from hetmem.optim.states import Homes, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
 from hetmem.optim.step import ChunkWork, Stepper
 
@@ -66,8 +66,7 @@ class OffloadedOptimizer(Optimizer):
         max_grad_norm: float | None = None,
         scale: LossScale | float | str | None = None,
     ) -> None:
-        if max_grad_norm is not None and not (is_number(max_grad_norm) and max_grad_norm > 0):
-            raise ValueError(f"max_grad_norm must be a positive number or None, got {max_grad_norm!r}")
+        check_max_grad_norm(max_grad_norm)
         self.overlap = choice(overlap)
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)

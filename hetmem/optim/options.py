@@ -203,6 +203,12 @@ def loss_scale(wanted: LossScale | float | str | None) -> LossScale | None:
     return LossScale(float(wanted), growth_factor=1.0, backoff_factor=1.0)
 
 
+def check_max_grad_norm(wanted: float | None) -> None:
+    """Raise ValueError unless `wanted` is a positive number, or None."""
+    if wanted is not None and not (is_number(wanted) and wanted > 0):
+        raise ValueError(f"max_grad_norm must be a positive number or None, got {wanted!r}")
+
+
 def is_number(value: Any) -> bool:
     """Return whether `value` is a real number, or a tensor of one element."""
     if isinstance(value, torch.Tensor):

@@ -342,16 +342,19 @@ def reserve_homes(
     overlaps = memory.uses_copies and optimizer.overlap is not Overlap.OFF and not memory.resident
     lends = overlaps and not optimizer.needs_all_gradients
     if not memory.resident:
-        check_room(memory, roles_of, name, lends=lends)
+        check_room(memory, roles_of, name, lends=lends, narrow=overlaps)
     for chunk, roles in roles_of.items():
         memory.expect(chunk, (Role.GRAD, *roles))
+    narrow = [chunk for chunk in roles_of if overlaps and chunk.may_be_narrow] if not lends else []
     if lends:
         traffic.ensure_homes([chunk for chunk in roles_of if chunk in memory.unstaged], (Role.GRAD,))
         new = [chunk for chunk in roles_of if not (chunk.moved or chunk in memory.unstaged or memory.lends(chunk))]
         memory.set_aside(new)
         sink.loans.lends = True
     elif memory.uses_copies:  # otherwise autograd keeps gradients, on the device
-        traffic.ensure_homes(roles_of, (Role.GRAD,))
+        if memory.staging_slots:
+            memory.narrow_gradients(narrow)
+        traffic.ensure_homes(roles_of.keys() - set(() if memory.staging_slots else narrow), (Role.GRAD,))
     alike: dict[tuple[Role, ...], list[Chunk]] = {}
     for chunk, roles in roles_of.items():
         check_staging(memory, chunk, len(roles))
@@ -360,6 +363,8 @@ def reserve_homes(
         for chunk in chunks:
             interception.share.before_reserving(chunk, set(roles))
         traffic.ensure_homes(chunks, roles)
+    if not memory.staging_slots:
+        memory.keep_narrow(narrow)
     if memory.staying:
         if all(c in roles_of for c in memory.chunks if any(m.parameter.requires_grad for m in c.parameters)):
             interception.share.bring_home(lends=lends)
@@ -368,14 +373,17 @@ def reserve_homes(
         traffic.ensure_homes(memory.staying, (Role.GRAD,))
 
 
-def check_room(memory: Memory, roles_of: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool) -> None:
+def check_room(
+    memory: Memory, roles_of: Mapping[Chunk, Collection[Role]], name: str, *, lends: bool, narrow: bool
+) -> None:
     """Raise `BudgetError` if host memory and NVMe lack room for what the optimizer called `name` keeps of chunks.
-    `lends`: gradients use lent buffers."""
+    `lends`: gradients use lent buffers; `narrow`: they keep the dtype in which they arrive."""
     wanted: Counter[str] = Counter()
     for chunk, roles in roles_of.items():
         for role in (*roles, *(() if lends and chunk not in memory.unstaged else (Role.GRAD,))):
             if role not in chunk.homes and not chunk.moved:
-                wanted["gradients" if role is Role.GRAD else "states"] += chunk.home_nbytes(role)
+                nbytes = chunk.lent_nbytes if narrow and role is Role.GRAD else chunk.home_nbytes(role)
+                wanted["gradients" if role is Role.GRAD else "states"] += nbytes
     room, total = memory.room(of_all=True), sum(wanted.values())
     missing = total - room.host_bytes - room.nvme_bytes
     if missing <= 0:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -26,7 +26,8 @@ from hetmem.base.config import (
 from hetmem.base.hardware import HardwareProfile, ProfileError
 from hetmem.base.units import parse_size
 from hetmem.base.whole_files import read_regular
-from hetmem.optim.options import Overlap, choice, refuse_others
+from hetmem.optim.options import Overlap, check_max_grad_norm, choice, refuse_others
+from hetmem.optim.options import loss_scale as scale_of
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
@@ -80,6 +81,8 @@ def plan(
     micro_batches: int = 1,
     checkpointing: bool = False,
     overlap: OverlapName = "off",
+    max_grad_norm: float | None = None,
+    loss_scale: float | Literal["dynamic"] | None = None,
     real: bool = False,
     moments: torch.dtype | str | None = None,
     stochastic_rounding: bool = False,
@@ -96,11 +99,12 @@ def plan(
     more than that. `loss`: a function from the model's output to the scalar to differentiate (None: the output's
     `.loss`, or the output itself). `micro_batches`: forwards and backwards in a step. `checkpointing`: plan every
     repeated layer as checkpointed, for a model that is built without (one that checkpoints by itself is planned as it
-    is). `overlap`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a model
-    in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for `manage`; with other than
-    "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many times as
-    large a batch or sequence would fit. `real`: run one forward and backward on this machine's CPU instead of tracing
-    on `meta`, for a model whose control flow depends on values. Other keywords are as for `manage`.
+    is). `overlap`, `max_grad_norm`, `loss_scale`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the
+    last one for a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `activations`: as for
+    `manage`; with other than "keep" `.activation_choices` says for each choice whether it fits, the seconds of a step,
+    and how many times as large a batch or sequence would fit. `real`: run one forward and backward on this machine's
+    CPU instead of tracing on `meta`, for a model whose control flow depends on values. Other keywords are as for
+    `manage`.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, or for options that exclude each
     other; `ProfileError` for a bad profile; and `ManageError` or `BudgetError` for a budget, a precision or
@@ -124,6 +128,8 @@ def plan(
         micro_batches=micro_batches,
         checkpointing=checkpointing,
         overlap=overlap,
+        max_grad_norm=max_grad_norm,
+        loss_scale=loss_scale,
         real=real,
         moments=str(moments or "float32").removeprefix("torch."),
         stochastic_rounding=stochastic_rounding,
@@ -141,6 +147,8 @@ class _Request:
     micro_batches: int = 1
     checkpointing: bool = False
     overlap: OverlapName = "off"
+    max_grad_norm: float | None = None
+    loss_scale: float | str | None = None
     real: bool = False
     moments: str = "float32"
     stochastic_rounding: bool = False
@@ -162,12 +170,16 @@ class _Request:
         """Return how `hetmem.AdamW` updates with these options. Raises `PlanError` for ones that it would refuse."""
         try:
             when = choice(self.overlap)
+            check_max_grad_norm(self.max_grad_norm)
+            scale_of(self.loss_scale)
         except ValueError as error:
             raise PlanError(str(error)) from error
         if self.moments not in ("float32", "bfloat16", "8bit"):
             raise PlanError(f"moments must be float32, bfloat16 or 8bit, got {self.moments!r}")
         overlapped, into_forward = when is not Overlap.OFF, when is Overlap.FORWARD
-        return Updating(overlapped, into_forward, self.moments, self.stochastic_rounding)
+        return Updating(
+            overlapped, into_forward, self.moments, self.stochastic_rounding, self.max_grad_norm, self.loss_scale
+        )
 
 
 @torch.inference_mode(False)  # this leaves no_grad, too: a plan covers the backward

@@ -142,6 +142,8 @@ def plan_of(
 def _optimizer(how: Updating) -> dict[str, Any]:
     """Return the options of `hetmem.AdamW` that are not the default ones."""
     options: dict[str, Any] = {"overlap": "forward" if how.into_forward else "backward"} if how.overlapped else {}
+    options |= {"max_grad_norm": how.max_grad_norm} if how.max_grad_norm is not None else {}
+    options |= {"loss_scale": how.loss_scale} if how.loss_scale is not None else {}
     options |= {"moments": how.moments} if how.moments != "float32" else {}
     return options | ({"stochastic_rounding": True} if how.stochastic_rounding else {})
 

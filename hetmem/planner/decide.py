@@ -150,7 +150,7 @@ def _copies(best: Judged, asked: Setting) -> Setting | None:
 def arranged(workload: Workload, setting: Setting) -> Arrangement:
     """Return what a run with `setting` reserves. Raises `NoRoom`."""
     how = setting.updating
-    made = arrange(workload, setting.capacities, setting.chunk_bytes, how)
+    made = arrange(workload, setting.capacities, setting.chunk_bytes, how, sums=setting.micro_batches > 1)
     if how.on_host_only and (made.ground.resident or made.ground.staying):
         nbytes = sum(made.bytes_by_role(Tier.DEVICE).values())
         raise NoRoom("small states are updated by the host alone, and have no room there", Tier.HOST, nbytes)

@@ -39,6 +39,15 @@ _SHARE = number(0.0, 1.0 + 1e-6, "a share")
 _OF_TIERS = record(dict.fromkeys(TIERS, _BYTES))
 _LINKS = tuple(link.value for link in Link)
 
+_scale = number(0.0, 1e308)
+
+
+def _loss_scale(value: Any) -> None:
+    """Allow "dynamic", or a number."""
+    if value != "dynamic":
+        _scale(value)
+
+
 _PLAN = record(
     {
         "model": text(1000),
@@ -89,6 +98,8 @@ _PLAN = record(
             {},
             {
                 "overlap": one_of("backward", "forward"),
+                "max_grad_norm": number(0.0, 1e308),
+                "loss_scale": _loss_scale,
                 "moments": one_of("bfloat16", "8bit"),
                 "stochastic_rounding": one_of(True),
             },

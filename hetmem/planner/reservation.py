@@ -108,10 +108,13 @@ def arrange(
     capacities: Capacities,
     chunk_bytes: int | None = None,
     how: Updating = AS_IT_IS,
+    *,
+    sums: bool = False,
 ) -> Arrangement:
-    """Return what a managed run of `workload` reserves; with overlap gradients borrow their homes. Raises `NoRoom`
-    where the run would raise `BudgetError`."""
-    lends = how.overlapped
+    """Return what a managed run of `workload` reserves; with overlap gradients borrow their homes. `sums`: a
+    step has several backwards, of which gradients that all stay are summed. Raises `NoRoom` where the run would raise
+    `BudgetError`."""
+    lends, narrow = how.lends, how.overlapped and how.needs_all and not sums
     if not capacities.nvme_bytes:
         _check_room(capacities.host_bytes - workload.away_bytes, workload, Tier.HOST)
         capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
@@ -123,11 +126,11 @@ def arrange(
         copies=workload.mixed_precision,
         chunk_bytes=chunk_bytes,
         beside_bytes=workload.peak_live_bytes,
-        roles=STAGED_ROLES - lends - _SAVED[how.moments],
+        roles=STAGED_ROLES - lends - 0.5 * (narrow and workload.mixed_precision) - _SAVED[how.moments],
         lends=lends,
         third_state=False,
     )
-    ground = replace(ground, moments=how.moments)
+    ground = replace(ground, moments=how.moments, narrow=narrow and not ground.resident)
     roles = [role for role in OWN if role != "grad" or workload.mixed_precision or not ground.resident]
     lends = lends and not ground.resident
     loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
@@ -168,7 +171,8 @@ def _check_room(left: int, workload: Workload, tier: Tier) -> None:
 def state_bytes(workload: Workload, how: Updating = AS_IT_IS) -> int:
     """Return the bytes of parameters, gradients and two moments, without padding; with overlap gradients count as
     none."""
-    roles = len(OWN) - how.overlapped - _SAVED[how.moments]
+    narrow = 0.5 * (how.overlapped and how.needs_all and workload.mixed_precision)
+    roles = len(OWN) - how.lends - narrow - _SAVED[how.moments]
     return sum(
         int(spec.numel * spec.itemsize * (roles if index in workload.trainable else 1))
         for index, spec in enumerate(workload.parameters)

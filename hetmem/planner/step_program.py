@@ -217,7 +217,7 @@ class Rehearsal:
         arrivals = self._sink.arrivals
         arrivals[parameter] += 1
         chunk = self.arrangement.chunk_of[parameter]
-        if self._how.overlapped and self._blocks and (self._steps or self._hurries):
+        if self._how.lends and self._blocks and (self._steps or self._hurries):
             if chunk not in self._begun and self._complete(chunk):
                 self._begin(chunk, self._members(chunk))
             self._updates.pump()

@@ -214,8 +214,9 @@ class Updating:
     """The options of an optimizer that decide when updates run, where, and how long gradients stay.
 
     `overlapped`: from the second step on a chunk is updated as soon as all its gradients have arrived, as with
-    `hetmem.AdamW(overlap="backward")`, and gradients borrow their homes. `into_forward`: `step()` does not wait for
-    updates, as with "forward".
+    `hetmem.AdamW(overlap="backward")`, and gradients borrow their homes. With `max_grad_norm` or `loss_scale`, as
+    AdamW has them, updates wait for all gradients, which have homes in the dtype in which they arrive.
+    `into_forward`: `step()` does not wait for updates, as with "forward".
     """
 
     overlapped: bool = False
@@ -223,6 +224,18 @@ class Updating:
     moments: str = "float32"
     """The format of the two moments, as with `hetmem.AdamW(moments=…)`: "float32", "bfloat16" or "8bit"."""
     stochastic_rounding: bool = False
+    max_grad_norm: float | None = None
+    loss_scale: float | str | None = None
+
+    @property
+    def lends(self) -> bool:
+        """Whether gradients borrow their homes until their update."""
+        return self.overlapped and not self.needs_all
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether all gradients stay until the step, which takes their norm."""
+        return self.max_grad_norm is not None or self.loss_scale is not None
 
     @property
     def on_host_only(self) -> bool:

@@ -120,6 +120,8 @@ class Ground:
     """By chunk, bytes of an element of a gradient in the dtype in which autograd makes it."""
     aside_bytes: int
     """What weights leave of host memory to gradients, so that streamed ones have buffers."""
+    narrow: bool = False
+    """Whether gradients at home keep the dtype in which autograd makes them."""
     moments: str = "float32"
     """The format of each moment: see `planner.workload.Updating`."""
 
@@ -150,7 +152,7 @@ class Ground:
     def role_itemsize(self, chunk: int, role: str) -> int:
         """Return the bytes of an element of `role` of `chunk` at home; "compute" is the 16-bit copy, "arriving" a
         gradient in the dtype in which autograd makes it."""
-        if role == "arriving":
+        if role == "arriving" or (role == "grad" and self.narrow and chunk not in self.staying):
             return self.arriving[chunk]
         if role in MOMENTS and self.moments != "float32":
             return min(_MOMENT_BYTES[self.moments], self.chunks[chunk].itemsize)

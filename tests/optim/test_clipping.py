@@ -219,3 +219,30 @@ def test_a_norm_counts_gradients_that_are_dropped_zeroed_or_replaced_behind_the_
         right.zero_grad()
     assert_same_weights(plain, managed)
     assert_same_states(left, right)
+
+
+@pytest.mark.parametrize(("overlap", "placement"), mostly(OVERLAPS, ["host", "nvme"]))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_wait_for_their_norm_keep_16_bits_and_their_sums_have_more(
+    accumulation: int, overlap: str, placement: str, tmp_path: Path
+) -> None:
+    both = [pair(mlp, placement, tmp_path, mixed_precision=torch.bfloat16)[1] for _ in range(2)]
+    off, early = (
+        hetmem.AdamW(module.parameters(), lr=1e-2, max_grad_norm=0.01, overlap=how)
+        for module, how in zip(both, ("off", overlap), strict=True)
+    )
+    inside = testing.of(both[1])
+    before = inside.link_bytes()["device_to_host"]
+    batches = vector_batches(3 * accumulation, 4, 64, dtype=torch.bfloat16)
+    for step in range(3):
+        for module, optimizer in zip(both, (off, early), strict=True):
+            for batch in batches[step * accumulation : (step + 1) * accumulation]:
+                loss_of(module, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert off.grad_norm == early.grad_norm
+        assert_same_weights(*both)
+    if accumulation == 1:
+        numel = sum(parameter.numel() for parameter in both[1].parameters())
+        sent = inside.link_bytes()["device_to_host"] - before
+        assert sent == 3 * (4 if overlap == "off" else 2) * numel
