@@ -214,8 +214,9 @@ def check_dequantise_in_parts(place: Place) -> None:
         coded, whole = made_codes(coding), torch.empty(coding.numel, dtype=torch.bfloat16)
         codes, scales, nested = (coded[span.start : span.start + span.nbytes] for span in spans_of(coding))
         torch_dequantise(coding, codes, scales, nested, whole, 0)
-        for first, last in ((0, 16384), (16384, 32768), (32768, 45000), (16384, 45000)):
-            own_codes = codes[first * coding.bits // 8 : last * coding.bits // 8]
+        for first, last in ((0, 16384), (16384, 32768), (32768, 44999), (16384, 45000)):
+            own = coding.codes_of(first, last - first)
+            own_codes = codes[own.start : own.stop]
             own_scales = scales[coding.scales_of(first, last - first).start * coding.scale_bytes :]
             buffers = [place.buffer(part, pinned=True) for part in (own_codes, own_scales, nested)]
             target = place.buffer(torch.zeros(last - first, dtype=torch.bfloat16))

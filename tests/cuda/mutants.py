@@ -88,7 +88,7 @@ WRONG_RESULTS = {
     "the level of the piece's blocks": _in_codes(
         "levels[1 + (w.first + at)", "levels[1 + (at)", "dequantise_in_parts"
     ),
-    "a row of another matrix": _in_codes("at.row / w.rows * down", "0 * at.row"),
+    "a row of another matrix": _in_codes("at.row / w.rows * down", "0 * at.row * down"),
     "a tile that goes on in the next row": _in_codes("column = 0, row++", "column = 0"),
     "int8 without 1/127": _in_codes(" * 0.007874015718698502f", ""),
     "an E2M1 subnormal": _in_codes("magnitude < 2 ?", "magnitude < 1 ?"),
@@ -101,7 +101,7 @@ BAD_ACCESSES = {
     "a tail read whole": _in_floats("i < count ? __ldcs(from + i) : 0", "__ldcs(from + i)", "cast_layouts"),
     "squares read past the end": _in("squares.cu", "min(GROUP, count - start)", "GROUP", "squares"),
     "a sum past the last run": _in("squares.cu", "count > 0 && ", "", "squares"),
-    "codes read past the end": _in_codes("if (i < bytes) found", "found"),
+    "codes read past the end": _in_codes("if (i < bytes) found", "found", "dequantise_in_parts"),
     "state read past the end": _in("adam.cu", "min((i64)GROUP, numel - at)", "GROUP", "adamw"),
 }
 """Seen by the sanitisers: not every wrong access gives a wrong result."""
