@@ -124,13 +124,13 @@ MUTATIONS = {
     ),
     "let hooks use gradients in flight": Mutation(
         "engine/gradients.py",
-        "                self._flights.begin(managed)\n                if",
+        "                self.flights.begin(managed)\n                if",
         "                if",
         "tests/engine/test_gradients_in_flight.py::test_a_hook_that_uses_a_gradient_in_flight_waits_for_it[host]",
     ),
     "let hooks write to gradients of which a copy is staged again": Mutation(
         "engine/gradients.py",
-        "                    self._flights.begin(managed)\n\n",
+        "                    self.flights.begin(managed)\n\n",
         "                    pass\n\n",
         "tests/engine/test_gradients_in_flight.py::"
         "test_a_hook_writes_to_a_gradient_of_a_chunk_that_got_another_since_it_did_last",
@@ -369,7 +369,7 @@ MUTATIONS = {
         "intercept/leases.py",
         "        keys = (*map(id, module._parameters.values()),)\n",
         "        keys = (*map(id, module._parameters.values()),)\n"
-        "        for each in self._runtime.parameters:\n            id(each)\n",
+        "        for each in self._by_id:\n            id(each)\n",
         "tests/intercept/test_call_counts.py::test_a_checkpointed_backward_costs_what_is_used_and_not_what_there_is",
     ),
     "evict a copy of which a call has handed a view out": Mutation(

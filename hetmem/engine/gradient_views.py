@@ -40,6 +40,18 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
         parameter.data = home
 
 
+def show_first_gradient(managed: ManagedParameter, weight: torch.Tensor) -> None:
+    """Set `p.grad` to the gradient's home, whose value is on its way, and take the gradient of `weight`, the working
+    weight from which it comes, away."""
+    parameter, home = managed.parameter, managed.grad_home
+    assert home is not None
+    weight.grad = None
+    if parameter.dtype is home.dtype and parameter.device == home.device:
+        parameter.grad = home
+    else:
+        show_gradient(parameter, home)
+
+
 def to_host_memory(managed: ManagedParameter) -> None:
     """Make the parameter and its gradient ordinary tensors in host memory, as the model is released."""
     parameter = managed.parameter

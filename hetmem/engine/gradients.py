@@ -8,11 +8,10 @@ back right after, as the home. The order of additions is autograd's own, so the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from hetmem.engine.gradient_views import (
 from hetmem.engine.gradient_watch import Flights, end_watch_of, watch_gradients
 from hetmem.engine.param_views import is_shared
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.working_gradients import ArrivalHooks, WorkingGradients, has_hooks_of_the_user
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.schedule.trace import Tier
@@ -42,15 +42,6 @@ _HOOKS = attrgetter("_backward_hooks")
 GradientListener = Any
 """The `Stepper` of an optimizer of hetmem's: called for gradients and for homes that move, as it may update while a
 backward runs. It imports this module."""
-
-
-class ArrivalHooks(NamedTuple):
-    """Factories of autograd hooks that run before and after a gradient of the parameter with an `id` is accumulated,
-    and the function that orders these among the user's."""
-
-    before: Callable[[GradientSink, int], Callable[[torch.Tensor], None]]
-    after: Callable[[GradientSink, int], Callable[[torch.Tensor], None]]
-    order: Callable[[GradientSink, torch.Tensor], list[Any]]
 
 
 class GradientSink:
@@ -78,7 +69,10 @@ class GradientSink:
         """Parameters whose gradient is being accumulated, and their `p.grad` before."""
         self.is_simple = False
         """Whether the hook before an accumulation only has to take `p.grad` away."""
-        self._flights = Flights(weakref.WeakMethod(self._arrive))
+        self.working = WorkingGradients(self, hooks)
+        self.began = False
+        """Whether a backward has begun since that was last cleared."""
+        self.flights = Flights(weakref.WeakMethod(self._arrive))
         self._handed_out: dict[Chunk, None] | None = None
         """While the program may read and write gradients: chunks whose gradients, on NVMe, are watched."""
         self._warned: list[str] = []
@@ -137,7 +131,12 @@ class GradientSink:
         if arrived is None:  # frozen since the forward: torch leaves `p.grad`
             show_gradient(parameter, previous)
             return
-        if type(managed.grad_home) is self._flights.kind:
+        self.add(managed, arrived, previous)
+
+    def add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
+        """Add `arrived`, a gradient of `managed`, to `previous`, and show the sum as `p.grad`."""
+        parameter = managed.parameter
+        if type(managed.grad_home) is self.flights.kind:
             self._before_another(managed, arrived, previous)
         was_sparse = previous is not None and previous.layout is not torch.strided
         if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
@@ -173,7 +172,7 @@ class GradientSink:
                 raise
             show_gradient(parameter, managed.grad_view if managed.grad_view is not None else managed.grad_home)
             if in_flight and managed.grad_view is None:
-                self._flights.begin(managed)
+                self.flights.begin(managed)
                 if previous is not None and managed.grad_home is not None and is_shared(managed.grad_home):
                     self.wait_until_home()  # the program has a view of it
         else:
@@ -212,6 +211,7 @@ class GradientSink:
 
     def begin(self) -> None:
         """Begin a backward."""
+        self.began = True
         self._sends.complete.begin()
         runtime = self.runtime
         self.notifies = any(listener.wants_each_gradient for listener in self.listeners)
@@ -220,10 +220,9 @@ class GradientSink:
             self._look_at_parameters()
             if self.loans.consumers:
                 self.loans.prepare_sums()
-        if runtime.tracer.measured:
+        if runtime.tracer.measured and runtime.memory.resident:
             runtime.uses.release_working()
-        if not (self.notifies or runtime.traffic.updating):
-            runtime.uses.begin_backward()
+        runtime.all_copies.begin_backward()
 
     def _look_at_parameters(self) -> None:
         """Order hooks, and give each `p.grad` that shows the memory of another one memory of its own, of parameters
@@ -232,6 +231,7 @@ class GradientSink:
         met, bindings.met = bindings.met | bindings.exposed, set()
         hooks = map(_HOOKS, [managed.parameter for managed in met])
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
+        self.working.begin()
         for managed in met:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 if managed.parameter.requires_grad:
@@ -250,7 +250,6 @@ class GradientSink:
 
     def finish(self) -> None:
         """End a backward: wait until all gradients are at home, and restore each `p.grad` to which none was added."""
-        self.runtime.uses.end_backward()
         with torch_private.NoFunctionsOfSubclasses():
             for managed in self.runtime.parameters if self.taken else ():
                 if managed in self.taken:
@@ -276,7 +275,7 @@ class GradientSink:
         else:
             traffic.wait_until_written(homes)
         finally:
-            self._flights.end()
+            self.flights.end()
             self.hand_over()
 
     @HELD_BACK
@@ -288,7 +287,7 @@ class GradientSink:
 
     def _before_another(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         """Prepare for `arrived`, the second gradient of `managed` in a backward; `previous`: its `p.grad` before."""
-        self._flights.pause(managed)
+        self.flights.pause(managed)
         if stored(previous) is not managed.grad_home or arrived.requires_grad or arrived.layout is not torch.strided:
             self.wait_until_home()  # else it is added behind the copy in flight
 
@@ -310,7 +309,7 @@ class GradientSink:
                 if chunk not in watched or end_watch_of(chunk):
                     self.runtime.traffic.superseded(chunk, Role.GRAD)
                 for managed in filter(_is_shown, chunk.parameters if self.runtime.in_backward else ()):
-                    self._flights.begin(managed)
+                    self.flights.begin(managed)
 
     def _on_nvme(self) -> dict[Chunk, None]:
         chunks = self.runtime.chunks if self.runtime.memory.staging_slots else ()  # else none is on NVMe
@@ -335,10 +334,14 @@ class GradientSink:
         home, shown = managed.grad_home, managed.grad_view is None
         if home is None or home.data_ptr() != managed.grad_address or shown is chunk.hides:
             managed.open_grad_home()
+        return self.send_to(managed, arrived, adds=adds)
+
+    def send_to(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> bool:
+        """Do `_send` to `grad_home`."""
+        chunk, traffic = managed.chunk, self.runtime.traffic
         assert managed.grad_home is not None
         if managed.grad_view is not None and not adds:
             managed.grad_view.begin(managed.grad_home)
-        traffic = self.runtime.traffic
         if traffic.engine.ordered and arrived.device != self.runtime.memory.device.torch_device:
             # Autograd copied the gradient to the host, not ordered behind an earlier one that may be in flight.
             traffic.gradients.wait()
@@ -386,9 +389,3 @@ def _is_shown(managed: ManagedParameter) -> bool:
 def _awaited(chunk: Chunk) -> set[int]:
     """Return the `id`s of the managed parameters in `chunk` that get a gradient."""
     return {id(managed) for managed in chunk.parameters if managed.grad_hooked and managed.parameter.requires_grad}
-
-
-def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
-    """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
-    hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
-    return hooks is not None and len(hooks) > 1

@@ -10,9 +10,10 @@ count of its storage is above what it was when the view was made.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import compress
+from itertools import compress, repeat
 from operator import attrgetter, gt
 from typing import Any
 
@@ -24,6 +25,8 @@ from hetmem.memory.chunk import NO_MEMORY, NO_VIEW, Chunk, ManagedParameter, Slo
 from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
+_DEVICE, _STAND_IN = attrgetter("device"), attrgetter("stand_in")
+_BOUND_KIND, _WATCHED_KIND = attrgetter("bound_kind"), attrgetter("watched_kind")
 
 
 class Bindings:
@@ -405,17 +408,41 @@ def of_class(parameter: torch.Tensor, kind: type) -> Iterator[None]:
         parameter.__class__ = before
 
 
-def working_weight(managed: ManagedParameter) -> torch.Tensor:
-    """Return a working weight over the device copy of `managed`."""
-    assert managed.device is not None
-    weight: Any = torch.nn.Parameter(managed.device, managed.parameter.requires_grad)
+def working_weight(managed: ManagedParameter, data: torch.Tensor | None) -> torch.Tensor:
+    """Return a working weight of `managed` over `data`, its device copy; None: without memory, as the copy is not
+    leased and may be on its way."""
+    if managed.stand_in is None:  # its home is what operators use, on a simulated device
+        managed.stand_in = stand_in(managed.home, managed.chunk.compute_dtype, managed.home.device)
+    shown = managed.stand_in if data is None else data
+    weight: Any = torch.nn.Parameter(shown, managed.parameter.requires_grad)
     vars(weight).update(vars(managed.parameter))
     vars(weight)["hetmem_managed"] = weakref.ref(managed)  # a weak reference to a parameter prevents its exchange
-    weight.__class__ = managed.bound_kind
+    weight.__class__ = managed.watched_kind if data is None else managed.bound_kind
     return weight  # type: ignore[no-any-return]
 
 
-def leave_working(managed: ManagedParameter, weight: torch.Tensor) -> None:
-    """Free the memory of `weight`, a working weight that nothing computes with any more."""
-    if managed.stand_in is not None:
-        set_data(weight, managed.stand_in)
+def works_for(weight: Any) -> ManagedParameter | None:
+    """Return the parameter that `weight` works for; None if it is no working weight."""
+    managed: ManagedParameter | None = vars(weight).get("hetmem_managed", _nothing)()
+    return managed
+
+
+def show_copies(used: Sequence[ManagedParameter], weights: Sequence[torch.Tensor]) -> None:
+    """Have the working `weights` of `used` show their device copies. Call it without `__torch_function__`."""
+    run_through(map(set_data, weights, map(_DEVICE, used)))
+    run_through(map(setattr, weights, repeat("__class__"), map(_BOUND_KIND, used)))
+
+
+def leave_working(used: Sequence[ManagedParameter], weights: Sequence[torch.Tensor]) -> None:
+    """Have `weights`, working weights of `used` that nothing computes with any more, take no memory; a function that
+    gets one uses its parameter instead (see `intercept.faults`). Call it without `__torch_function__`."""
+    run_through(map(set_data, weights, map(_STAND_IN, used)))
+    run_through(map(setattr, weights, repeat("__class__"), map(_WATCHED_KIND, used)))
+
+
+run_through: Any = deque(maxlen=0).extend
+"""Exhausts an iterator, for all weights, in C."""
+
+
+def _nothing() -> None:
+    return None

@@ -23,6 +23,7 @@ from threading import get_ident
 from hetmem import torch_private
 from hetmem.base.config import turn_timeout_seconds
 from hetmem.base.hardware import HardwareProfile
+from hetmem.engine.all_copies import AllCopies
 from hetmem.engine.device_limit import DeviceRoom
 from hetmem.engine.events import EventLog, Statistics
 from hetmem.engine.homes import Memory
@@ -62,6 +63,7 @@ class Runtime:
         self.monitor = self.room.monitor
         self.unwatched = self.traffic.executor.unwatched = self.monitor.unwatched
         self.uses = Uses(memory, self.bindings, self.traffic, self.tracer, self.writes, self.room, self.events)
+        self.all_copies = AllCopies(memory, self.traffic, self.tracer, self.room, self.uses)
         self.turn = Turn()
         self.in_backward = False
         """Whether a backward of the model runs."""
@@ -91,6 +93,8 @@ class Runtime:
             self.expect(key)
             if key != STEP:
                 self.uses.renew_held_copies()
+                if self.all_copies.leased:
+                    self.all_copies.renew()
 
     def expect(self, key: Hashable) -> None:
         """Give the residency the schedules of the segment `key` and of those that usually follow it."""
@@ -103,7 +107,6 @@ class Runtime:
         use."""
         self.traffic.wait_until_written(home for chunk in self.chunks for home in chunk.homes.values())
         self.uses.release_working()
-        self.uses.end_backward()
         self.uses.release_unheld()
         self.traffic.forget_copies()
 
@@ -114,6 +117,8 @@ class Runtime:
         with self.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if self.writes.renew_touched():
                 self.uses.renew_held_copies()
+                if self.all_copies.leased:
+                    self.all_copies.renew()
 
     def after_step(self) -> None:
         """End a step, which has updated the weights, and begin to fetch for the segment that usually follows. Errors
@@ -124,6 +129,8 @@ class Runtime:
         self.events.end_segment()
         with suppress(Exception), self.unwatched():
             self.uses.renew_held_copies()
+            if self.all_copies.leased:
+                self.all_copies.renew()
         self.writes.stepped = True
         follower = self.tracer.book.follower(STEP)
         if follower is not None and not self.writes.handed_out:

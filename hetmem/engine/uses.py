@@ -7,8 +7,6 @@ brings copies, `device_limit` limits them, and `write_check` handles writes by t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
 
-_BLOCKS = attrgetter("blocks")
 _functions_around: Any = torch_private.function_modes_around
 
 
@@ -76,8 +73,6 @@ class Uses:
         """Called if copies that are used at once have no room: ends some uses, and returns whether it did."""
         self._held: dict[ManagedParameter, None] = {}
         """Parameters whose copies tensors hold, in the order in which that was first noticed."""
-        self._for_backward: dict[ManagedParameter, None] = {}
-        """Parameters whose copies are leased during the whole backward that runs."""
         self.release_working: Callable[[], None] = lambda: None
         """Called if all idle copies are to be freed: ends leases of working weights that nothing uses."""
         self._untracked: set[int] = set()
@@ -98,6 +93,16 @@ class Uses:
                 room.before_moment(moment)
         self.log_moment(moment, operator, blocks)
         return usual
+
+    def note_moment(self, operator: str, blocks: tuple[int, ...]) -> None:
+        """Begin a moment, which uses many blocks, of a segment that is measured, or of which nothing is known."""
+        self._events.unpacked += len(blocks)
+        self._moment(operator, blocks)
+
+    def log_all(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
+        """Log a moment that uses many blocks."""
+        self._events.unpacked += len(blocks)
+        self.log_moment(moment, operator, blocks)
 
     def log_moment(self, moment: Moment, operator: str, blocks: tuple[int, ...]) -> None:
         """Log a moment for reports."""
@@ -120,27 +125,9 @@ class Uses:
     # ---- parameters on the device ------------------------------------------------------------------------------
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
-        """Begin a moment, fetch the copies of `used`, and bind these. Binds nothing if it raises."""
-        if self._held or not self._none_finished():
-            with self._unwatched():
-                self.release_unheld()
-                self._traffic.executor.poll()
-        unseen = not _functions_around()
+        """Do `lease`, and bind `used`. Binds nothing if it raises."""
         try:
-            for managed in used:
-                if not unseen or managed.counter._version != managed.version:
-                    with self._unwatched():
-                        self._notice_write(managed)
-            if type(used) is not Together:
-                used = Together(used)
-            uses = used.uses or used.counted()
-            blocks = used.blocks
-            usual = self._moment(operator, blocks)
-            if not (usual and unseen and self._traffic.use(uses, blocks)):
-                with self._unwatched():
-                    if not (usual and unseen):
-                        self._reach(blocks)
-                    self._acquire_all(operator, used)
+            unseen = self.lease(operator, used)
         except BaseException:
             if self._bindings.away:
                 with self._unwatched():
@@ -152,52 +139,29 @@ class Uses:
         with self._unwatched():
             self._bindings.bind(used)
 
-    def begin_all(self, operator: str) -> tuple[list[ManagedParameter], list[ManagedParameter]] | None:
-        """Treat the segment that has just begun, called `operator`, as one moment: request all copies in its trace
-        together, and lease those that are VALID.
-
-        Returns the parameters in the trace, and those whose copies are leased. None, with nothing leased, if the trace
-        is incomplete, or if the copies do not fit at once beside the most that the segment needs.
-        """
-        tracer, traffic, room, known = self._tracer, self._traffic, self._room, self._tracer.known
-        moving = room.shortage.activations is not None or traffic.gradients.leaving
-        if known is None or tracer.measured or tracer.unseen_growth > 1 or moving:
-            return None
-        blocks = (*dict.fromkeys(chain.from_iterable(map(_BLOCKS, known.moments))),)
-        chunks = [traffic.executor.chunk_of_block[block][0] for block in blocks]
-        uses = {chunk.operand_block: len(chunk.parameters) for chunk in chunks}
-        used = [managed for chunk in chunks for managed in chunk.parameters]
-        moment = tracer.all_ahead(blocks)
-        if moment is None or (*uses,) != blocks or not room.has_room_for(moment, traffic.residency.span_of(blocks)):
-            return None
-        with self._unwatched():
-            self.release_unheld()
-            traffic.executor.poll()
-            if not room.is_as_left(moment):
-                room.before_moment(moment)
-            present = {block: uses[block] for block in traffic.bring_all(blocks)}
-            if not traffic.use(present):
-                present = {}
-            leased = used
-            if len(present) < len(uses):
-                leased = [managed for managed in used if managed.chunk.operand_block in present]
-        tracer.all_at_once(moment)
-        self._events.unpacked += len(blocks)
-        self.log_moment(moment, operator, blocks)
-        return used, leased
-
-    def begin_backward(self) -> None:
-        """Lease the copies in the trace of the backward that has just begun, if VALID, until `end_backward`."""
-        if self._memory.uses_copies and not self._memory.resident and (begun := self.begin_all("backward")) is not None:
-            self._for_backward = dict.fromkeys(begun[1])
-
-    def end_backward(self) -> bool:
-        """End `begin_backward`; return whether it had leased anything."""
-        leased, self._for_backward = self._for_backward, {}
-        if leased:
+    def lease(self, operator: str, used: list[ManagedParameter]) -> bool:
+        """Begin a moment, and a lease of the copy of each of `used`; no lease if it raises. Returns whether no function
+        mode is around."""
+        if self._held or not self._none_finished():
             with self._unwatched():
-                self.release([*leased])
-        return bool(leased)
+                self.release_unheld()
+                self._traffic.executor.poll()
+        unseen = not _functions_around()
+        for managed in used:
+            if not unseen or managed.counter._version != managed.version:
+                with self._unwatched():
+                    self._notice_write(managed)
+        if type(used) is not Together:
+            used = Together(used)
+        uses = used.uses or used.counted()
+        blocks = used.blocks
+        usual = self._moment(operator, blocks)
+        if not (usual and unseen and self._traffic.use(uses, blocks)):
+            with self._unwatched():
+                if not (usual and unseen):
+                    self._reach(blocks)
+                self._acquire_all(operator, used)
+        return unseen
 
     def _acquire_all(self, operator: str, used: Iterable[ManagedParameter]) -> None:
         """Begin one more use of the block of each of `used`; none if this raises."""
@@ -305,9 +269,6 @@ class Uses:
             self.release_unheld()
         if not self._none_finished():
             self._traffic.executor.poll()
-        if managed in self._for_backward:
-            assert managed.device is not None
-            return managed.device
         operator = f"backward of {managed.name}"
         block = managed.chunk.operand_block
         self._moment(operator, (block,))
@@ -340,14 +301,13 @@ class Uses:
             self.out_of_memory()
             return self._traffic.acquire(block, DEVICE)
         except CapacityError:
-            if not (self._room.widen() or self.end_backward() or self.give_leases_up()):
+            if not (self._room.widen() or self.give_leases_up()):
                 raise
             return self._acquire_with_more_room(block)
 
     def out_of_memory(self) -> None:
         """Free all device memory that no chunk in use needs, as the allocator has no room for an operator."""
         self.release_working()
-        self.end_backward()
         with self._unwatched():
             self.release_unheld()
             self._room.out_of_memory()
@@ -371,8 +331,11 @@ class Uses:
     def _notice_write(self, managed: ManagedParameter) -> None:
         """Honour a write to `managed` since its last use: to the home, or to a view of the held copy."""
         if managed.counter._version != managed.version:
-            leased = managed in self._held or managed in self._for_backward
-            held = leased and managed.device is not None and (managed.bound or self._bindings.is_resting(managed))
+            held = (
+                managed in self._held
+                and managed.device is not None
+                and (managed.bound or self._bindings.is_resting(managed))
+            )
             with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
                 self._writes.by_operator(managed) if held else self._writes.by_user(managed)
 
@@ -381,7 +344,6 @@ class Uses:
         values torch uses. Call it `unwatched`."""
         with torch_private.NoFunctionsOfSubclasses():
             if self._bindings.is_elsewhere(managed):
-                self.end_backward()
                 self._writes.by_user(managed)
 
     def read_at_home(self, managed: ManagedParameter) -> None:
@@ -399,7 +361,6 @@ class Uses:
                 set_anew = self._bindings.is_elsewhere(managed)
                 if set_anew or managed.counter._version != managed.version:
                     managed.data_sets += set_anew
-                    self.end_backward()
                     self._writes.by_user(managed)
             if self._bindings.away:
                 self._bindings.rest(used)
@@ -408,7 +369,6 @@ class Uses:
         """Honour `parameter.data = value` within compute."""
         with self._unwatched():
             self._untracked.discard(id(managed))
-            self.end_backward()
             self._writes.of_data(managed, value)
 
     def holds_copies(self) -> bool:

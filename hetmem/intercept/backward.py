@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
+from hetmem.engine.param_views import works_for
 from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.intercept import registry
@@ -296,7 +297,7 @@ def accumulators(outputs: Any) -> Iterator[Any]:
 def parameter_of(node: Any) -> Any:
     """Return the parameter whose gradients `node` accumulates, also if it does for its working weight."""
     variable = node.variable
-    managed = vars(variable).get("hetmem_managed", lambda: None)()
+    managed = works_for(variable)
     return variable if managed is None else managed.parameter
 
 
@@ -315,7 +316,7 @@ def _is_lost(asked: Any) -> bool:
     found = registry.of_parameter(asked) if isinstance(asked, torch.nn.Parameter) else None
     if found is None:
         return False
-    return found[1].rest is not found[1].home or found[0].runtime.memory.mixed_precision is not None
+    return found[0].runtime.memory.uses_copies
 
 
 @uncompiled

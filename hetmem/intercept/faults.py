@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data
+from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data, works_for
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.saved_tensors import SavedTensors
@@ -48,7 +48,10 @@ _FACTS = {
     torch.is_same_size,
 }
 """Functions whose answer is right wherever the parameter is, and that read no element."""
-_CHANGE_GRADIENTS = {_TENSOR.grad.__set__, torch.Tensor.register_hook, *_getters("_backward_hooks")}
+_CHANGE_GRADIENTS = {
+    *(_TENSOR.grad.__set__, torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook),
+    *_getters("_backward_hooks _post_accumulate_grad_hooks"),
+}
 _FREEZE = {torch.Tensor.requires_grad_, _TENSOR.requires_grad.__set__}
 _GRADIENT = {*_getters("grad _grad")}
 _LAYOUT = {torch.Tensor.stride, torch.Tensor.is_contiguous}
@@ -111,7 +114,7 @@ class Faults:
         if interception is not None:
             interception.working.serve = False
         managed = self._by_id.get(id(parameter))
-        return interception.working.parameter_of(parameter) if managed is None and interception is not None else managed
+        return works_for(parameter) if managed is None else managed
 
     def data_of_bound(self, parameter: Any) -> torch.Tensor:
         """Return `parameter.data`, through which the program may write."""
@@ -130,10 +133,7 @@ class Faults:
             set_data(parameter, value)
             return
         if managed.parameter is not parameter:
-            raise ManageError(
-                f"{managed.name}.data is set within a forward for the first time: call the model again, which keeps it "
-                f"from now on, or write with torch.no_grad() and .copy_(value)"
-            )
+            _refuse_data(managed)
         with HELD_BACK, torch.no_grad():
             value = value.data if isinstance(value, Watched) else value
             self._runtime.uses.set_bound(managed, value)
@@ -153,60 +153,70 @@ class Faults:
             if computes and func in _FREEZE and (interception := self._interception()) is not None:
                 interception.working.freeze()
             return result
-        used: list[ManagedParameter] = []
-        self._find(args, used)
+        used, kept = list[ManagedParameter](), dict[int, ManagedParameter]()
+        self._find(args, used, kept)
         if kwargs:
-            self._find(kwargs.values(), used)
+            self._find(kwargs.values(), used, kept)
         if not used:  # a copy of a parameter, with its class
             with _AsItIs():
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return self._backward(func, args, kwargs, used)
         if not self.computes():
+            args, kwargs = _exchanged(args, kwargs, {key: managed.parameter for key, managed in kept.items()})
             return self._at_home(func, args, kwargs, used)
         if func in _LAYOUT or func in _KIND:  # called more often than operators
             like = used[0].home if func in _LAYOUT else self._like[used[0].chunk.compute_dtype]
             return func(like, *args[1:], **kwargs)
         with HELD_BACK:
-            return self._operator(func, args, kwargs, used, self._interception())
+            return self._operator(func, args, kwargs, used, kept)
 
     def computes(self) -> bool:
         """Return whether this thread is within a forward of the model, or a node of its backward."""
         interception = self._interception()
         return bool(self._bindings.away and interception is not None and interception.computes())
 
-    def _find(self, values: Iterable[Any], used: list[ManagedParameter]) -> None:
-        """Add the watched parameters among `values`, or in containers there, to `used`, once each."""
+    def _find(self, values: Iterable[Any], used: list[ManagedParameter], kept: dict[int, ManagedParameter]) -> None:
+        """Add the watched parameters among `values`, or in containers there, to `used`, once each, and those of working
+        weights without memory, which are in `kept` by `id`."""
         for value in values:
             if isinstance(value, Watched):
                 managed = self._by_id.get(id(value))
+                if managed is None and (managed := works_for(value)) is not None:
+                    kept[id(value)] = managed
                 if managed is not None and managed not in used:
                     used.append(managed)
             elif isinstance(value, (list, tuple)):
-                self._find(value, used)
+                self._find(value, used, kept)
             elif isinstance(value, dict):
-                self._find(value.values(), used)
+                self._find(value.values(), used, kept)
 
     def _operator(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter], interception: Any
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        used: list[ManagedParameter],
+        kept: dict[int, ManagedParameter],
     ) -> Any:
-        if func == set_data and used[0].parameter is args[0]:
+        interception = self._interception()
+        if func == set_data and (used[0].parameter is args[0] or id(args[0]) in kept):
             return self._set_data(used[0], args[1])
         if self._gradients.within_step or in_backward():
             self._gradients.notify_use(used)
         if in_backward():
             self._saved.enter_node()
-        working = interception.note_unbound_use(hands_out=func == get_data)
+        if interception.note_unbound_use(hands_out=func == get_data):
+            return self._with_working_weights(func, args, kwargs, used, kept)
+        args, kwargs = _exchanged(args, kwargs, {key: managed.parameter for key, managed in kept.items()})
         self._runtime.uses.use(_name(func), used)
         stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
-        left, alone = casts.leave_cache(), working and self._saved.enter_function()
+        left = casts.leave_cache()
         try:
             casts.renew(used)
             return run_again([self._runtime], func, args, kwargs)
         finally:
             self._saved.restore_others(displaced)
-            if alone:
-                self._saved.leave_function()
             if left is not None:
                 casts.enter_cache_again(left)
             stays = func in _POINTERS and interception.keep(used)
@@ -214,6 +224,27 @@ class Faults:
                 written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
                 self._runtime.uses.end_use(used, untracked=func in (set_data, get_data), writes=written)
                 casts.drop(used)
+
+    def _with_working_weights(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        used: list[ManagedParameter],
+        kept: dict[int, ManagedParameter],
+    ) -> Any:
+        """Call `func` with the working weights of `used`, as modules have these."""
+        working = self._interception().working
+        working.arrive(used, _name(func))
+        given = {id(managed.parameter): working.weight_of(managed) for managed in used}
+        given |= {key: working.weight_of(managed) for key, managed in kept.items()}
+        if func == get_data or (is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs))):
+            working.serve = False
+            for managed in used:
+                managed.data_taken = True
+        args, kwargs = _exchanged(args, kwargs, given)
+        result = func(*args, **kwargs)
+        return next((managed.parameter for managed in used if result is given[id(managed.parameter)]), result)
 
     def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
         parameters = {id(managed.parameter) for managed in used}
@@ -299,6 +330,10 @@ class Faults:
         """Do `parameter.data = value` within a forward, at home too."""
         if value is managed.parameter:  # as `Module.to` does; no write
             return
+        interception = self._interception()
+        if any(compute.working_weights for compute in interception.stretches.here):
+            interception.working.serve = False
+            _refuse_data(managed)
         with torch.no_grad():
             if isinstance(value, Watched):  # it may be a stand-in without values now
                 value = value.data
@@ -311,6 +346,31 @@ class Faults:
             return run_again([self._runtime], func, args, kwargs)
         finally:
             self._runtime.monitor.left = False
+
+
+def _exchanged(
+    args: Sequence[Any], kwargs: dict[str, Any], given: dict[int, torch.Tensor]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Return `args` and `kwargs` with other tensors, `given` by `id`, in the place of some."""
+    if not given:
+        return args, kwargs
+
+    def exchange(value: Any) -> Any:
+        if id(value) in given:
+            return given[id(value)]
+        if type(value) in (list, tuple):
+            return type(value)(map(exchange, value))
+        return {key: exchange(each) for key, each in value.items()} if type(value) is dict else value
+
+    return tuple(map(exchange, args)), {key: exchange(each) for key, each in kwargs.items()}
+
+
+def _refuse_data(managed: ManagedParameter) -> NoReturn:
+    """Raise `ManageError` for `p.data = tensor` where modules have working weights."""
+    raise ManageError(
+        f"{managed.name}.data is set within a forward for the first time: call the model again, which keeps it "
+        f"from now on, or write with torch.no_grad() and .copy_(value)"
+    )
 
 
 def _refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:

@@ -133,9 +133,8 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """The Dynamo callback in effect where this stretch began; see `dynamo`."""
-        self.may_lease_all = self.working_weights = False
-        """Whether all weights may be bound for this stretch; whether modules have working weights during it, see
-        `placing.working`."""
+        self.working_weights = False
+        """Whether modules have working weights during this stretch, see `placing.working`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its section of its thread's turn, see `engine.runtime`."""

@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 
-from hetmem.engine.gradients import ArrivalHooks, GradientSink
+from hetmem.engine.gradients import GradientSink
+from hetmem.engine.param_views import run_through
 from hetmem.engine.runtime import Section
+from hetmem.engine.working_gradients import ArrivalHooks
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.diagnostics import ScriptError, refuse_conversion
 from hetmem.intercept.dynamo import Tracing, called_by_autograd, opaque, set_compiler, skipped
 from hetmem.intercept.forward_scope import outermost_of_modules, running
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK, HERE
-from hetmem.placing.working import run_through
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -254,6 +255,7 @@ class BeforeAccumulation:
 
     __slots__ = ("_key", "_sink")
     __torch_unserialize__ = True  # torch warns of hooks lost in pickling; this one is lost on purpose
+    hetmem_own = True
 
     def __init__(self, sink: GradientSink, key: int) -> None:
         self._sink, self._key = weakref.ref(sink), key
@@ -291,6 +293,7 @@ class _BeforeUserHooks:
     """Tensor hook that waits for gradients in flight, before the hooks of the user, which may read them."""
 
     __torch_unserialize__ = True
+    hetmem_own = True
 
     def __init__(self, sink: GradientSink, parameter: torch.Tensor) -> None:
         self._sink, self._key = weakref.ref(sink), id(parameter)
@@ -309,6 +312,7 @@ class AfterAccumulation:
     """Post-accumulate hook that sends the gradient home."""
 
     __slots__ = ("_key", "_sink")
+    hetmem_own = True
 
     def __init__(self, sink: GradientSink, key: int) -> None:
         self._sink, self._key = weakref.ref(sink), key
@@ -329,4 +333,28 @@ class AfterAccumulation:
                     set_compiler(compiler)
 
 
-HOOKS = ArrivalHooks(BeforeAccumulation, AfterAccumulation, order_hooks)
+class WorkingGradient:
+    """Post-accumulate hook of a working weight that sends the gradient home."""
+
+    __slots__ = ("_managed", "_sink")
+    __torch_unserialize__ = True
+
+    def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
+        self._sink, self._managed = weakref.ref(sink), weakref.ref(managed)
+
+    @HELD_BACK.covers
+    @opaque
+    def __call__(self, weight: torch.Tensor) -> None:
+        sink, managed = self._sink(), self._managed()
+        if sink is not None and managed is not None:
+            compiler = set_compiler(None)
+            try:
+                sink.working.arrived(managed, weight)
+            finally:
+                if HELD_BACK.came:
+                    HELD_BACK.leave()
+                if compiler is not None:
+                    set_compiler(compiler)
+
+
+HOOKS = ArrivalHooks(BeforeAccumulation, AfterAccumulation, order_hooks, WorkingGradient)

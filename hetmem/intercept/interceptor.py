@@ -40,9 +40,9 @@ _graph_task: Any = torch_private.current_graph_task
 class Interception:
     """Owns the hooks of one managed module, and the modes and saved-tensor hooks entered while it runs.
 
-    Note "recomputation": a checkpoint recomputes a part of the forward within a node of the backward, as autograd
-    unpacks what it saved, and must find weights and inputs as the forward did. So parameters rest during the whole
-    backward, and only a forward casts inputs. Hooks of the user find parameters at home.
+    Note "recomputation": a checkpoint recomputes a part of the forward within a node of the backward, and must find
+    weights and inputs as the forward did. So parameters rest during the whole backward, and only a forward casts
+    inputs. Hooks of the user find parameters at home.
     """
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime, activations: str = "keep") -> None:
@@ -63,7 +63,7 @@ class Interception:
         self._saved = SavedTensors(runtime, self.segments, self.activations)
         self._faults = Faults(runtime, self.gradients, self._saved, self)
         self._tracing = Tracing()
-        self.leases = Leases(runtime, self.gradients, self._saved, self._tracing)
+        self.leases = Leases(runtime, self.gradients, self._saved, self._tracing, self.working)
         self.backwards = 0
         """Number of nested backwards that run."""
         self._handles: list[Any] = []
@@ -120,7 +120,8 @@ class Interception:
                 calls = around.calls
                 if self._tracing.where is None:
                     calls += (Call(module, frame),)
-                self.leases.begin(calls[-1], module, recomputed=around.task >= 0)
+                if not around.working_weights or self.runtime.all_copies.missing:
+                    self.leases.begin(calls[-1], module, recomputed=around.task >= 0)
                 return None
             if frame.f_code is not CALLS:
                 frame = calling_frame(module, frame)
@@ -129,7 +130,6 @@ class Interception:
                     return None
                 compute, call = self.current(frame and frame.f_back), Call(module, frame)
                 if compute is not None:
-                    self.leases.end_all()
                     compute.calls.append(call)
                 else:
                     compute, args, kwargs = self._begin_with(call, compiler, module, args, kwargs)
@@ -139,10 +139,14 @@ class Interception:
                     begins = compiles is None and not compute.calls[1:] and not alone
                     begins = begins and compute.enter_forward(frame, partial(self._run, compute, module))
                     if compute.working_weights or alone:
-                        self._tracing.quiet, self._tracing.where = compute.thread, weakref.ref(module)
-                        asked = self._regions.any_asked or self.activations is not None
-                        if module is self._model() and not asked:
-                            self._parts.take_off()
+                        if not compute.calls[1:]:
+                            self._tracing.where = weakref.ref(module)
+                        if self.runtime.all_copies.missing:
+                            self.leases.begin(call, module, recomputed=compute.task >= 0)
+                        else:
+                            self._tracing.quiet = compute.thread
+                            if module is self._model() and not (self._regions.any_asked or self.activations):
+                                self._parts.take_off()
                     elif not begins:
                         self.leases.begin(call, module, recomputed=compute.task >= 0)
                 return (args, kwargs) if len(compute.calls) == 1 else None
@@ -157,13 +161,10 @@ class Interception:
 
     @skipped
     def _run(self, compute: Compute, module: torch.nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward` of `module`, whose call began `compute`, with weights bound. The program's hooks of `module`
-        run with weights unbound, as torch calls no further hook after a `KeyboardInterrupt` in one."""
+        """Call `forward` of `module`, whose call began `compute`, with weights bound, as they are not in its hooks."""
         call = compute.calls[0]
         try:
             with HELD_BACK:
-                if compute.may_lease_all:
-                    self.leases.begin_all(call, module)
                 if not compute.working_weights:
                     self.leases.begin(call, module, recomputed=compute.task >= 0)
             compute.enclosed = True
@@ -188,18 +189,21 @@ class Interception:
 
     def _begin_working_weights(self, compute: Compute, module: torch.nn.Module) -> bool:
         """Switch `compute`, just begun with `module`, to working weights, and return whether that is possible."""
-        alone = self._regions.are_none_in(compute) and not self._regions.any_asked and not self._saved.casts.are_made()
+        streams, working, saved = not self.runtime.memory.resident, self.working, self._saved
+        alone = self._regions.are_none_in(compute, measured=streams and working.must_serve)
+        alone = alone and not self._regions.any_asked and not saved.casts.are_made()
         if compute.task >= 0:
-            again = alone and self.working.in_backward and not self.runtime.tracer.measured
+            again = alone and working.in_backward and (streams or not self.runtime.tracer.measured)
             if again:
-                self.working.enter()
+                working.enter_again()
             return again
-        if alone and self.activations is None and self._saved.is_alone() and torch_private.transform_level() is None:
+        others = streams and (self.gradients.within_step or saved.others)
+        others = others or (streams and torch.is_autocast_enabled(self.runtime.memory.device.torch_device.type))
+        alone = alone and not others and self.activations is None and saved.is_alone()
+        if alone and torch_private.transform_level() is None:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
-            begun = self.working.begin(type(module).__name__, backward, anew=self.segments.several)
-            compute.may_lease_all = not begun
-            return begun
-        self.working.release()
+            return working.begin(type(module).__name__, backward, anew=self.segments.several)
+        working.release()
         return False
 
     def _begin_with(
@@ -207,12 +211,11 @@ class Interception:
     ) -> tuple[Compute, tuple[Any, ...], dict[str, Any]]:
         """Begin a stretch of compute with `call`, its outermost; return it and the arguments to call `module` with."""
         refuse_a_fork("a forward", self.process)
-        memory = self.runtime.memory
-        moves = self.activations is not None
+        memory, moves = self.runtime.memory, self.activations is not None
         refuse_a_stream("a forward", memory.device, lambda: moves or memory.uses_copies or memory.may_leave_device)
         refuse_a_surrounding(self._model() or module, streams=memory.uses_copies)
         compute = self._begin(call)
-        self.leases.end_all()  # within a recomputation: the enclosing forward's module hooks run again
+        self._tracing.listen()  # within a recomputation: the enclosing forward's module hooks run again
         compute.compiler = compiler
         if compute.task < 0:
             self.last_forward = compute
@@ -349,14 +352,12 @@ class Interception:
 
     def note_unbound_use(self, *, hands_out: bool) -> bool:
         """Note that a function uses a weight that no module call has bound, and `hands_out` its memory. Returns whether
-        enclosing modules have working weights, which later forwards will not get."""
-        self.leases.note_unexpected_use()
-        working = any(compute.working_weights for compute in self.stretches.here if compute.task < 0)
-        if working or hands_out:
+        enclosing modules have working weights."""
+        if hands_out:
             self.working.serve = False
         if self.working.in_backward:
             self.segments.on_backward()
-        return working
+        return any(compute.working_weights for compute in self.stretches.here)
 
     def keep(self, used: list[ManagedParameter]) -> bool:
         """Keep `used` bound until the innermost module call ends. Returns False if no module is called."""

@@ -4,10 +4,6 @@ So a weight's raw pointer is valid during the call of the module that owns the w
 beside the copies in use are left to `faults`, one function at a time; so are those of enclosing modules whose room
 something else needs.
 
-Where all copies that a forward is known to use fit at once, they are requested together as it begins and bound until it
-ends: copies already on the device at once, the others in the hook of their module. Once all are bound, module hooks
-have nothing to do.
-
 Note "regions": code that `torch.compile` makes takes weights as inputs and calls no torch function that a mode would
 see, so the runtime treats a region as one operator: all weights of a module and its submodules are on the device while
 it runs. A region is the outermost module that is compiled and whose weights take at most a part of the device: of a
@@ -17,8 +13,7 @@ each use of a weight is slower than eager code.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 from threading import get_ident
 from types import FrameType
@@ -38,6 +33,7 @@ from hetmem.intercept.dynamo import Tracing, can_compile, compiles_itself, has_c
 from hetmem.intercept.forward_scope import Call, Compute
 from hetmem.intercept.saved_tensors import Pack, SavedTensors
 from hetmem.memory.chunk import ManagedParameter
+from hetmem.placing.working import WorkingWeights
 
 _NONE = id(None)  # what a module without a bias has in `_parameters`
 _top_hooks: Any = torch_private.autograd._top_saved_tensors_default_hooks
@@ -47,14 +43,11 @@ _is_autocast = torch.is_autocast_enabled
 class Leases:
     """Binds the weights of one model for module calls: `begin` and `end` are called around each."""
 
-    def __init__(self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, tracing: Tracing) -> None:
-        self._runtime, self._gradients, self._saved, self._tracing = runtime, gradients, saved, tracing
-        self._forward: Call | None = None
-        """The outermost call of a forward that binds all its weights until it ends; None if there is none."""
-        self._unbound: set[ManagedParameter] = set()
-        """Weights that `_forward` uses and that are not bound yet."""
-        self._departed: set[Hashable] = set()
-        """Trace keys of forwards that used weights missing from their trace."""
+    def __init__(
+        self, runtime: Runtime, gradients: GradientSink, saved: SavedTensors, tracing: Tracing, working: WorkingWeights
+    ) -> None:
+        self._gradients, self._saved, self._tracing, self._working = gradients, saved, tracing, working
+        self._copies = runtime.all_copies
         self._memory, self._uses, self._by_id = runtime.memory, runtime.uses, runtime.bindings.by_id
         self._known: dict[tuple[int, ...], list[ManagedParameter]] = {}
         """Results of `_learn`, by the `id`s of a module's parameters."""
@@ -65,62 +58,30 @@ class Leases:
         runtime.uses.give_leases_up = weakly(self._give_up)
 
     def begin(self, call: Call, module: torch.nn.Module, *, recomputed: bool) -> None:
-        """Bind the own weights of `module`, which `call` calls, if all fit at once. Binds nothing if it raises.
-        `recomputed`: within a backward."""
+        """Bind the own weights of `module`, which `call` calls, if all fit at once; or have its working weights show
+        their copies. Binds nothing if it raises. `recomputed`: within a backward."""
         keys = (*map(id, module._parameters.values()),)
         try:
             used = self._known[keys]
         except KeyError:
             used = self._learn(keys)
-        whole = self._forward
-        if whole is not None:
-            call, used = whole, [managed for managed in used if not managed.bound]
+        if self._copies.missing:
+            if self._working.arrive(used, type(module).__name__):
+                self._tracing.quiet = get_ident()
+            return
         if used and self._memory.uses_copies:
             try:
                 self.bind(call, used, type(module).__name__, recomputed=recomputed)
-                if whole is None:
-                    if _is_autocast(self._device_type):
-                        call.changed += ((self.casts.enter_cache_again, self.casts.leave_cache()),)
-                elif self._unbound:
-                    self._unbound.difference_update(used)
-                    self._quieten_hooks()
+                if _is_autocast(self._device_type):
+                    call.changed += ((self.casts.enter_cache_again, self.casts.leave_cache()),)
             except DeviceOutOfMemoryError as error:
                 if not isinstance(error.__cause__, CapacityError):
                     raise
 
-    def begin_all(self, call: Call, module: torch.nn.Module) -> None:
-        """Bind all weights that the forward of `module` is known to use until `call` ends, if all fit at once."""
-        runtime, others = self._runtime, self._saved.others or self._gradients.within_step
-        if others or runtime.memory.resident or runtime.tracer.key in self._departed:
-            return
-        begun = runtime.uses.begin_all(type(module).__name__)
-        if begun is not None:
-            used, present = begun
-            if present:
-                runtime.bindings.bind(present)
-                self.keep(call, present)
-            self._forward, self._unbound = call, set(used).difference(present)
-            self._tracing.where = weakref.ref(module)
-            self._quieten_hooks()
-
-    def _quieten_hooks(self) -> None:
-        if not self._unbound:
-            self._tracing.quiet = get_ident()
-
-    def end_all(self) -> None:
-        """Have nested modules bind their own weights from here on; bound weights stay bound until the forward ends."""
-        self._forward, self._unbound = None, set()
-        self._tracing.listen()
-
-    def note_unexpected_use(self) -> None:
-        """Note that a function uses a weight that is not in the trace of the running forward."""
-        if self._forward is not None and not self._unbound:
-            self._departed.add(self._runtime.tracer.key)
-
     def _learn(self, keys: tuple[int, ...]) -> list[ManagedParameter]:
         """Return the managed ones of the parameters with the `id`s `keys`, or none if they are in several chunks that
         never fit on the device together."""
-        memory = self._runtime.memory
+        memory = self._memory
         used = Together(dict.fromkeys(self._by_id[key] for key in keys if key in self._by_id))
         chunks = {managed.chunk for managed in used}
         slots = sum(chunk.spec.span for chunk in chunks)
@@ -142,7 +103,7 @@ class Leases:
         if fresh:
             self._uses.use(name, fresh)
         top = _top_hooks(True)
-        if top is not None and type(top[0]) is not Pack and call is not self._forward:
+        if top is not None and type(top[0]) is not Pack:
             call.changed += ((self._saved.restore_others, self._saved.displace_others(used)),)
         if call.used:
             call.used = [*call.used, *used]
@@ -169,8 +130,6 @@ class Leases:
                 if before is not None:
                     restore(before)
             call.changed = ()
-        if call is self._forward:
-            self.end_all()
         over, call.used = call.used, ()
         if not over:
             return
@@ -236,10 +195,11 @@ class Regions:
         self.compiler = compiler
         self.may_begin = self.runs or compiler is not None
 
-    def are_none_in(self, compute: Compute) -> bool:
-        """Return whether only autograd sees how `compute`, which has just begun, uses weights."""
-        modes = compute.operators or compute.functions or len(compute.calls) > 1
-        return not modes and compute.compiler is None and self.compiler is None
+    def are_none_in(self, compute: Compute, *, measured: bool = False) -> bool:
+        """Return whether only autograd sees how `compute`, which has just begun, uses weights, and, if `measured`, what
+        measures it."""
+        modes = not measured and (compute.operators or compute.functions)
+        return not (modes or len(compute.calls) > 1) and compute.compiler is None and self.compiler is None
 
     def will_be_none_in(self, compute: Compute, module: torch.nn.Module) -> bool:
         """Return whether no part of `compute`, begun with `module`, is compiled, which an operator mode prevents."""

@@ -101,19 +101,6 @@ class SavedTensors:
         """Return whether no saved-tensor hooks are in effect."""
         return _AUTOGRAD._top_saved_tensors_default_hooks(True) is None
 
-    def enter_function(self) -> bool:
-        """Save the weights of one function by name until `leave_function`. Returns False, and does nothing, if there
-        are saved-tensor hooks already or they are disabled."""
-        if not self.is_alone() or not _AUTOGRAD._saved_tensors_hooks_is_enabled():
-            return False
-        _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, None), _unpack)
-        return True
-
-    @staticmethod
-    def leave_function() -> None:
-        """End `enter_function`."""
-        _AUTOGRAD._pop_saved_tensors_default_hooks()
-
     def enter(self, compute: Compute) -> None:
         """Have autograd call these hooks until the end of `compute`, unless others are on top."""
         top = _AUTOGRAD._top_saved_tensors_default_hooks(True)

@@ -18,7 +18,7 @@ import torch
 
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import consume, updated_by_another
-from hetmem.engine.gradients import has_hooks_of_the_user
+from hetmem.engine.working_gradients import has_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role

@@ -1,19 +1,23 @@
-"""Working weights of a model that is whole on the device and computes in 16 bits, so that a forward moves nothing.
+"""Working weights of a model all of whose copies fit on the device.
 
 Note "working weights": each parameter has a second one, over its copy on the device. During a forward, or a
 recomputation of a checkpoint, modules have these under the names of their parameters: an entry in the `__dict__` of a
-module takes precedence over its `_parameters`. So autograd saves and checks them like any weight, without a hook, and
-accumulates their gradients itself, in the gradient's home: it begins as -0.0, which changes no value added to it. FSDP2
-gives modules its unsharded parameters likewise. The parameters stay at home, and other ways to reach one than by its
-module bind it as usual (`intercept.faults`). Uses that working weights cannot serve are found in measured forwards: the
-model then uses `intercept.leases`.
+module takes precedence over its `_parameters`. So autograd saves and checks them like any weight, without a hook. FSDP2
+gives modules its unsharded parameters likewise. The parameters stay at home, and a function that gets one itself
+computes with its working weight (`intercept.faults`). Uses that working weights cannot serve are found in measured
+forwards: the model then uses `intercept.leases`.
+
+Of a model that is whole on the device nothing moves, and autograd adds gradients up in their homes: these begin as
+-0.0, which changes no value added to them. Copies of homes that are elsewhere are requested together as a forward
+begins, and leased until its backward ends (`engine.all_copies`); the first call of a module waits for those that are
+on their way, so compute is behind the copies that it uses and not behind all. A hook of each working weight sends its
+gradient home as it arrives (`GradientSink.arrived`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from itertools import chain, repeat
 from operator import attrgetter, is_, setitem
 from typing import Any
@@ -24,7 +28,7 @@ from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import Given, let_arrive, show_gradient, take_arrived
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import leave_working, working_weight
+from hetmem.engine.param_views import leave_working, run_through, show_copies, working_weight
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Moment
@@ -34,8 +38,6 @@ _VERSION, _TRAINS = attrgetter("_version"), attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _DEVICE = attrgetter("device")
 _referrers: Any = torch_private.tensor_references
-run_through: Any = deque(maxlen=0).extend
-"""Exhausts an iterator, for all modules, in C."""
 
 
 class WorkingWeights:
@@ -43,13 +45,19 @@ class WorkingWeights:
 
     def __init__(self, module: torch.nn.Module, runtime: Runtime, sink: GradientSink) -> None:
         self._model, self._runtime, self._sink = weakref.ref(module), runtime, sink
-        self.serve = runtime.memory.mixed_precision is not None
+        self._copies = runtime.all_copies
+        self.serve = True
         """Whether working weights have been able to serve all that the program did so far."""
         self._managed = runtime.parameters
         self._parameters = [managed.parameter for managed in self._managed]
         self._weights: list[torch.Tensor] = []
         self._over: list[Any] = []
         """The views of copies on which `_weights` are based, and which of them are trained."""
+        self._weight_of: dict[ManagedParameter, torch.Tensor] = {}
+        self._are_hooked = False
+        """Whether `_weights` send their gradients home by hooks, as homes are elsewhere."""
+        self._pending = False
+        """Whether a forward has had working weights since the last backward, of which one may follow."""
         self._older: list[tuple[ManagedParameter, weakref.ref[torch.Tensor]]] = []
         """Earlier working weights, which a graph may still refer to."""
         self._entries: tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]] = [], [], []
@@ -63,8 +71,9 @@ class WorkingWeights:
         self._counted: list[int] = []
         """Versions of working weights when a forward began."""
         self._blocks: tuple[int, ...] = ()
-        """The blocks that are leased until `release`; empty if none are."""
+        """The blocks of a whole model on the device that are leased until `release`; empty if none are."""
         self._entered = 0
+        self._in_backward = False
         self._given: list[Given] | None = None
         """Tensors given to autograd for the gradients of the running backward."""
         runtime.uses.release_working = weakly(self.release)
@@ -75,15 +84,48 @@ class WorkingWeights:
         """Have modules compute with working weights until `end`; False if the forward that has begun cannot use them.
         `backward` is the key of the backward that may follow. `anew`: gradients of this forward are added to those of
         another one in float32, as for a parameter whose `.data` is set for each."""
-        if not (self.serve and self._are_plain() and self._hold(operator, backward)):
+        streams, trains = not self._runtime.memory.resident, backward is not None
+        mixed_up = streams and trains and anew and not self._pending  # one sum in torch would be two
+        if mixed_up or not (self.serve and self._are_plain(streams=streams)):
             self.release()
             return False
-        self._make(anew=anew)
-        if not self._are_in_place():
+        goes_on = trains and anew and self._pending
+        chunks = self._copies.begin(operator, backward, goes_on=goes_on) if streams else None
+        if chunks is not None:
+            self._make_hooked(anew=anew)
+            self._show(chunks)
+        elif not streams and self._hold(operator, backward):
+            self._make(anew=anew)
+        else:
+            self.release()
             return False
+        if not self._are_in_place():
+            self.release()
+            return False
+        self._pending |= trains
         self._count_versions()
         self.enter()
         return True
+
+    def arrive(self, used: Iterable[ManagedParameter], operator: str) -> bool:
+        """Have the working weights of `used` show device copies, which are leased from here on, for a use called
+        `operator`. Returns whether no copy is on its way any more that the forward is known to use."""
+        copies = self._copies
+        if not self._blocks:
+            chunks = dict.fromkeys(managed.chunk for managed in used if managed.chunk not in copies.leased)
+            if chunks:
+                copies.lease(chunks, operator)
+                with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
+                    self._show(chunks)
+        return not copies.missing
+
+    def weight_of(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return the working weight of `managed`, which modules have now."""
+        return self._weight_of[managed]
+
+    def _show(self, chunks: Iterable[Chunk]) -> None:
+        used = [managed for chunk in chunks for managed in chunk.parameters]
+        show_copies(used, [*map(self._weight_of.__getitem__, used)])
 
     def enter(self) -> None:
         """Have modules compute with working weights, also if they do already."""
@@ -93,6 +135,13 @@ class WorkingWeights:
             run_through(map(setitem, where, names, self._placed))
             self._counted = [*map(_VERSION, self._weights)]
 
+    def enter_again(self) -> None:
+        """Do `enter` for a recomputation. The segment of the backward begins here: else it would in a nested backward,
+        which has the first gradient and ends before the one around it."""
+        self.enter()
+        if not self._runtime.memory.resident:
+            self._sink.segments.on_backward()
+
     def end(self) -> None:
         """End `begin` or `enter`; writes to working weights are taken home."""
         self._entered -= 1
@@ -100,10 +149,18 @@ class WorkingWeights:
             return
         where, _, names = self._entries
         run_through(map(dict.pop, where, names, repeat(None)))
-        written = [*map(_VERSION, self._weights)] != self._counted
+        if self._are_hooked:  # those without memory are watched
+            with torch_private.NoFunctionsOfSubclasses():
+                now = [*map(_VERSION, self._weights)]
+        else:
+            now = [*map(_VERSION, self._weights)]
+        written = now != self._counted
         if written or not self.serve:
-            with self._runtime.unwatched():
+            with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
                 self._bring_writes_home()
+        if self._copies.leased and not self._pending:
+            self.release()
+        self._copies.missing = set()
 
     def _bring_writes_home(self) -> None:
         writes = self._runtime.writes
@@ -115,15 +172,13 @@ class WorkingWeights:
             elif taken:
                 writes.compare(managed)
 
-    def parameter_of(self, weight: Any) -> ManagedParameter | None:
-        """Return the parameter that `weight` works for, None if it is no working weight."""
-        managed: ManagedParameter | None = vars(weight).get("hetmem_managed", _nothing)()
-        return managed
-
     # ---- whether they can ----------------------------------------------------------------------------------------
 
-    def _are_plain(self) -> bool:
-        """Return whether only hetmem has hooks at parameters, and no listener needs each gradient."""
+    def _are_plain(self, *, streams: bool) -> bool:
+        """Return whether no listener needs each gradient, and, unless `streams`, only hetmem has hooks at parameters
+        and all gradients are dense."""
+        if streams:
+            return not any(listener.wants_each_gradient for listener in self._sink.listeners)
         hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
         notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
         return hooks <= {1} and self._sink.are_dense and not notifies
@@ -134,7 +189,7 @@ class WorkingWeights:
         runtime = self._runtime
         memory, tracer, residency, room = runtime.memory, runtime.tracer, runtime.traffic.residency, runtime.room
         found = self._blocks or tuple(block for chunk in memory.chunks if (block := chunk.operand_block) >= 0)
-        if not memory.resident or len(found) < len(memory.chunks) or not residency.all_on_device(found):
+        if len(found) < len(memory.chunks) or not residency.all_on_device(found):
             return False
         moment, later = tracer.all_ahead(found), None if backward is None else tracer.book.get(backward)
         if moment is None or (later is None) is not (backward is None):
@@ -160,31 +215,79 @@ class WorkingWeights:
 
     def release(self) -> None:
         """End the leases; copies that a graph still refers to live as long as it."""
-        if self._blocks and not self._entered:
+        if self._entered:
+            return
+        if self._blocks:
             self._blocks = ()
             self._retire()
             self._runtime.traffic.executor.set_working_copies((), ())
             self._runtime.uses.release(self._managed)
+        elif self._copies.leased or self._copies.missing:
+            self._leave()
+            self._copies.release()
 
     def _retire(self) -> None:
         """Drop the working weights. A graph that has saved one keeps its copy alive; one that only accumulates its
         gradient needs no memory of it."""
         self._older = [each for each in self._older if each[1]() is not None]
-        weights, self._weights, self._over, self._placed = self._weights, [], [], []
-        for managed, weight in zip(self._managed, weights, strict=False):
-            self._older += ((managed, weakref.ref(weight)),)
-            if _referrers(weight) <= 2:
-                leave_working(managed, weight)
+        weights, self._weights, self._over, self._placed, self._weight_of = self._weights, [], [], [], {}
+        with torch_private.NoFunctionsOfSubclasses():
+            for managed, weight in zip(self._managed, weights, strict=False):
+                self._older += ((managed, weakref.ref(weight)),)
+                if _referrers(weight) <= 2:
+                    leave_working([managed], [weight])
+
+    def _leave(self) -> None:
+        """Have working weights take no memory until the next forward. One that a graph has saved keeps its copy alive,
+        and another one takes its place."""
+        with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
+            if max(map(_referrers, self._weights), default=0) <= 2:
+                leave_working(self._managed, self._weights)
+                return
+            for at, (managed, weight) in enumerate(zip(self._managed, self._weights, strict=True)):
+                if _referrers(weight) <= 2:
+                    leave_working([managed], [weight])
+                else:
+                    self._older += ((managed, weakref.ref(weight)),)
+                    self._weights[at] = self._hooked(managed)
+            self._place()
+
+    def _hooked(self, managed: ManagedParameter) -> torch.Tensor:
+        """Return a new working weight that sends its gradients home."""
+        with torch.inference_mode(False):
+            weight = working_weight(managed, None)
+            if weight.is_floating_point() or weight.is_complex():
+                trains = weight.requires_grad
+                weight.requires_grad_(True)  # else torch registers no hook
+                weight.register_post_accumulate_grad_hook(self._sink.working.hook(managed))
+                weight.requires_grad_(trains)
+        return weight
 
     def _make(self, *, anew: bool) -> None:
         """Make working weights, unless the present ones fit and need not be made `anew`."""
         over = [*map(_DEVICE, self._managed), *map(_TRAINS, self._parameters)]
+        anew |= self._are_hooked
         if not anew and len(over) == len(self._over) and all(map(is_, over, self._over)):
             return
         self._retire()
         with self._runtime.unwatched(), torch.inference_mode(False):
-            self._weights = list(map(working_weight, self._managed))
-        self._over = over
+            self._weights = list(map(working_weight, self._managed, map(_DEVICE, self._managed)))
+        self._over, self._are_hooked = over, False
+        self._versions = [*map(_VERSION, self._parameters)]
+        self._find_modules()
+
+    def _make_hooked(self, *, anew: bool) -> None:
+        """Make working weights with hooks, unless there are some that need not be made `anew`: sums in 16 bits would
+        be other ones."""
+        if self._are_hooked and self._weights and not (anew and self._runtime.memory.mixed_precision is not None):
+            self.freeze()
+            return
+        if self._weights:
+            self._count_versions()
+        self._retire()
+        with self._runtime.unwatched():
+            self._weights = list(map(self._hooked, self._managed))
+        self._are_hooked = True
         self._versions = [*map(_VERSION, self._parameters)]
         self._find_modules()
 
@@ -199,7 +302,11 @@ class WorkingWeights:
         ]
         self._entries = [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
         self._numbers = [each[3] for each in found]
+        self._place()
+
+    def _place(self) -> None:
         self._placed = [self._weights[at] for at in self._numbers]
+        self._weight_of = dict(zip(self._managed, self._weights, strict=True))
 
     def _are_in_place(self) -> bool:
         """Return whether the modules still have the same parameters, and none was replaced for this call."""
@@ -222,9 +329,15 @@ class WorkingWeights:
     # ---- backward ------------------------------------------------------------------------------------------------
 
     @property
+    def must_serve(self) -> bool:
+        """Whether a graph with working weights waits for its backward, which the next forward may be in too: a sum of
+        gradients of parameters and one of working weights would not be that of torch."""
+        return self._pending and bool(self._copies.leased)
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward runs that may be of a graph with working weights."""
-        return self._given is not None
+        return self._in_backward
 
     def begin_backward(self, *, accumulates: bool) -> None:
         """Have autograd accumulate gradients in their homes. Parameters are at home, unless a forward runs.
@@ -234,7 +347,14 @@ class WorkingWeights:
         """
         if self._given or (self._given is not None and not accumulates):
             return
+        self._in_backward = self._in_backward or bool(self._weights) or bool(self._older)
+        self._sink.began = False
         self.freeze()
+        if self._are_hooked:
+            if self._weights:
+                with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
+                    self._count_versions()
+            return
         used = self._used()
         if not used:
             return
@@ -293,9 +413,14 @@ class WorkingWeights:
     def end_backward(self) -> None:
         """End `begin_backward`, also after an error: parameters that got no gradient have none."""
         given, self._given = self._given, None
+        self._in_backward = False
         with torch_private.NoFunctionsOfSubclasses():
             for managed, arrived, gradient in take_arrived(given or ()):
                 self._hand_over(managed, arrived, gradient)
+        if self._sink.began or self._blocks:  # else it was of another model
+            self._pending = False
+            if not (self._blocks or self._copies.are_held(1)):  # else by a graph that is kept for another backward
+                self.release()
 
     def _hand_over(self, managed: ManagedParameter, arrived: torch.Tensor, given: torch.Tensor | None) -> None:
         """Take a gradient of `managed` that autograd did not add to the tensor `given` for it."""
@@ -306,7 +431,3 @@ class WorkingWeights:
         show_gradient(managed.parameter, arrived)
         self._sink.after(managed)
         self._sink.wait_until_home()
-
-
-def _nothing() -> None:
-    return None

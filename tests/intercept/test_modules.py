@@ -30,7 +30,6 @@ from tests.engine.harness import (
     train_both,
     vector_batches,
 )
-from tests.intercept.test_whole import Routed
 
 
 class Borrower(nn.Module):
@@ -279,17 +278,6 @@ def test_norms_compute_in_float32_only_beside_running_statistics(tmp_path: Path)
         ("0.weight", "0.bias"): torch.float32,
         ("1.weight", "1.bias"): torch.bfloat16,
     }
-
-
-def test_modules_bind_their_own_weights_again_once_those_of_the_forward_gave_way(tmp_path: Path) -> None:
-    limits = hetmem.Budget(device="64MiB", host="64MiB", device_chunks=6 * CHUNK, home_copies=False)
-    managed: Any = manage(Routed(), limits, tmp_path, sanitize=False, activations="keep")
-    x, inside = torch.randn(3, WIDTH), testing.of(managed)
-    for _ in range(3):
-        managed(x).sum().backward()
-    managed.route, before = 3, len(inside.operators())
-    managed(x)
-    assert inside.operators()[before:] == ["Routed", "linear", "Linear"], "one that no module had bound between"
 
 
 class Tied(nn.Module):

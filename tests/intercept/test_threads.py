@@ -18,12 +18,14 @@ import hetmem
 from hetmem.errors import ManageError
 from tests.engine.harness import (
     BATCHES,
+    CHUNK,
     Recipe,
     adamws,
     assert_same,
     assert_same_grads,
     assert_same_weights,
     both,
+    budget,
     everywhere,
     loss_of,
     mlp,
@@ -254,7 +256,8 @@ def test_threads_that_wait_for_each_other_get_an_error_that_names_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a join, which nobody sees, or by their turns."""
-    (_, one), (_, other) = pair(mlp, "host", tmp_path), pair(mlp, "host", tmp_path)
+    room = budget("host", tmp_path, device_chunks=4 * CHUNK)  # with all copies a part may be called beside the whole
+    (_, one), (_, other) = pair(mlp, room, tmp_path), pair(mlp, room, tmp_path)
     expected, refusals = evaluated(one), list[Any]()
     handle = one[2].register_forward_pre_hook(lambda *_: refusals.append(on_a_thread(lambda: evaluated(other))))
     nested = other[2].register_forward_pre_hook(lambda *_: refusals.append(on_a_thread(lambda: one(BATCHES[0][0]))))

@@ -1,0 +1,135 @@
+"""Sends gradients of working weights home, in a hook that autograd calls as each has arrived (`placing.working`).
+
+The parameters stay at home, and autograd knows nothing of them: hooks that the program has registered on one are called
+here, at the moments at which torch would call them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from hetmem import torch_private
+from hetmem.engine.gradient_views import are_own, clear_consumed, show_first_gradient, show_gradient, take_gradient
+from hetmem.memory.chunk import ManagedParameter
+
+_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+
+Sink = Any
+"""The `GradientSink` that takes the gradients; it imports this module."""
+
+
+class ArrivalHooks(NamedTuple):
+    """Factories of autograd hooks that run before and after a gradient of the parameter with an `id` is accumulated,
+    and the function that orders these among the user's; `working`: of the hook that runs after a gradient of the
+    working weight of a parameter."""
+
+    before: Callable[[Sink, int], Callable[[torch.Tensor], None]]
+    after: Callable[[Sink, int], Callable[[torch.Tensor], None]]
+    order: Callable[[Sink, torch.Tensor], list[Any]]
+    working: Callable[[Sink, ManagedParameter], Callable[[torch.Tensor], None]]
+
+
+class WorkingGradients:
+    """The gradients of one model's working weights."""
+
+    def __init__(self, sink: Sink, hooks: ArrivalHooks) -> None:
+        self._sink: Callable[[], Sink] = weakref.ref(sink)
+        self._hooks = hooks
+        self._own: dict[ManagedParameter, None] = {}
+        """Parameters without hooks of the program, or a gradient, whose gradient's home only hetmem holds: those of the
+        backward that runs, until a gradient arrives."""
+
+    def hook(self, managed: ManagedParameter) -> Callable[[torch.Tensor], None]:
+        """Return a hook for the working weight of `managed`, for after a gradient of it."""
+        return self._hooks.working(self._sink(), managed)
+
+    def begin(self) -> None:
+        """Begin a backward. Call it without `__torch_function__`."""
+        sink = self._sink()
+        self._own = self._find_own(sink.runtime.parameters) if sink.runtime.all_copies.leased else {}
+
+    @staticmethod
+    def _find_own(managed_ones: list[ManagedParameter]) -> dict[ManagedParameter, None]:
+        parameters = [managed.parameter for managed in managed_ones]
+        if max(map(len, filter(None, chain.from_iterable(map(which, parameters) for which in _HOOKS))), default=0) > 1:
+            return {}
+        own = [each for each in managed_ones if each.grad_home is not None and each.parameter.grad is None]
+        narrow = any(each.chunk.hides or each.chunk.gradient_dtype is not None for each in own)
+        found = are_own([managed.grad_home for managed in own], [managed.grad_address for managed in own])
+        return dict.fromkeys(own) if found and not narrow else {}
+
+    def arrived(self, managed: ManagedParameter, weight: torch.Tensor) -> None:
+        """Send the gradient of `weight`, a working weight of `managed`, home, and call the user's hooks of
+        the parameter as torch does. Hooks find the parameter, and all gradients, at home."""
+        parameter: Any = managed.parameter
+        sink = self._sink()
+        with torch_private.NoFunctionsOfSubclasses():
+            arrived = weight.grad
+            if arrived is None:  # frozen since the forward
+                return
+            if not sink.runtime.in_backward:
+                sink.segments.on_backward()
+            if managed in self._own and parameter.grad is None:
+                del self._own[managed]
+                told = sink.notifies or sink.runtime.traffic.updating or sink.runtime.bindings.met
+                dense = arrived.layout is torch.strided and not arrived.requires_grad
+                if dense and sink.segments.unseen and not told:
+                    show_first_gradient(managed, weight)
+                    try:
+                        if sink.send_to(managed, arrived, adds=False):
+                            sink.flights.begin(managed)
+                    except BaseException:
+                        show_gradient(parameter, None)
+                        raise
+                    return
+            take_gradient(weight)
+            before = _of_the_user(parameter._backward_hooks)
+            later = _of_the_user(parameter._post_accumulate_grad_hooks)
+        if before or later:
+            sink.runtime.uses.read_at_home(managed)
+            sink.send_home(managed)
+            sink.wait_until_home()
+        for hook in before:
+            arrived = _result(hook, arrived)
+        with torch_private.NoFunctionsOfSubclasses():
+            if sink.notifies or sink.runtime.traffic.updating:
+                for listener in sink.listeners:
+                    listener.coming(managed)
+            if parameter.grad is not None:
+                clear_consumed(managed.parameter)
+            sink.add(managed, arrived, parameter.grad)
+        for hook in later:
+            hook(parameter)
+
+
+def _of_the_user(hooks: dict[int, Any] | None) -> list[Any]:
+    """Return the hooks of the program among `hooks` of a parameter, in their order."""
+    if not hooks or len(hooks) == 1:
+        return []
+    return [hook for hook in hooks.values() if not getattr(hook, "hetmem_own", False)]
+
+
+def _result(hook: Callable[[torch.Tensor], torch.Tensor | None], gradient: torch.Tensor) -> torch.Tensor:
+    """Return what `hook`, a hook of a tensor, makes of `gradient`. Raises RuntimeError as torch does."""
+    result = hook(gradient)
+    if result is None:
+        return gradient
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"expected Variable, but hook returned '{type(result).__name__}'")
+    same = result.shape == gradient.shape and result.dtype is gradient.dtype and result.device == gradient.device
+    if not same:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        raise RuntimeError(f"hook '{name}' has changed the size or type of value")
+    return result
+
+
+def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
+    """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
+    hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
+    return hooks is not None and len(hooks) > 1
