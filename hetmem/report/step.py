@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf
 from typing import Any
 
@@ -123,15 +123,17 @@ def _window(events: EventLog, covers: str, start: float, end: float, segments: l
         entries = getattr(events, kind)
         if entries.lost and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
             forgotten.append(kind)
-        logs[kind] = _touching(list(entries), start, inf if kind in _REACHING_ON else end)
+        logs[kind] = _touching(entries, start, inf if kind in _REACHING_ON else end)
     return Window(covers, start, end, forgotten=tuple(forgotten), whole=whole, **logs)
 
 
-def _touching(entries: list[Any], start: float, end: float) -> list[Any]:
-    """Return those of `entries`, which are spans or points of time, that touch [start, end]."""
-    if entries and hasattr(entries[0], "end"):
-        return [each for each in entries if each.end > start and each.start < end]
-    return [each for each in entries if start <= each.at < end]
+def _touching(entries: Iterable[Any], start: float, end: float) -> list[Any]:
+    """Return those of `entries`, which are spans or points of time, that touch [start, end]; one is made at a time."""
+    left = iter(entries)
+    first = next(left, None)
+    if hasattr(first, "end"):
+        return [each for each in chain([first], left) if each.end > start and each.start < end]
+    return [each for each in chain([first], left) if each is not None and start <= each.at < end]
 
 
 # ---- intervals -------------------------------------------------------------------------------------------------------

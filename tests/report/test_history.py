@@ -11,7 +11,7 @@ import torch
 
 import hetmem
 from tests.engine.harness import manage
-from tests.report.tested import EventLog, Link, Log, MomentSeen, Transfer, history, registry
+from tests.report.tested import EventLog, Link, Log, MomentSeen, Transfer, history, last_window, registry
 
 MIB = 1 << 20
 LAYERS, WIDTH = 4, 64
@@ -168,3 +168,21 @@ def test_a_step_has_the_tokens_that_were_launched_in_it_though_it_is_computed_af
     assert past["tokens"] == [10, 100, 1_000]
     assert past["stall_seconds"] == [1.0] * 3
     assert sum(past["stall_seconds"]) == events.stall_seconds - 1.0
+
+
+def test_a_report_makes_no_more_of_the_log_than_it_shows() -> None:
+    """All entries as objects at once would take ten times the memory of the log, and the process would keep it."""
+    events = EventLog()
+    for at in range(48_000):
+        events.moments.append((at + 0.5, "aten.mm", (3,), at, at))
+    for end in (47_000.0, 48_000.0):
+        events.segments.append(("step", end - 1, end))
+    events.moments.pack()
+    tracemalloc.start()
+    try:
+        window = last_window(events)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert window is not None and len(window.moments) == 1_000
+    assert most < 3 * MIB, f"{most / MIB:.1f} MiB"
