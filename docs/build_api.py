@@ -25,6 +25,7 @@ PACKAGES = ("hetmem", "hetmem.optim", "hetmem.errors")
 """Every public name of these is documented."""
 ELSEWHERE = (
     "hetmem.optim.optimizer:OffloadedOptimizer",
+    "hetmem.optim.unmanaged:UnmanagedOptimizer",
     "hetmem.optim.options:Overlap",
     "hetmem.schedule.blocks:EvictionPolicy",
     "hetmem.schedule.blocks:CopyFacts",

@@ -111,3 +111,18 @@ fused_adamw = torch._fused_adamw_  # the kernel behind AdamW(fused=True), whose 
 def out_of_memory_observer() -> Any:
     """Return the function that attaches an observer to the CUDA allocator; None in builds without CUDA."""
     return getattr(_C, "_cuda_attach_out_of_memory_observer", None)
+
+
+def placed_as(tensor: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor over `local` with the mesh, placements and shape of the DTensor `tensor`: `DTensor.from_local`
+    would copy it to the device of the mesh."""
+    from torch.distributed.tensor import DTensor
+
+    made: Any = DTensor
+    placed: torch.Tensor = made(local, tensor._spec, requires_grad=False)
+    return placed
+
+
+def is_flat(parameter: Any) -> bool:
+    """Return whether `parameter` is a flat one of FSDP1, by the mark that its own metaclass reads."""
+    return bool(getattr(parameter, "_is_flat_param", False))

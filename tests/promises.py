@@ -321,6 +321,12 @@ PROMISES: dict[str, Mutation | str] = {
         "tests/engine/test_optimizers.py::"
         "test_incomplete_states_are_refused_by_name_before_anything_is_updated[AdamW-host]",
     ),
+    "over unmanaged parameters": Mutation(
+        "optim/state_pass.py",
+        "        self._write_states(passed)\n\n    def _write_states",
+        "        passed.written = True\n\n    def _write_states",
+        "tests/optim/test_unmanaged.py::test_twenty_steps_have_the_bits_of_torchs_fused_adamw[torch.float32-nvme]",
+    ),
     "The NVMe file has mode 0600": Mutation(
         "memory/nvme_io.py",
         "tempfile.TemporaryFile(buffering=0, dir=directory)",

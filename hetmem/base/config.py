@@ -123,6 +123,13 @@ def kernel_cache_directory() -> Path | None:
         return None
 
 
+def ranks_here() -> int:
+    """Return the number of processes that a launcher such as torchrun has started on this machine, by
+    LOCAL_WORLD_SIZE; 1 without one."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
 def world_size() -> int:
     """Return the number of processes that a launcher such as torchrun has started, by WORLD_SIZE; 1 without one."""
     text = os.environ.get("WORLD_SIZE", "")

@@ -55,7 +55,12 @@ def total(sums: Iterable[torch.Tensor]) -> float:
     given = sorted(sums, key=lambda one: one.is_cpu)
     on_device = [one for one in given if not one.is_cpu]
     arrived = torch.cat(on_device).cpu().split([one.numel() for one in on_device]) if on_device else ()
-    numbers = sums_of_tiles([*arrived, *given[len(on_device) :]])
+    return exact_sum(sums_of_tiles([*arrived, *given[len(on_device) :]]))
+
+
+def exact_sum(numbers: Iterable[float]) -> float:
+    """Return the sum of `numbers`, rounded once; inf or NaN if one of them is."""
+    numbers = [*numbers]
     finite = all(map(math.isfinite, numbers))  # fsum raises for some infinite sums
     return math.fsum(numbers) if finite else max(numbers, key=lambda number: (math.isnan(number), number))
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from hetmem import torch_private
-from hetmem.base.config import OverlapName
+from hetmem.base.config import Budget, OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
@@ -26,6 +26,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.optim.options import LossScale, ParameterUpdate, Rule, is_number, refuse_others
+from hetmem.optim.unmanaged import UnmanagedOptimizer, refuse_managed
 
 Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -49,7 +50,15 @@ class AdamW(OffloadedOptimizer):
     repeated, and continues from a checkpoint as if it had not stopped. `state[p]` shows 8-bit codes beside their
     scales: `exp_avg * exp_avg_scale` (of 256 elements) is the first moment, and `(exp_avg_sq * exp_avg_sq_scale) ** 2`
     the second.
+
+    With `budget=hetmem.Budget(host=…, nvme=…, nvme_dir=…)` the parameters are those of an unmanaged model,
+    plain tensors or the DTensors of `fully_shard`, and what is made is an `UnmanagedOptimizer`: without the two options
+    above and `overlap`.
     """
+
+    def __new__(cls, *args: Any, budget: Budget | None = None, **options: Any) -> Any:
+        """Make an `UnmanagedOptimizer` if there is a `budget`."""
+        return super().__new__(cls) if budget is None else UnmanagedAdamW(*args, budget=budget, **options)
 
     def __init__(
         self,
@@ -66,29 +75,11 @@ class AdamW(OffloadedOptimizer):
         moments: torch.dtype | Literal["float32", "bfloat16", "8bit"] | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        budget: Budget | None = None,
         **others: Any,
     ) -> None:
         refuse_others("AdamW", others)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        _check(defaults)
-        for name, value, fine in (
-            ("learning rate", lr, float(lr) >= 0),
-            ("epsilon value", eps, eps >= 0),
-            ("weight_decay value", weight_decay, weight_decay >= 0),
-            ("beta parameter at index 0", betas[0], 0 <= betas[0] < 1),
-            ("beta parameter at index 1", betas[1], 0 <= betas[1] < 1),
-        ):
-            if not fine:
-                raise ValueError(f"Invalid {name}: {value}")
-        moments = _NAMED.get(moments, moments) if isinstance(moments, str) else moments
-        if moments not in (None, torch.float32, torch.bfloat16, "8bit"):
-            raise ValueError(f"moments must be None, torch.float32, torch.bfloat16 or '8bit', got {moments!r}")
-        if not isinstance(stochastic_rounding, bool):
-            raise ValueError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}")
-        if not isinstance(seed, int):
-            raise ValueError(f"seed must be an int, got {seed!r}")
-        small = moments not in (None, torch.float32) or stochastic_rounding
-        rule = AdamWRule(moments, seed if small else None, stochastic_rounding=stochastic_rounding)
+        defaults, rule = _defaults(lr, betas, eps, weight_decay, maximize), _rule(moments, stochastic_rounding, seed)
         super().__init__(
             params,
             defaults,
@@ -101,10 +92,76 @@ class AdamW(OffloadedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, with `fused=True` in each group, so that a `torch.optim.AdamW` that loads it goes
         on with the same bits."""
-        found = super().state_dict()
-        for group in found["param_groups"]:  # copies
-            group["fused"] = True
-        return found
+        return _fused_too(super().state_dict())
+
+
+AdamW.__new__.__wrapped__ = AdamW.__init__  # type: ignore[attr-defined]  # the signature, for `help`
+
+
+class UnmanagedAdamW(UnmanagedOptimizer):
+    """`AdamW` with `budget=`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        budget: Budget,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+        **managed: Any,
+    ) -> None:
+        refuse_managed(managed, "hetmem.AdamW")
+        defaults, rule = _defaults(lr, betas, eps, weight_decay, maximize), AdamWRule(None, None)
+        name = "hetmem.AdamW"
+        super().__init__(
+            params, defaults, rule, budget=budget, name=name, max_grad_norm=max_grad_norm, scale=loss_scale
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, with `fused=True` in each group; see `AdamW.state_dict`."""
+        return _fused_too(super().state_dict())
+
+
+def _fused_too(state_dict: dict[str, Any]) -> dict[str, Any]:
+    for group in state_dict["param_groups"]:  # copies
+        group["fused"] = True
+    return state_dict
+
+
+def _defaults(
+    lr: float | torch.Tensor, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool
+) -> dict[str, Any]:
+    """Return the defaults of groups. Raises ValueError for invalid ones."""
+    defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+    _check(defaults)
+    for name, value, fine in (
+        ("learning rate", lr, float(lr) >= 0),
+        ("epsilon value", eps, eps >= 0),
+        ("weight_decay value", weight_decay, weight_decay >= 0),
+        ("beta parameter at index 0", betas[0], 0 <= betas[0] < 1),
+        ("beta parameter at index 1", betas[1], 0 <= betas[1] < 1),
+    ):
+        if not fine:
+            raise ValueError(f"Invalid {name}: {value}")
+    return defaults
+
+
+def _rule(moments: Any, stochastic_rounding: bool, seed: int) -> AdamWRule:
+    """Return the rule for these options. Raises ValueError for invalid ones."""
+    moments = _NAMED.get(moments, moments) if isinstance(moments, str) else moments
+    if moments not in (None, torch.float32, torch.bfloat16, "8bit"):
+        raise ValueError(f"moments must be None, torch.float32, torch.bfloat16 or '8bit', got {moments!r}")
+    if not isinstance(stochastic_rounding, bool):
+        raise ValueError(f"stochastic_rounding must be True or False, got {stochastic_rounding!r}")
+    if not isinstance(seed, int):
+        raise ValueError(f"seed must be an int, got {seed!r}")
+    small = moments not in (None, torch.float32) or stochastic_rounding
+    return AdamWRule(moments, seed if small else None, stochastic_rounding=stochastic_rounding)
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -123,7 +180,7 @@ class AdamWRule(Rule):
     """The arithmetic of `torch.optim.AdamW(fused=True)`; or, with a `seed`, of AdamW on states smaller than float32,
     with stochastic rounding (see `hetmem.cpu.small_states`): in host memory only."""
 
-    def __init__(self, moments: Moments, seed: int | None, *, stochastic_rounding: bool) -> None:
+    def __init__(self, moments: Moments, seed: int | None, *, stochastic_rounding: bool = False) -> None:
         if seed is not None:
             check_numba()
         self._moments, self._stochastic_rounding = moments, stochastic_rounding

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import torch
 from torch.optim.optimizer import Optimizer
 
-from hetmem.base.config import OverlapName
+from hetmem.base.config import Budget, OverlapName
 from hetmem.cpu import Task
 from hetmem.cpu.workers import one_torch_thread, tiles_of
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.optim.options import LossScale, ParameterUpdate, Rule, refuse_others
+from hetmem.optim.unmanaged import UnmanagedOptimizer, refuse_managed
 
 _TRIAL = (4, 32)
 _STEPS = 3
@@ -39,9 +40,11 @@ def offload(
     max_grad_norm: float | None = None,
     loss_scale: LossScale | float | Literal["dynamic"] | None = None,
     overlap: OverlapName = "off",
+    budget: Budget | None = None,
     **options: Any,
-) -> OffloadedOptimizer:
-    """Return `optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers.
+) -> OffloadedOptimizer | UnmanagedOptimizer:
+    """Return `optimizer(params, **options)` for the parameters of managed modules, its states on hetmem's tiers; with
+    `budget`, for unmanaged parameters (see `UnmanagedOptimizer`).
 
     `optimizer` is a class like `torch.optim.SGD`, and `options` are its own. The bits are those of `optimizer(…,
     foreach=False)`. Checkpoints interchange with it. The other keywords: see `OffloadedOptimizer`.
@@ -53,13 +56,19 @@ def offload(
     refuse_others("offload", {name: value for name, value in options.items() if name == "gradients"})
     if not (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ManageError(f"expected a class like torch.optim.SGD, got {optimizer!r}")
-    if issubclass(optimizer, OffloadedOptimizer):
+    if issubclass(optimizer, (OffloadedOptimizer, UnmanagedOptimizer)):
         raise ManageError(f"{optimizer.__name__} is hetmem's own already: call it directly")
     for name in ("capturable", "differentiable", "fused", "foreach"):
         if options.get(name):
             raise ManageError(f"{optimizer.__name__}({name}=True) cannot run tile by tile: leave {name} out")
     rule = TorchRule(optimizer)
     defaults = rule.optimizer_of([torch.zeros(1, device="cpu")], options).defaults
+    if budget is not None:
+        name = f"hetmem.optim.offload({optimizer.__name__})"
+        refuse_managed({"overlap": overlap}, name)
+        return UnmanagedOptimizer(
+            params, defaults, rule, budget=budget, name=name, max_grad_norm=max_grad_norm, scale=loss_scale
+        )
     return OffloadedOptimizer(
         params,
         defaults,

@@ -212,7 +212,7 @@ def saved_homes(
                 if state.get(role.name) is not None
                 for name, home in managed.views(role).items()
             }
-            _check_states(managed.name, state, roles, {name: home for name, (_, home) in homes.items()})
+            check_states(managed.name, state, roles, {name: home for name, (_, home) in homes.items()})
             if state and parameter.requires_grad and (missing := missing_in(state, needs)):
                 raise incomplete(managed.name, state, missing)
             found.append((number, managed, homes))
@@ -228,7 +228,7 @@ def incomplete(parameter: str, state: Mapping[str, Any], missing: list[str], and
     )
 
 
-def _check_states(
+def check_states(
     parameter: str, state: Mapping[str, Any], roles: tuple[Role, ...], homes: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise `ManageError` if `state`, saved for `parameter`, does not fit into `homes`, those of `roles`."""
@@ -304,7 +304,8 @@ def checked(parameter: torch.Tensor, optimizer: str) -> tuple[Interception, Mana
     if found is None:
         raise ManageError(
             f"{optimizer} got a parameter of shape {tuple(parameter.shape)} that is not managed: call "
-            f"hetmem.manage(model, …) before making the optimizer, or use torch's for this one"
+            f"hetmem.manage(model, …) before making the optimizer, or, to offload nothing but the optimizer's states, "
+            f"give it budget=hetmem.Budget(host=…)"
         )
     if parameter.requires_grad and not parameter.dtype.is_floating_point:  # frozen ones get no gradient
         raise ManageError(f"{optimizer} cannot update {found[1].name} of dtype {parameter.dtype}")

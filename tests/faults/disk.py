@@ -56,13 +56,14 @@ class FaultyDisk:
         return call(fd, [memory[:nbytes]], offset)
 
     def used_by(self, monkeypatch: pytest.MonkeyPatch, **options: int) -> None:
-        """Models managed from now on keep their NVMe tier on this disk."""
+        """Models managed, and optimizers made, from now on keep their NVMe tier on this disk."""
 
         def make(directories: list[Path], nbytes: int) -> NvmeStore:
             self.stores.append(NvmeStore(directories, nbytes, io=self, **options))
             return self.stores[-1]
 
-        monkeypatch.setattr("hetmem.placing.build.NvmeStore", make)
+        for module in ("placing.build", "optim.state_memory"):
+            monkeypatch.setattr(f"hetmem.{module}.NvmeStore", make)
 
 
 def healthy(_: str, __: int, nbytes: int) -> int:
