@@ -20,9 +20,9 @@ PUBLIC = {
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate allocated_bytes available_bytes captures copier copy_in cores forget_peak "
     "fragment_bytes gradient_out peak_bytes pin pool remarks tell_refusals torch_device watched",
-    "Plan": "activation_bytes activation_choices activations advice approximations at_peak best binding "
+    "Plan": "activation_bytes activation_choices activations advice approximations as_asked at_peak best binding "
     "budget budget_bytes "
-    "capacity_bytes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "
+    "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "
     "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
     "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model "
     "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -47,6 +47,7 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
+from hetmem.planner.ways import Change, cheapest_way
 from hetmem.planner.workload import Setting, Updating, Workload, smaller
 from hetmem.schedule.placement import Capacities
 
@@ -108,8 +109,9 @@ def plan(
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, or for options that exclude each
     other; `ProfileError` for a bad profile; and `ManageError` or `BudgetError` for a budget, a precision or
-    `chunk_bytes` that `manage` would refuse. A model that does not fit is no error: `.fits` is False then, and
-    `.missing_bytes` and `.advice` say what to do.
+    `chunk_bytes` that `manage` would refuse. Where what is asked for does not fit, or needs a drive, the plan is the
+    cheapest one with the same bits that does better: `.changes` says what the program has to change for it. A model
+    that does not fit at all is no error: `.fits` is False then, and `.missing_bytes` and `.advice` say what to do.
     """
     refuse_others("plan", others)
     refuse_budget(budget)
@@ -237,27 +239,31 @@ def plan_within(
     if activations == "keep" and not inference and base.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
         found = (*found, Variant("move", text, lambda: moved(base, "auto"), how.micro_batches))
-    decision = decide(workload, asked, found)
+    changes = _changes(base, None if checkpointing or len(peaks) == 1 else base_light, moved, activations)
+    way = cheapest_way(workload, asked, changes) if compares and not inference else None
+    decision = decide(workload, asked, found) if way is None else way.decision
+    keywords = {"checkpointing": checkpointing, "activations": activations, **((way and way.keywords) or {})}
     as_plan = functools.partial(
         plan_of,
         call=call,
         activation_bytes=peaks,
-        activations=activations,
         nvme_directories=nvme_directories,
         inference=inference,
     )
-    made = as_plan(decision, checkpointing=checkpointing)
+    made = as_plan(decision, **keywords)
     if not compares:
         return made
+    if way is not None:
+        made = replace(made, changes=way.changes, as_asked=way.as_asked)
     on_stage("combining what is faster")
-    lighter = light if not checkpointing and "with checkpointing" in peaks else None
+    lighter = light if not checkpointing and len(peaks) > 1 and decision.workload is workload else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
     others += [] if mix is None else [(mix[1].workload, mix[1].setting.capacities)]
     better = combined(decision, others)
     if better is not None:
-        lightened = checkpointing or better.workload is lighter
+        keywords |= {"checkpointing": True} if better.workload is lighter else {}
         layers = mixes if mix is not None and better.workload is mix[1].workload else None
-        made = replace(made, combined=as_plan(better, checkpointing=lightened, layers=layers).to_dict())
+        made = replace(made, combined=as_plan(better, layers=layers, **keywords).to_dict())
     if activations != "keep" and not inference:
         on_stage("comparing what may become of activations")
         ways = {"keep": (base, "keep"), "auto": (base, "auto"), "offload": (base, "offload")}
@@ -269,8 +275,25 @@ def plan_within(
     def adapted() -> Workload | None:
         return traced(with_adapters(call if light is None else checkpointed(call), RANK), results)
 
-    changes = approximations(light or workload, capacities, better or decision, adapted)
-    return replace(made, approximations=tuple(asdict(choice) for choice in changes))
+    inexact = approximations(light or workload, capacities, better or decision, adapted)
+    return replace(made, approximations=tuple(asdict(choice) for choice in inexact))
+
+
+def _changes(
+    base: Workload, light: Workload | None, moved: Callable[..., Workload], activations: str
+) -> Sequence[Change]:
+    """Return the changes of the program that keep the bits, the cheapest first, for a model that is traced as `base`,
+    and as `light` with every layer checkpointed."""
+    found = []
+    if light is not None:
+        found.append(Change("every layer checkpointed", functools.partial(moved, light), {"checkpointing": True}))
+    if activations == "keep" and base.saved:
+        auto = {"activations": "auto"}
+        found.append(Change('activations="auto"', functools.partial(moved, base, "auto"), auto))
+        if light is not None:
+            text = 'every layer checkpointed, activations="auto"'
+            found.append(Change(text, functools.partial(moved, light, "auto"), {"checkpointing": True, **auto}))
+    return found
 
 
 def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:

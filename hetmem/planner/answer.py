@@ -18,7 +18,7 @@ from hetmem.planner.decide import Decision, Judged, arranged, first_that_fits, h
 from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, LOANED, MARGIN_SHARE, Plan
 from hetmem.planner.plan_shape import TIERS
-from hetmem.planner.reservation import arrange
+from hetmem.planner.reservation import arrange, ground_of
 from hetmem.planner.workload import Setting, Updating, Workload, resized
 from hetmem.schedule.placement import MARGIN_SHARE as IDLE_SHARE
 from hetmem.schedule.placement import Capacities, NoRoom
@@ -124,6 +124,8 @@ def plan_of(
         device_update_share=best.result.device_updates if best else 0.0,
         optimizer=_optimizer(asked.updating),
         approximations=(),
+        changes=(),
+        as_asked="",
         combined=None,
         inference=inference,
         setup=call.setup,
@@ -231,10 +233,14 @@ def _does_as(setting: Setting, best: Judged) -> bool:
     workload, ground = best.workload, best.arrangement.ground
     try:
         made = arranged(workload, setting)
-        usual = arrange(workload, setting.capacities, setting.chunk_bytes).ground  # before the optimizer is known
+        usual = ground_of(workload, setting.capacities, setting.chunk_bytes)  # before the optimizer is known
     except NoRoom:
         return False
-    if made.homes != best.arrangement.homes or made.ground.layout != ground.layout or usual.staying != ground.staying:
+    if made.homes != best.arrangement.homes or made.ground.layout != ground.layout:
+        return False
+    if (usual.layout, usual.staging_slots) != (ground.layout, made.ground.staging_slots):
+        return False
+    if (ground.staying or ground.uses_nvme) and usual.staying != ground.staying:  # others than planned would come home
         return False
     if ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from hetmem.base.units import MIB, format_enough, format_seconds, round_up
+from hetmem.base.units import GIB, MIB, format_enough, format_seconds, round_down, round_up
 from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device, state_bytes
 from hetmem.planner.step_program import rehearse
@@ -122,7 +122,9 @@ def not_whole(workload: Workload, asked: Setting) -> Setting:
     capacities = asked.capacities
     with suppress(NoRoom):
         ground = arrange(workload, capacities, asked.chunk_bytes, asked.updating).ground
-        cap = min(ground.whole_bytes - MIB, capacities.device_bytes)
+        cap = min(
+            round_down(ground.whole_bytes - 1, GIB if ground.whole_bytes > 16 * GIB else MIB), capacities.device_bytes
+        )
         if ground.resident and cap > 0:
             return asked.within(device_chunk_bytes=cap)
     return asked
@@ -226,7 +228,7 @@ def decide(workload: Workload, asked: Setting, variants: Sequence[Variant] = ())
     best = search(workload, asked)
     if isinstance(best, Judged):
         return Decision(workload, asked, best, largest_parameters(workload, asked, best))
-    missing = _missing(workload, asked)
+    missing = missing_bytes(workload, asked)
     ways = _ways_out(workload, asked, missing, variants)
     other, text = _other_overlap(asked)
     found = None if "device" in missing else first_that_fits(workload, other)
@@ -306,7 +308,7 @@ _LAYERS_DIFFER = 0.99
 # ---- what is missing ---------------------------------------------------------------------------------------------
 
 
-def _missing(workload: Workload, asked: Setting) -> dict[str, int]:
+def missing_bytes(workload: Workload, asked: Setting) -> dict[str, int]:
     """Return the bytes to add to each tier so that `workload` fits: the sums of what successive refusals lack."""
     added: dict[str, int] = {}
     for _ in range(24):

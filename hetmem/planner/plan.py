@@ -23,7 +23,7 @@ from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError, printable
 from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan
 
-PLAN_VERSION = 10
+PLAN_VERSION = 11
 KEPT = "kept for homes on the device"
 LOANED = "gradients until their update"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
@@ -66,6 +66,8 @@ class Plan:
     `optimizer`: the options to pass to `hetmem.AdamW` beside torch's; those not named keep their defaults.
     `approximations`: changes of the mathematics that are faster, or fit where this plan does not: `advice` and
     `step_seconds` of each, the fastest first. `advice`: changes that make it fit, the cheapest first.
+    `changes`: options and changes of the program, all with the same bits, that this plan needs beyond what was asked
+    for, as that does not fit or needs a drive (`as_asked` says which).
     `combined`: the plan, as of `to_dict`, with the fastest combination of changes that keep the bits; None if this one
     is that. `activations` is as for `manage`; `activation_choices`: for other than "keep", for each choice
     `step_seconds` (None if it does not fit), `moved_bytes`, those of them on NVMe (`nvme_bytes`), `kept_bytes`, how
@@ -106,6 +108,8 @@ class Plan:
     device_update_share: float
     optimizer: dict[str, Any]
     approximations: tuple[dict[str, Any], ...]
+    changes: tuple[str, ...]
+    as_asked: str
     combined: dict[str, Any] | None
     inference: bool
     setup: tuple[str, ...]
@@ -289,10 +293,10 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 
 def _python(value: int | bool | str | list[str]) -> str:
-    """Return `value` as Python source; whole MiB or GiB as a string with the unit."""
+    """Return `value` as Python source; whole KiB, MiB or GiB as a string with the unit."""
     if isinstance(value, bool):
         return str(value)
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if isinstance(value, int) and value and value % size == 0:
             return f'"{value // size}{unit}"'
     return json.dumps(value)
@@ -320,7 +324,23 @@ def _head(plan: Plan) -> Iterator[str]:
     batch += ", every layer checkpointed" if plan.checkpointing else ""
     batch += ", inference" if plan.inference else ""
     yield _wrapped(f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}")
-    yield "fits" if plan.fits else "DOES NOT FIT"
+    if not plan.changes:
+        yield "fits" if plan.fits else "DOES NOT FIT"
+        return
+    yield _wrapped(f"fits, with the same bits, with {' and '.join(plan.changes)}")
+    yield _wrapped(f"as asked, {plan.as_asked}")
+    if _consumes(plan):
+        yield _wrapped(_MUST_NOT)
+
+
+def _consumes(plan: Plan) -> bool:
+    """Return whether updates consume gradients within the backward."""
+    return "overlap" in plan.optimizer
+
+
+_MUST_NOT = (
+    "then updates consume gradients within the backward: the program must not call clip_grad_norm_ or read p.grad"
+)
 
 
 def _tiers(plan: Plan) -> Iterator[str]:
@@ -424,5 +444,7 @@ def _block(plan: Plan, best: Plan) -> Iterator[str]:
         which = f"checkpoint the first {layers['recomputed']} of the {layers['count']} layers"
         moved, kept = format_size(layers["moved_bytes"]), format_size(layers["kept_bytes"])
         yield _wrapped(f"by layer: {which}; of what autograd saves then {moved} move and {kept} stay")
+    if _consumes(best) and not _consumes(plan):
+        yield _wrapped(_MUST_NOT)
     yield _wrapped(f"paste ({how}):")
     yield textwrap.indent(best.code(), "    ")

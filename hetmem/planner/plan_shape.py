@@ -105,6 +105,8 @@ _PLAN = record(
             },
         ),
         "approximations": list_of(record({"advice": text(), "step_seconds": _SECONDS})),
+        "changes": list_of(text()),
+        "as_asked": text(),
         "combined": anything,  # a plan, which is checked as it is made
         "inference": FLAG,
         "setup": list_of(text()),

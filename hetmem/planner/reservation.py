@@ -103,21 +103,17 @@ class Arrangement:
         return self.ground.home_bytes(chunk, "grad")
 
 
-def arrange(
+def ground_of(
     workload: Workload,
     capacities: Capacities,
     chunk_bytes: int | None = None,
     how: Updating = AS_IT_IS,
     *,
     sums: bool = False,
-) -> Arrangement:
-    """Return what a managed run of `workload` reserves; with overlap gradients borrow their homes. `sums`: a
-    step has several backwards, of which gradients that all stay are summed. Raises `NoRoom` where the run would raise
-    `BudgetError`."""
+) -> Ground:
+    """Return the chunks, slots and staging of a managed run of `workload`: by default those of `manage`, which knows of
+    no optimizer. `sums` as for `arrange`. Raises `NoRoom`."""
     lends, narrow = how.lends, how.overlapped and how.needs_all and not sums
-    if not capacities.nvme_bytes:
-        _check_room(capacities.host_bytes - workload.away_bytes, workload, Tier.HOST)
-        capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
     ground = survey(
         workload.parameters,
         workload.compute_itemsizes,
@@ -130,9 +126,26 @@ def arrange(
         lends=lends,
         third_state=False,
     )
-    ground = replace(ground, moments=how.moments, narrow=narrow and not ground.resident)
+    return replace(ground, moments=how.moments, narrow=narrow and not ground.resident)
+
+
+def arrange(
+    workload: Workload,
+    capacities: Capacities,
+    chunk_bytes: int | None = None,
+    how: Updating = AS_IT_IS,
+    *,
+    sums: bool = False,
+) -> Arrangement:
+    """Return what a managed run of `workload` reserves; with overlap gradients borrow their homes. `sums`: a
+    step has several backwards, of which gradients that all stay are summed. Raises `NoRoom` where the run would raise
+    `BudgetError`."""
+    if not capacities.nvme_bytes:
+        _check_room(capacities.host_bytes - workload.away_bytes, workload, Tier.HOST)
+        capacities = replace(capacities, host_bytes=capacities.host_bytes - workload.away_bytes)
+    ground = ground_of(workload, capacities, chunk_bytes, how, sums=sums)
     roles = [role for role in OWN if role != "grad" or workload.mixed_precision or not ground.resident]
-    lends = lends and not ground.resident
+    lends = how.lends and not ground.resident
     loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
     loaned *= ground.uses_nvme and workload.away_bytes > 0
     smaller = replace(capacities, host_bytes=capacities.host_bytes - loaned)

@@ -3,6 +3,7 @@ the machine has not."""
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 import textwrap
@@ -90,6 +91,7 @@ ALL = pytest.mark.nightly
     ("name", "words"),
     [
         ("LlamaForCausalLM", ["--device-memory", "2MiB", "--host-memory", "64MiB", "--precision", "float32"]),
+        ("LlamaForCausalLM", ["--overlap", "backward", *SMALL_HOST]),
         ("LlamaForCausalLM", ["--lora", 4, *SMALL_HOST]),
         ("ViTForImageClassification", []),
         pytest.param("BertForSequenceClassification", SMALL_HOST, marks=ALL),
@@ -117,8 +119,10 @@ def test_what_is_pasted_runs_within_the_planned_peaks(
     typed("--hf-config", file, *asked)
     out = capsys.readouterr().out
     plan = Plan.load(saved)
-    assert plan.budget_bytes["host"] < max(2 * plan.peak_bytes["host"], 16 << 20)
-    assert plan.budget_bytes["device"] < 2 * plan.peak_bytes["device"]
+    for tier, share in (("host", 1.05), ("nvme", 1.05), ("device", 1 / (1 - 0.05 - 1 / 16 - 0.03))):
+        if peak := plan.peak_bytes[tier]:
+            spare = 1 * MIB if tier == "nvme" else 0  # too little for a chunk, which may not fill the other tier
+            assert plan.budget_bytes[tier] <= share * peak + MIB + spare, tier
     assert ("mixed_precision=torch.bfloat16" in out) == (plan.mixed_precision is not None)
     code = pasted(out).replace(f"{name}(...)", f"{name}(config)")
     config = SHAPES[name]()
@@ -249,7 +253,7 @@ def test_no_advice_names_memory_that_the_machine_has_not(
 
 def test_the_life_of_a_drive_is_said_in_days(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = config_file("LlamaForCausalLM", tmp_path)
-    room = ["--device-memory", "1MiB", "--host-memory", "2MiB", "--nvme", "64MiB", "--chunk-bytes", "32KiB"]
+    room = ["--device-memory", "1MiB", "--host-memory", "1MiB", "--nvme", "64MiB", "--chunk-bytes", "32KiB"]
     assert typed("--hf-config", file, "--sequence", 16, "--precision", "float32", *room, "--hardware", FREE_THREAD) == 0
     out = " ".join(capsys.readouterr().out.split())
     said = re.search(r"(\S+) (\S+) written a step, .* rated for 600 full writes lasts (\S+) days", out)
@@ -262,6 +266,67 @@ def test_the_life_of_a_drive_is_said_in_days(tmp_path: Path, capsys: pytest.Capt
     choices = re.findall(r"\(--[^)]*\): (\S+) (\S+) a step", out)
     assert choices and pasted_ms
     assert all(unit == "µs" or float(number) < float(pasted_ms[1]) for number, unit in choices)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (["--device-memory", "1664KiB", "--host-memory", "3000KiB"], ['overlap="backward"']),
+        (["--device-memory", "1664KiB", "--host-memory", "3000KiB", "--nvme", "1GiB"], ['overlap="backward"']),
+        (["--device-memory", "3MiB", "--host-memory", "64MiB", "--nvme", "1GiB"], []),
+        (["--device-memory", "2MiB", "--host-memory", "64MiB", "--batch", 4], ["every layer checkpointed"]),
+    ],
+)
+def test_what_fits_with_options_of_the_same_bits_fits_and_needs_no_drive(
+    words: list[Any], changes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the headline and by the exit code. A drive came first, and a model that fitted beside a block to paste
+    did not fit."""
+    file, saved = config_file("LlamaForCausalLM", tmp_path), tmp_path / "plan.json"
+    asked = ["--sequence", 64, "--precision", "float32", "--chunk-bytes", "32KiB", "--hardware", FREE_THREAD]
+    assert typed("--hf-config", file, *asked, *words, "-o", saved) == 0
+    out = capsys.readouterr().out
+    plan = Plan.load(saved)
+    assert plan.fits and not plan.peak_bytes["nvme"]
+    said = " ".join(out.split())
+    assert (f"fits, with the same bits, with {' and '.join(changes)}" in said) == bool(changes)
+    assert ("as asked, " in said) == bool(changes)
+    assert ("must not call clip_grad_norm_ or read p.grad" in said) == ('overlap="backward"' in pasted(out))
+    assert all(len(line) <= 80 for line in out[: out.index("paste (")].splitlines())
+
+
+REPLAYED = {
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"], "hidden_size": 3584, "num_hidden_layers": 42, "vocab_size": 256000,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336,
+    },
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 32000,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "num_local_experts": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "words", "host"),
+    [
+        ("gemma2", ["--hardware", "rtx4090", "--host-memory", "120GiB", "--nvme", "1TiB"], 106),
+        ("mixtral", ["--hardware", "h200"], 510),
+    ],
+)
+def test_models_that_were_given_a_drive_fit_without(
+    name: str, words: list[Any], host: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma-2 of 9 B got one that "lasts 2.3 days", and Mixtral was told of 227 GiB on one."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **REPLAYED[name]}))
+    assert typed("--hf-config", tmp_path / "config.json", *words, "-o", tmp_path / "plan.json") == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    assert 'overlap="backward"' in plan.changes
+    assert not plan.peak_bytes["nvme"] and plan.peak_bytes["host"] < host << 30
+    assert plan.step_seconds and plan.step_seconds < 5.6
+    out = capsys.readouterr().out
+    assert "NVMe directory" not in out and "drive" not in out
 
 
 def test_a_card_is_never_given_more_than_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +351,7 @@ def test_what_the_device_is_missing_is_no_more_than_it_needs(
     def missing(mib: float) -> float:
         words = ["--hardware", with_memory(H100, int(mib * MIB)), "--batch", 4, "--precision", "float32"]
         typed("--hf-config", file, "--sequence", 64, *words)
-        found = re.search(r"missing: (\S+) (MiB|KiB) on device", capsys.readouterr().out)
+        found = re.search(r"missing: (\S+) (MiB|KiB) on device", " ".join(capsys.readouterr().out.split()))
         return float(found[1]) / (1 if found[2] == "MiB" else 1024) if found else 0.0
 
     more = missing(2)
@@ -310,11 +375,11 @@ def test_the_plan_that_is_saved_is_the_one_that_is_pasted(tmp_path: Path, capsys
 
 @pytest.mark.each
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "MixtralForCausalLM"])
-@pytest.mark.parametrize("host", ["1MiB", "3MiB"])
+@pytest.mark.parametrize("host", ["768KiB", "1MiB"])
 def test_of_a_large_drive_no_more_is_told_than_is_needed(
     name: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    room = ["--device-memory", "2MiB", "--host-memory", host, "--nvme", "1TB", "--precision", "float32"]
+    room = ["--device-memory", "1MiB", "--host-memory", host, "--nvme", "1TB", "--precision", "float32"]
     assert typed("--hf-config", config_file(name, tmp_path), "--sequence", 16, *room) == 0
     told = re.search(r' nvme="(\d+)MiB"', capsys.readouterr().out)
     assert told and int(told[1]) < 16
