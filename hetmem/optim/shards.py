@@ -109,11 +109,7 @@ class Shard:
     def given(self, name: str, state: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a `state`, called `name`, that the program or a checkpoint gives. Raises
         `ManageError` if it is not placed as the parameter is."""
-        if is_distributed(state) != is_distributed(self.parameter):
-            raise ManageError(
-                f"{name} of {self.label} is {_kind(state)}, and the parameter {_kind(self.parameter)}: "
-                f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict places states as parameters are"
-            )
+        self.check_kind(name, state)
         if is_distributed(state):
             placed: Any = state
             mesh, placements = self.placed()
@@ -123,6 +119,14 @@ class Shard:
         if state.shape != self.parameter.shape:
             raise ManageError(f"{name} of {self.label} is {tuple(state.shape)}, expected {tuple(self.parameter.shape)}")
         return local(state).detach()
+
+    def check_kind(self, name: str, state: torch.Tensor) -> None:
+        """Raise `ManageError` if one of parameter and `state`, called `name`, is a DTensor and the other is not."""
+        if is_distributed(state) != is_distributed(self.parameter):
+            raise ManageError(
+                f"{name} of {self.label} is {_kind(state)}, and the parameter {_kind(self.parameter)}: "
+                f"torch.distributed.checkpoint.state_dict.set_optimizer_state_dict places states as parameters are"
+            )
 
 
 def _kind(tensor: torch.Tensor) -> str:

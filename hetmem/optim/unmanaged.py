@@ -346,6 +346,9 @@ class UnmanagedOptimizer(Optimizer):
                     continue
                 saved, shown = rest[number], self._shown[shard]
                 roles = self.rule.roles({**mine, **theirs}, shard.dtype)
+                for name in shown:
+                    if isinstance(saved.get(name), torch.Tensor):
+                        shard.check_kind(name, saved[name])
                 check_states(shard.label, saved, roles, shown)
                 if saved and (missing := missing_in(saved, options[id(parameter)].needs(shard.dtype))):
                     raise incomplete(shard.label, saved, missing)
