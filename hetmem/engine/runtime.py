@@ -176,6 +176,14 @@ class Section:
         return f"{self.what} on thread {next(names, 'that has ended')!r}"
 
 
+class _Rehearsing(threading.local):
+    runs = False
+
+
+REHEARSAL = _Rehearsing()
+"""Whether this thread rehearses a step, for which the thread that has the turn waits."""
+
+
 class Turn:
     """The turn of one model: the exclusive right of a thread to compute with it."""
 
@@ -195,8 +203,11 @@ class Turn:
     ) -> Section:
         """Begin a section of this thread once no other thread has the turn, and `ready` returns True.
 
-        Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other.
+        Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other; and at
+        once in a rehearsal.
         """
+        if REHEARSAL.runs:
+            raise ManageError("a rehearsal uses a managed model: a function of the model's copy refers to the original")
         section = Section(what, get_ident(), runs)
         while True:
             with self._changed:

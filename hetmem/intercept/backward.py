@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
 from hetmem.engine.param_views import works_for
-from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
+from hetmem.engine.runtime import REHEARSAL, Runtime, Section, Turn, in_backward
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refused_stream
@@ -48,22 +48,15 @@ _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
 
 
-class _Aside(threading.local):
-    runs = False
-
-
-_ASIDE = _Aside()
-
-
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Run backwards of this thread, which are of no managed model, as torch runs them: those of a rehearsal, for which
-    the thread that has the turn waits."""
-    _ASIDE.runs = True
+    """Rehearse on this thread: backwards, which are of no managed model, run as torch runs them, and models that are
+    managed cannot be used."""
+    REHEARSAL.runs = True
     try:
         yield
     finally:
-        _ASIDE.runs = False
+        REHEARSAL.runs = False
 
 
 @cache
@@ -77,7 +70,7 @@ def watch() -> None:
 def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a backward: the replacement of `torch.autograd._engine_run_backward`. A backward recorded by a compiler is of
     no managed model: copies made by hetmem meanwhile would be recorded with it."""
-    if _ASIDE.runs:
+    if REHEARSAL.runs:
         return _engine(outputs, *args, **kwargs)
     if torch_private.dispatch_mode(torch_private.PROXY) is not None:
         models = list[StepSegments]()  # an enclosing forward may have saved what this backward unpacks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,18 @@ def test_one_message_says_what_the_whole_step_needs(has_loss: bool) -> None:
     step(least, "auto")
     step(needed)
     said(needed - 2)
+
+
+def test_a_model_whose_copy_refers_to_the_original_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rehearsal waited for the turn of the thread that waited for it."""
+    monkeypatch.setenv("HETMEM_TURN_TIMEOUT", "120")
+    model = hetmem.manage(Regression(), hetmem.Budget(device="3MiB", host="64MiB"), device="sim")
+    first: Any = model.layers[0]
+    first.forward = lambda x: torch.nn.functional.linear(x, first.weight, first.bias)
+    began = time.monotonic()
+    with pytest.raises(DeviceOutOfMemoryError, match=r"this\smoment\sneeds"):
+        model(torch.ones(1024, 256))
+    assert time.monotonic() - began < 60
 
 
 def frames_behind_the_program(error: BaseException) -> int:
