@@ -265,6 +265,16 @@ def met_by_functions(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
     return [values]
 
 
+def of_two_kinds(model: Net, tokens: torch.Tensor, step: int) -> list[Any]:
+    """One backward of two forwards, of which the second is of a kind that was never there in step 4."""
+    loss = model(tokens)
+    if step > 3:
+        loss = loss + model.eval()(tokens.flip(0))
+        model.train()
+    loss.backward()
+    return []
+
+
 _PROGRAMS = [
     *(late_hook, with_penalties, several, by_parameter, writes, others, negative_zeros, frozen_before_backward),
     frozen_within_forward,
@@ -318,7 +328,8 @@ def test_a_forward_and_a_backward_whose_copies_fit_are_one_moment_each(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "program", [late_hook, with_penalties, several, by_parameter, writes, hooked_between, met_by_functions]
+    "program",
+    [late_hook, with_penalties, several, by_parameter, writes, hooked_between, met_by_functions, of_two_kinds],
 )
 def test_programs_with_all_copies_have_the_bits_of_torch(
     program: Callable[[Net, torch.Tensor, int], list[Any]], tmp_path: Path
