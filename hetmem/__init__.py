@@ -26,6 +26,7 @@ finally:
         gc.enable()
 
 if TYPE_CHECKING:
+    from hetmem.accumulation import accumulate
     from hetmem.checkpoint import load, load_weights, save
     from hetmem.planner import plan
 
@@ -39,6 +40,7 @@ __all__ = [
     "MemoryReport",
     "NextUse",
     "SimDevice",
+    "accumulate",
     "load",
     "load_weights",
     "manage",
@@ -56,6 +58,10 @@ def __getattr__(name: str) -> Any:
         from hetmem import checkpoint  # most programs import hetmem more often than they save
 
         return getattr(checkpoint, name)
+    if name == "accumulate":
+        from hetmem.accumulation import accumulate
+
+        return accumulate
     if name == "plan":
         from hetmem.planner import plan  # planning costs more to import than training does
 

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -41,12 +42,15 @@ ATTRIBUTES = {
     "_backward_hooks": "whether a gradient has hooks of the program, which may change it",
     "_post_accumulate_grad_hooks": "the same, after the accumulation",
     "_forward_pre_hooks": "hooks that compute a weight before each call, as torch's spectral_norm does",
+    "_sequence_nr": "the number by which autograd orders a node of a graph",
+    "_compiled_call_impl": "what a compiled module calls instead of its hooks and its `forward`",
     "_apply": "the method that `to`, `cuda` and `half` of a module call",
 }
 
 # ---- autograd ----
 current_graph_task = _C._current_graph_task_id  # which backward runs on this thread; -1: none
 current_node = _C._current_autograd_node  # within which node of it: a custom function's backward, an accumulation
+next_node_number: Any = _C._autograd._get_sequence_nr  # by which autograd orders the nodes that this thread makes
 autograd = _C._autograd  # saved-tensor hooks: whether they are enabled, and the innermost ones
 
 # ---- GPUs ----
@@ -61,6 +65,10 @@ dispatch_modes_around = _C._len_torch_dispatch_stack
 function_mode_stack = _get_current_function_mode_stack
 push_mode, pop_mode = _push_mode, _pop_mode  # a mode that begins in one hook and ends in another
 dispatch_mode_stack = _get_current_dispatch_mode_stack
+push_dispatch_mode, pop_dispatch_mode = (
+    _python_dispatch._push_mode,
+    _python_dispatch._pop_mode,
+)  # the modes of another thread
 without_dispatch_keys = _C._SetExcludeDispatchKeyGuard  # a view under inference_mode keeps its base
 DispatchKey = _C.DispatchKey
 has_kernel = _C._dispatch_has_kernel_for_dispatch_key  # whether an operator decomposes on this device

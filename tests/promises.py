@@ -29,6 +29,12 @@ PROMISES: dict[str, Mutation | str] = {
     "equal plain torch's with `torch.optim.AdamW(fused=True)`": "skip a write-back to NVMe",
     "The same with `mixed_precision`": "update no 16-bit copy at home",
     "The same in every overlap mode": "fetch from a home that is being written",
+    "`hetmem.accumulate` gives the bits of the loop": Mutation(
+        "accumulation/surroundings.py",
+        "                generator.set_state(states[at])\n",
+        "                pass\n",
+        "tests/accumulation/test_accumulate.py::test_a_plain_model_gets_the_bits_of_the_loop[2-]",
+    ),
     "how long copies take change no bit": "compute before a copy has arrived",
     "The same after a checkpoint": Mutation(
         "checkpoint/save_load.py",

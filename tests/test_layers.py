@@ -31,7 +31,7 @@ ORDER = (
     "activations",  # moves what autograd saves
     "intercept",  # tells the engine what torch uses
     "optim",  # trains
-    "checkpoint report planner distributed",  # saves, tells, plans
+    "checkpoint report planner distributed accumulation",  # saves, tells, plans, takes turns
     "api",  # what users call
     "__init__",
     "tools",  # measures, compares

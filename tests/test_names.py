@@ -28,6 +28,7 @@ PUBLIC = {
     "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "
     "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds "
     "terms to_dict tokens tokens_per_second with_nvme",
+    "accumulate": "model batches forward loss borders generator",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import get_ident
 
@@ -154,6 +154,33 @@ def in_backward() -> bool:
     return bool(torch_private.current_graph_task() != -1)
 
 
+_ACTS_FOR: dict[int, int] = {}
+"""By thread, the one whose turn it shares."""
+
+
+def acting_thread() -> int:
+    """Return the thread that the calling one acts for: itself, or the one whose turn it shares."""
+    thread = get_ident()
+    return _ACTS_FOR.get(thread, thread)
+
+
+def is_sharing_a_turn() -> bool:
+    """Return whether the calling thread shares the turn of another one."""
+    return get_ident() in _ACTS_FOR
+
+
+@contextmanager
+def sharing_the_turn(threads: Iterable[int]) -> Iterator[None]:
+    """Have `threads`, of which one runs at a time, share the turns of the calling thread in the body."""
+    shared = dict.fromkeys(threads, get_ident())
+    _ACTS_FOR.update(shared)
+    try:
+        yield
+    finally:
+        for thread in shared:
+            del _ACTS_FOR[thread]
+
+
 _POLL_SECONDS = 0.05
 _NUMBERS = itertools.count()
 
@@ -208,7 +235,7 @@ class Turn:
         """
         if REHEARSAL.runs:
             raise ManageError("a rehearsal uses a managed model: a function of the model's copy refers to the original")
-        section = Section(what, get_ident(), runs)
+        section = Section(what, acting_thread() if _ACTS_FOR else get_ident(), runs)
         while True:
             with self._changed:
                 if self._queue or self._sections:
@@ -240,8 +267,8 @@ class Turn:
             self.give(section)
 
     def is_mine(self) -> bool:
-        """Return whether this thread has the turn."""
-        return self._has(get_ident())
+        """Return whether this thread has the turn, or shares it."""
+        return self._has(acting_thread() if _ACTS_FOR else get_ident())
 
     # ---- inside ------------------------------------------------------------------------------------------------
 

@@ -32,8 +32,8 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
 from hetmem.engine.param_views import works_for
-from hetmem.engine.runtime import REHEARSAL, Runtime, Section, Turn, in_backward
-from hetmem.errors import DeviceOutOfMemoryError
+from hetmem.engine.runtime import REHEARSAL, Runtime, Section, Turn, acting_thread, in_backward
+from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refused_stream
 from hetmem.intercept.dynamo import opaque, skipped, uncompiled
@@ -156,7 +156,7 @@ def _settle(models: list[StepSegments]) -> None:
 def _turns(outputs: Any) -> list[Turn]:
     """Return the turns of the models that this thread has computed a graph with, and of other threads' models whose
     parameters are in the graph of `outputs`."""
-    here = threading.get_ident()
+    here = acting_thread()
     trained = [found.runtime.turn for found in registry.interceptions() if found.runtime.turn.trainers]
     turns = [turn for turn in trained if here in turn.trainers]
     if len(turns) < len(trained):
@@ -173,7 +173,7 @@ def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
     HELD_BACK.begin_segment()
     for interception in registry.interceptions():
         if _may_be_of(interception):
-            _begin_for(interception, accumulates=accumulates)
+            begin_for(interception, accumulates=accumulates)
             began.append(interception)
 
 
@@ -181,15 +181,20 @@ def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
 @HELD_BACK
 def _end_for_all(began: list[Interception]) -> None:
     while began:
-        _end_for(began.pop())
+        end_for(began.pop())
     drop_ended_modes()
     HELD_BACK.end_segment()
 
 
-def _begin_for(interception: Interception, *, accumulates: bool) -> None:
+def begin_for(interception: Interception, *, accumulates: bool) -> None:
     """Have parameters rest, as the backward may recompute a part of a forward."""
-    runtime = interception.runtime
-    if not in_backward():
+    runtime, joined = interception.runtime, interception.segments.joined
+    if joined is not None and joined.in_forwards:
+        raise ManageError(
+            "a backward within the forward of hetmem.accumulate, whose weights other micro-batches use meanwhile: "
+            "return the sum of all losses, and differentiate nothing in the forward"
+        )
+    if joined is None and not in_backward():
         interception.segments.end_backward()  # an interrupt has ended it
     interception.backwards += 1
     if not runtime.memory.uses_copies:
@@ -206,8 +211,8 @@ def _begin_for(interception: Interception, *, accumulates: bool) -> None:
     interception.gradients.rest_again()
 
 
-def _end_for(interception: Interception) -> None:
-    """End `_begin_for`, also of a backward that has raised."""
+def end_for(interception: Interception) -> None:
+    """End `begin_for`, also of a backward that has raised."""
     bindings, gradients, working = interception.runtime.bindings, interception.gradients, interception.working
     bindings.exposed.update(gradients.sent_home)
     if not interception.backwards:

@@ -200,6 +200,7 @@ class Interception:
         others = streams and (self.gradients.within_step or saved.others)
         others = others or (streams and torch.is_autocast_enabled(self.runtime.memory.device.torch_device.type))
         alone = alone and not others and self.activations is None and saved.is_alone()
+        alone = alone and self.segments.joined is None
         if alone and torch_private.transform_level() is None:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
             return working.begin(type(module).__name__, backward, anew=self.segments.several)
@@ -243,11 +244,12 @@ class Interception:
         measured, transformed = runtime.sanitize, torch_private.transform_level() is not None
         if compute.task < 0:
             if torch.is_grad_enabled():
-                runtime.turn.trainers.add(compute.thread)
+                runtime.turn.trainers.add(compute.section.thread)
             key, size = self.segments.look_at(module, leaves, names, transformed=transformed)
             if self.gradients.unhooked and runtime.memory.uses_copies:
                 self.gradients.install_all()
-            if self.activations is not None and torch.is_grad_enabled():
+            joined = self.segments.joined
+            if self.activations is not None and torch.is_grad_enabled() and not (joined and joined.began):
                 self.activations.choice.forward_begins()
             measured = self.segments.begin_forward(key, size)
         if measured and (runtime.memory.device.watched or self._regions.will_be_none_in(compute, module)):
@@ -377,7 +379,8 @@ class Interception:
 
     def _begin(self, call: Call) -> Compute:
         compute = Compute(call, weakly(self._end), self.leases.end)
-        ready = None if compute.task >= 0 or self.stretches.here else self.gradients.is_whole
+        within = compute.task >= 0 or self.stretches.here or self.segments.joined
+        ready = None if within else self.gradients.is_whole
         compute.section = self.runtime.turn.take("a forward", weakly(compute.runs), ready)
         HELD_BACK.begin_segment()
         self.stretches.here.append(compute)
@@ -399,9 +402,9 @@ class Interception:
             if ended.task < 0:
                 self.runtime.bindings.go_home()
                 self._saved.casts.go_home()
-                if not torch.is_grad_enabled():
+                if not torch.is_grad_enabled() and self.segments.joined is None:
                     self.runtime.events.end_segment()  # no backward follows
-        if not here and not self.backwards:
+        if not here and not self.backwards and self.segments.joined is None:
             if self.runtime.bindings.away:
                 self.runtime.bindings.all_home()
             self.runtime.marks.resume()
@@ -412,6 +415,8 @@ class Interception:
         """End forwards that an interrupt has ended, also on another thread; see note "interrupts"."""
         self.current(sys._getframe())
         drop_ended_modes()
+        if self.segments.joined is not None:
+            return  # forwards of other threads wait for their turn
         if not self.stretches.here and self.last_forward is not None and not self.last_forward.runs():
             self._regions.abandon([self.last_forward])
             self._rest_of(self.last_forward)
@@ -450,7 +455,8 @@ class Interception:
         """End all stretches of compute of the model."""
         if self.stretches.here:
             self._end(self.stretches.here[0])
-        if self.last_forward is not None:
-            self._rest_of(self.last_forward)
-        self.stretches = Stretches()
+        if self.segments.joined is None:  # else forwards of other threads wait for their turn
+            if self.last_forward is not None:
+                self._rest_of(self.last_forward)
+            self.stretches = Stretches()
         drop_ended_modes()

@@ -64,7 +64,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 def signature(
     module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, held: bool = False
-) -> tuple[Hashable, int, int]:
+) -> tuple[tuple[Hashable, ...], int, int]:
     """Return the key of a forward, the bytes of its inputs and its tokens. Forwards with one key (module, mode, kinds
     of inputs, not their shapes) use weights in the same order; tokens are the elements of the largest integer input.
     `leaves` are the inputs, `names` the keyword ones. `held`: the bytes include tensors within objects."""
@@ -139,6 +139,22 @@ BACKWARDS = _Backwards()
 its end, also if it raises (`intercept.backward`)."""
 
 
+class Joined:
+    """What the segments of a model know while forwards of `count` micro-batches count as one, and so do the backwards
+    behind them; see `intercept.together`."""
+
+    __slots__ = ("began", "count", "in_forwards", "measured", "models")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.began = self.measured = False
+        """Whether the first forward has begun the segment, and whether that is measured."""
+        self.in_forwards = True
+        """Whether the forwards have not all ended."""
+        self.models: list[StepSegments] = []
+        """As an entry of `BACKWARDS.began`, for all backwards together."""
+
+
 class StepSegments:
     """The current segment of one runtime. `backward_began` and `backward_ended` are called around each backward,
     `program_waits` as a backward or a step begins, and `program_continues` as a step ends."""
@@ -148,6 +164,8 @@ class StepSegments:
         self._pending: tuple[Hashable, ...] = ()
         self.refused: ManageError | None = None
         """What the backward that runs raises if it reaches a node of the model."""
+        self.joined: Joined | None = None
+        """Set while forwards and backwards of several micro-batches are one."""
         self.unseen = False
         """Whether no mode sees the operators of this backward; see `is_unseen`."""
         self.backward_thread: int | None = None
@@ -174,24 +192,31 @@ class StepSegments:
 
     def look_at(
         self, module: torch.nn.Module, leaves: list[Any], names: tuple[str, ...], *, transformed: bool
-    ) -> tuple[Hashable, int]:
+    ) -> tuple[tuple[Hashable, ...], int]:
         """Notice writes of the program before a forward of `module`, and return the arguments of `begin_forward` (see
         `signature`). `transformed`: within a transform of torch.func, whose tensors wrap homes. Raises `ManageError` if
         a symbolic trace calls it."""
         if torch.fx.Proxy in map(type, leaves):
             raise ManageError(NOT_TRACED)
         runtime = self._runtime
-        seen = runtime.marks.pause()
+        goes_on = self.joined is not None and self.joined.began
+        seen = goes_on or runtime.marks.pause()
         with runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
             if transformed:
                 runtime.traffic.wait_for_updates()
-            runtime.writes.notice_all(seen=seen)
+            if not goes_on:
+                runtime.writes.notice_all(seen=seen)
             key, size, tokens = signature(module, leaves, names, held=runtime.memory.device.watched)
             runtime.events.begin_forward(tokens, trains=torch.is_grad_enabled())
         return key, size
 
-    def begin_forward(self, key: Hashable, size: int) -> bool:
+    def begin_forward(self, key: tuple[Hashable, ...], size: int) -> bool:
         """Begin a forward (no recomputation) with inputs of `size` bytes. Returns whether it has to be measured."""
+        joined = self.joined
+        if joined is not None:
+            if joined.began:
+                return joined.measured
+            joined.began, key, size = True, (*key, joined.count), size * joined.count
         self.settle()
         tracer = self._runtime.tracer
         if tracer.key == self.backward_key():
@@ -207,6 +232,8 @@ class StepSegments:
                 measured = measured or self._attempts[backward] <= _MEASUREMENTS
             self._watched = measured
         self._runtime.begin_segment(key, measured=measured, size=size)
+        if joined is not None:
+            joined.measured = measured
         return measured
 
     def on_backward(self) -> None:
@@ -222,7 +249,7 @@ class StepSegments:
             raise self.refused
         section = self._runtime.turn.take("a backward")
         self._section, self.backward_thread = section, section.thread
-        BACKWARDS.began[-1].append(self)
+        (BACKWARDS.began[-1] if self.joined is None else self.joined.models).append(self)
         self._runtime.in_backward = True
         with self._runtime.unwatched():
             self.program_waits()

@@ -363,7 +363,7 @@ def test_a_backward_that_a_compiler_records_is_of_no_managed_model(
 ) -> None:
     """Copies of a model that had computed before were recorded into the code of another one."""
     told: list[object] = []
-    begins = "hetmem.intercept.backward._begin_for"
+    begins = "hetmem.intercept.backward.begin_for"
     _, managed = pair(Uses, "host", tmp_path)
     managed(torch.ones(2, WIDTH)).sum()
     monkeypatch.setattr(begins, lambda self, **_: told.append(self))

@@ -1,0 +1,114 @@
+"""Finds the modules at which micro-batches take turns, and has them do it in their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from hetmem import torch_private
+from hetmem.accumulation.baton import Baton
+from hetmem.errors import ManageError
+
+Position = tuple[int, int]
+"""How often a micro-batch has come to a border before, and the border's index."""
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the children with parameters of each outermost `ModuleList` and `Sequential` in which at least two of one
+    class have parameters: the layers of a stack, of an encoder and of a decoder."""
+    found: dict[nn.Module, None] = {}
+    todo = [model]
+    while todo:
+        module = todo.pop()
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        kinds = [type(child) for child in children]
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(set(kinds)) < len(kinds):
+            found.update(dict.fromkeys(children))
+        else:
+            todo += reversed(children)
+    return [*found]
+
+
+def with_running_statistics(model: nn.Module, borders: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return `borders`, and the modules outside of them that keep running statistics, in the order of `model`: there
+    micro-batches have to come in their order even if one leaves a stack of blocks early."""
+    asked = set(borders)
+    within = {part for border in asked for part in border.modules()}
+    statistics = {part for part in model.modules() if isinstance(part, torch_private.NormBase)} - within
+    return [part for part in model.modules() if part in asked or part in statistics]
+
+
+def refuse_borders(model: nn.Module, borders: Sequence[nn.Module]) -> None:
+    """Raise `ManageError` for `borders` that are no modules of `model`."""
+    parts = set(model.modules())
+    for border in borders:
+        if border not in parts:
+            what = type(border).__name__
+            raise ManageError(
+                f"borders= takes modules of the model, as list(model.layers), and got a {what} that is none"
+            )
+
+
+class Borders:
+    """The borders of one call, and where the forwards of its micro-batches are.
+
+    Modules between two borders run in the order of the micro-batches, also if their forwards differ: one goes on behind
+    a border once all before it have come to a later border, or have ended. So running statistics are as in a loop.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], count: int, baton: Baton) -> None:
+        self._modules, self._baton = modules, baton
+        self._visits: list[dict[int, int]] = [{} for _ in range(count)]
+        self.passed: list[list[Position]] = [[] for _ in range(count)]
+        """For each micro-batch, the borders that it has come to."""
+        self.starts: list[list[int]] = [[] for _ in range(count)]
+        """For each, autograd's number of the next node as it went on behind each of these borders."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Have forwards take turns at the borders in the body."""
+        undo: list[Callable[[], object]] = []
+        try:
+            for index, module in enumerate(self._modules):
+                compiled = vars(module).get("_compiled_call_impl")
+                if compiled is None:
+                    handle = module.register_forward_pre_hook(partial(self._hook, index), prepend=True)
+                    undo.append(handle.remove)
+                else:  # its hooks are compiled with it
+                    module._compiled_call_impl = partial(self._call, index, compiled)
+                    undo.append(partial(setattr, module, "_compiled_call_impl", compiled))
+            yield
+        finally:
+            for each in undo:
+                each()
+
+    def _hook(self, index: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+        number = self._baton.mine
+        if number is not None and torch_private.current_graph_task() == -1:  # else a backward recomputes
+            self._come_to(index, number)
+
+    def _call(self, index: int, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        number = self._baton.mine
+        if number is not None and torch_private.current_graph_task() == -1:
+            self._come_to(index, number)
+        return compiled(*args, **kwargs)
+
+    def _come_to(self, index: int, number: int) -> None:
+        visits = self._visits[number]
+        visits[index] = visit = visits.get(index, -1) + 1
+        self.passed[number].append((visit, index))
+        self._baton.pass_on(number)
+        while any(not self._is_beyond(other, number) for other in self._baton.running if other < number):
+            self._baton.pass_on(number)
+        self.starts[number].append(torch_private.next_node_number())
+
+    def _is_beyond(self, other: int, number: int) -> bool:
+        """Return whether the micro-batch `other` has gone on behind the border that `number` has come to, or come to a
+        later one."""
+        theirs, ours = self.passed[other], self.passed[number]
+        same = len(theirs) > len(ours) and theirs[len(ours) - 1] == ours[-1]
+        return same or (bool(theirs) and theirs[-1] > ours[-1])

@@ -1,0 +1,102 @@
+"""Has forwards that take turns, and the backwards behind them, count as one forward and one backward of their model.
+
+The micro-batches of `hetmem.accumulate` compute on threads of their own, one at a time. These threads share the turn of
+the thread that called it, and what they do is one segment of a step: so a weight is used by all of them in a row, and
+the eviction policy and prefetching see one forward of all of their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+
+import torch
+
+from hetmem.errors import ManageError
+from hetmem.intercept import registry
+from hetmem.intercept.backward import begin_for, end_for
+from hetmem.intercept.interceptor import Interception
+from hetmem.intercept.phases import Joined
+from hetmem.memory.interrupts import HELD_BACK
+
+
+class JoinedModels:
+    """The managed models of one call, of `count` micro-batches of `model`."""
+
+    def __init__(self, model: torch.nn.Module, count: int) -> None:
+        found = registry.managed_among(model.parameters())
+        self._models = sorted(found, key=lambda each: each.runtime.turn.number)
+        self._count = count
+
+    def __bool__(self) -> bool:
+        """Return whether any parameter of the model is managed."""
+        return bool(self._models)
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether the model is managed, and is whole on the device."""
+        return bool(self._models) and all(each.runtime.memory.resident for each in self._models)
+
+    @contextmanager
+    def turns(self) -> Iterator[None]:
+        """Hold the turns of all models in the body. Raises `ManageError` within a forward of one."""
+        with ExitStack() as stack:
+            for each in self._models:
+                stack.enter_context(each.runtime.turn.held("hetmem.accumulate", each.gradients.is_whole))
+                if each.is_computing():
+                    raise ManageError("hetmem.accumulate is called within a forward of the model: call it outside")
+            yield
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Have all forwards in the body be one, until `backwards`; before that none may differentiate."""
+        for each in self._models:
+            each.segments.joined = Joined(self._count)
+        try:
+            yield
+        finally:
+            with HELD_BACK:
+                for each in self._models:
+                    each.segments.joined = None
+                    if not each.backwards:
+                        each.runtime.bindings.all_home()
+                        each.runtime.marks.resume()
+
+    @contextmanager
+    def backwards(self) -> Iterator[None]:
+        """Have all backwards in the body be one; to be entered once all forwards of `joined` have ended."""
+        began = list[Interception]()
+        try:
+            with HELD_BACK:
+                for each in self._models:
+                    assert each.segments.joined is not None
+                    each.segments.joined.in_forwards = False
+                    begin_for(each, accumulates=True)
+                    began.append(each)
+            yield
+            self._settle()
+        except BaseException:
+            with suppress(Exception):  # the error that is raised counts
+                self._settle()
+            raise
+        finally:
+            with HELD_BACK:
+                for each in began:
+                    end_for(each)
+
+    def expect(self, arrivals: Mapping[int, int]) -> None:
+        """Tell optimizers that update within a backward how many gradients of each parameter, by `id`, will arrive."""
+        for each in self._models:
+            early = [listener for listener in each.gradients.listeners if listener.begins_early]
+            for managed in each.runtime.parameters if early else ():
+                for listener in early if id(managed.parameter) in arrivals else ():
+                    listener.expect(managed, arrivals[id(managed.parameter)])
+
+    @HELD_BACK
+    def _settle(self) -> None:
+        """End the backward of each model that has begun one."""
+        for each in self._models:
+            assert each.segments.joined is not None
+            models = each.segments.joined.models
+            while models:
+                models.pop().end_backward()
