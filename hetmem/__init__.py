@@ -28,6 +28,7 @@ finally:
 if TYPE_CHECKING:
     from hetmem.accumulation import accumulate
     from hetmem.checkpoint import load, load_weights, save
+    from hetmem.losses import chunked_loss
     from hetmem.planner import plan
 
 __version__ = VERSION
@@ -41,6 +42,7 @@ __all__ = [
     "NextUse",
     "SimDevice",
     "accumulate",
+    "chunked_loss",
     "load",
     "load_weights",
     "manage",
@@ -66,4 +68,8 @@ def __getattr__(name: str) -> Any:
         from hetmem.planner import plan  # planning costs more to import than training does
 
         return plan
+    if name == "chunked_loss":
+        from hetmem.losses import chunked_loss
+
+        return chunked_loss
     raise AttributeError(f"module 'hetmem' has no attribute {name!r}")

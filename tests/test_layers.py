@@ -32,7 +32,7 @@ ORDER = (
     "intercept",  # tells the engine what torch uses
     "optim",  # trains
     "checkpoint report planner distributed accumulation",  # saves, tells, plans, takes turns
-    "api",  # what users call
+    "api losses",  # what users call
     "__init__",
     "tools",  # measures, compares
     "testing integrations",  # looks inside for tests, lets frameworks call

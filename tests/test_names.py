@@ -29,6 +29,7 @@ PUBLIC = {
     "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds "
     "terms to_dict tokens tokens_per_second with_nvme",
     "accumulate": "model batches forward loss borders generator",
+    "chunked_loss": "model head",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",
