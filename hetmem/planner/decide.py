@@ -290,6 +290,8 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
     if best is None:
         return min(int(workload.numel * times), workload.numel)
     lower, upper = 1.0, max(1.0, 1.06 * times)  # chunks are whole, and staging grows: the most may be less, or more
+    if upper > 32:  # of a small model there would be millions of layers
+        lower = upper = 0.9 * times
     for _ in range(7 if upper > lower else 0):
         middle = max((lower + upper) / 2, 0.97 * upper) if lower == 1.0 else (lower + upper) / 2
         larger = larger_by(workload, middle)
