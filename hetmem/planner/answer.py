@@ -240,7 +240,8 @@ def _does_as(setting: Setting, best: Judged) -> bool:
         return False
     if (usual.layout, usual.staging_slots) != (ground.layout, made.ground.staging_slots):
         return False
-    if (ground.staying or ground.uses_nvme) and usual.staying != ground.staying:  # others than planned would come home
+    same_at_once = ground.staying or ground.uses_nvme or ground.copied  # what comes home gets no 16-bit copy there
+    if same_at_once and usual.staying != ground.staying:
         return False
     if ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes

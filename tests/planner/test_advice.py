@@ -311,8 +311,8 @@ REPLAYED = {
 @pytest.mark.parametrize(
     ("name", "words", "host"),
     [
-        ("gemma2", ["--hardware", "rtx4090", "--host-memory", "120GiB", "--nvme", "1TiB"], 106),
-        ("mixtral", ["--hardware", "h200"], 510),
+        ("gemma2", ["--hardware", "rtx4090", "--host-memory", "120GiB", "--nvme", "1TiB"], 120),
+        ("mixtral", ["--hardware", "h200"], 512),
     ],
 )
 def test_models_that_were_given_a_drive_fit_without(
