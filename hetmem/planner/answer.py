@@ -234,6 +234,8 @@ def _does_as(setting: Setting, best: Judged) -> bool:
     try:
         made = arranged(workload, setting)
         usual = ground_of(workload, setting.capacities, setting.chunk_bytes)  # before the optimizer is known
+        if ground.uses_nvme:
+            arrange(workload, setting.capacities, setting.chunk_bytes)  # which has to have room on the drive
     except NoRoom:
         return False
     if made.homes != best.arrangement.homes or made.ground.layout != ground.layout:

