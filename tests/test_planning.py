@@ -141,7 +141,7 @@ def test_the_peaks_of_a_run_are_the_planned_ones(
     ("optimizer", "options"),
     [
         case(hetmem.AdamW, {}, nightly=False),
-        case(hetmem.AdamW, {"overlap": "backward", "gradients": "streamed"}, nightly=False),
+        case(hetmem.AdamW, {"overlap": "backward"}, nightly=False),
         case(hetmem.AdamW, {"moments": "8bit"}, nightly=True),
         case(partial(offload, torch.optim.AdamW), {"amsgrad": True}, nightly=False),  # a third state
         case(torch.optim.SGD, {}, nightly=True),
@@ -155,7 +155,7 @@ def test_embeddings_far_larger_than_layers_stay_in_host_memory_and_are_not_stage
     torch.manual_seed(0)
     plain, model = GPT(16), GPT(16)
     model.load_state_dict(plain.state_dict())
-    planned = {name: options[name] for name in ("overlap", "gradients", "moments") if name in options}
+    planned = {name: options[name] for name in ("overlap", "moments") if name in options}
     plan = plan_alone(lambda: GPT(16), BATCH, budget, chunk_bytes=16 * KIB, **planned)
     hetmem.manage(model, budget, device="sim", chunk_bytes=16 * KIB)
     stepped, reference = optimizer(model.parameters(), lr=1e-3, **options), None
@@ -318,7 +318,7 @@ class Wide(nn.Sequential):
         super().__init__(*(nn.Linear(*sizes) for _ in range(layers) for sizes in ((4096, 16384), (16384, 4096))))
 
 
-@pytest.mark.parametrize("options", [{}, case({"gradients": "streamed", "overlap": "backward"}, nightly=True)])
+@pytest.mark.parametrize("options", [{}, case({"overlap": "backward"}, nightly=True)])
 def test_the_largest_model_of_a_plan_fits_by_its_own_plan(options: dict[str, Any]) -> None:
     """What stays on the device keeps its gradients there, 16 bytes a parameter, which were counted as 12: of 18.7 B, so
     named, 15 fitted."""

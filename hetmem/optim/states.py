@@ -355,7 +355,8 @@ def reserve_homes(
     elif memory.uses_copies:  # otherwise autograd keeps gradients, on the device
         if memory.staging_slots:
             memory.narrow_gradients(narrow)
-        traffic.ensure_homes(roles_of.keys() - set(() if memory.staging_slots else narrow), (Role.GRAD,))
+        apart = {*narrow} if not memory.staging_slots else set[Chunk]()
+        traffic.ensure_homes([chunk for chunk in roles_of if chunk not in apart], (Role.GRAD,))  # in their order
     alike: dict[tuple[Role, ...], list[Chunk]] = {}
     for chunk, roles in roles_of.items():
         check_staging(memory, chunk, len(roles))
