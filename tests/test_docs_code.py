@@ -153,7 +153,7 @@ def test_the_recipes_run_one_below_the_other() -> None:
 
 
 def test_the_page_of_optimizers_makes_them() -> None:
-    made, scaled = snippets("docs/optimizer.md")
+    made, scaled, unmanaged = snippets("docs/optimizer.md")
     for line in made.splitlines():
         names = given()
         run(line, names)
@@ -162,6 +162,11 @@ def test_the_page_of_optimizers_makes_them() -> None:
     names = given()
     run(scaled, names)
     assert names["optimizer"].loss_scale.value == 65536
+    names = given(managed=False)
+    run(unmanaged.replace("/mnt/nvme", ".").replace("100GiB", "8MiB").replace("1TiB", "8MiB"), names)
+    names["model"](names["x"], names["y"]).backward()
+    names["optimizer"].step()
+    assert 0 < sum(names["optimizer"].memory_bytes().values())
 
 
 def test_the_page_of_checkpoints_saves_and_loads() -> None:

@@ -230,10 +230,11 @@ class Interception:
                 leaves = leaves_of(args, kwargs)
             self._enter(compute, module, leaves, (*kwargs,))
             if compute.task < 0:
-                unknown = self.runtime.tracer.measured and torch.is_grad_enabled() and not self.segments.several
-                whole = unknown and module is self._model()
-                called = without_memory(memory.device.torch_device, args, kwargs) if whole else None
-                self.runtime.room.shortage.called = called
+                shortage, measured = self.runtime.room.shortage, self.runtime.tracer.measured
+                shortage.called = None
+                if measured and torch.is_grad_enabled() and not self.segments.several and module is self._model():
+                    with self.runtime.unwatched():
+                        shortage.called = without_memory(memory.device.torch_device, args, kwargs)
             return compute, args, kwargs
         except BaseException:
             self.reset()

@@ -142,7 +142,9 @@ def test_encoding_has_the_error_and_the_bytes_of_its_format(name: str) -> None:
     assert error == pytest.approx(ERRORS[name], rel=0.01)
     assert coding.nbytes / coding.numel == pytest.approx(BYTES[name], rel=1e-3)
     again = encoded(coding, found)
-    if name != "nf4-nested":  # whose scales are rounded again
+    if name == "int8":  # its scales are rounded again, and no code changes for it
+        assert torch.equal(again[: coding.numel], coded[: coding.numel])
+    elif name != "nf4-nested":  # whose scales are rounded again, to other levels
         assert torch.equal(decoded(coding, again), found.flatten())
 
 
