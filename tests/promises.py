@@ -245,7 +245,7 @@ PROMISES: dict[str, Mutation | str] = {
     "A view that is kept within a forward": Mutation(
         "engine/runtime.py",
         "            if key != STEP:\n                self.uses.renew_held_copies()\n",
-        "",
+        "            if key != STEP:\n",
         "tests/intercept/test_kept_views.py::test_a_view_that_a_module_keeps_shows_the_weight_as_it_is[turned-off-host]",
     ),
     "A raw pointer to a weight": "bind a module's weights for one function instead of its call",
@@ -319,6 +319,18 @@ PROMISES: dict[str, Mutation | str] = {
         "            self.book.forget(key)\n",
         "            pass\n",
         "tests/faults/test_shortage.py::test_what_a_batch_without_room_needed_is_not_kept_for_smaller_ones",
+    ),
+    "`hetmem.chunked_loss` is the model's own loss": Mutation(
+        "losses.py",
+        "        if logits is not None:\n            of_logits",
+        "        if False:\n            of_logits",
+        "tests/models/test_chunked_loss.py::test_it_is_the_loss_of_the_model_with_its_gradients[Gemma2-None]",
+    ),
+    "A first step without room on the device": Mutation(
+        "planner/rehearsal.py",
+        "        return size\n\n    def _sized",
+        "        return small\n\n    def _sized",
+        "tests/faults/test_shortage.py::test_one_message_says_what_the_whole_step_needs[True]",
     ),
     "An optimizer state that lacks entries": Mutation(
         "optim/optimizer.py",

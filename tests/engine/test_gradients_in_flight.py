@@ -49,16 +49,17 @@ READS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def hooks_that_read(module: nn.Module, log: list[torch.Tensor]) -> None:
+def hooks_that_read(module: nn.Module, log: list[torch.Tensor], *, writes: bool = True) -> None:
     """A hook of a layer and one of a tensor that read gradients, the last that has arrived first, each in another way,
-    and halve them."""
+    and halve them if they are to write."""
     ways = itertools.cycle(READS)
 
     def read(*_: object) -> None:
         for parameter in reversed([*module.parameters()]):
             if parameter.grad is not None:
                 log.append(next(ways)(parameter.grad))
-                parameter.grad.mul_(0.5)
+                if writes:
+                    parameter.grad.mul_(0.5)
 
     module[2].register_full_backward_hook(read)  # type: ignore[index]
     module[1].register_forward_hook(lambda *given: given[-1].register_hook(read) and None)  # type: ignore[index]
@@ -111,7 +112,7 @@ def test_a_backward_without_hooks_waits_for_gradients_at_its_end_alone(placement
 def test_a_hook_finds_gradients_of_mixed_precision_as_the_backward_leaves_them(placement: str, tmp_path: Path) -> None:
     module = manage(mlp(), placement, tmp_path, device=LazyDevice(), sanitize=False, mixed_precision=torch.bfloat16)
     log: list[torch.Tensor] = []
-    hooks_that_read(module, log)
+    hooks_that_read(module, log, writes=False)
     for batch in vector_batches(2, 4, WIDTH, dtype=torch.bfloat16):
         loss_of(module, batch).backward()
         left = {parameter.shape: [] for parameter in module.parameters()}  # type: ignore[var-annotated]
