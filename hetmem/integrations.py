@@ -6,7 +6,6 @@ A framework is imported only when its function is called, and nothing in it is p
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -93,10 +92,13 @@ def for_trainer(
     """Return keywords for a `Trainer` over a managed model: `Trainer(model, arguments, …, **for_trainer(arguments))`.
 
     They make the trainer use a `hetmem.AdamW` with the values in `arguments` (learning rate, betas, epsilon, weight
-    decay, and `max_grad_norm`, which is clipped within the update) and `options`, keywords of `hetmem.AdamW` such as
-    `overlap="backward"`; and add a callback. Whenever the trainer logs, that writes the `scalars` of the model to the
-    entries of `arguments.report_to` among TensorBoard, W&B and MLflow, and to `log` (see `write`). It updates the
-    status for `hetmem top` after each step, and saves the report to `report` at the end.
+    decay, and `max_grad_norm`, which is clipped within the update) and `options`, keywords of `hetmem.AdamW`; and add a
+    callback. Whenever the trainer logs, that writes the `scalars` of the model to the entries of `arguments.report_to`
+    among TensorBoard, W&B and MLflow, and to `log` (see `write`). It updates the status for `hetmem top` after each
+    step, and saves the report to `report` at the end.
+
+    A trainer reads the norm of the gradients before each step. So they stay visible, and updates run after the
+    backward, whatever `overlap` is: it is always "off".
 
     Raises `ManageError` if `arguments.optim` is not an AdamW.
     """
@@ -106,8 +108,9 @@ def for_trainer(
         "lr": arguments.learning_rate,
         "betas": (arguments.adam_beta1, arguments.adam_beta2),
         "eps": arguments.adam_epsilon,
-        "max_grad_norm": arguments.max_grad_norm or math.inf,  # inf: updates wait for the trainer's look at the norm
+        "max_grad_norm": arguments.max_grad_norm or None,
         **options,
+        "overlap": "off",  # a trainer reads the norm of the gradients, and only visible ones have one
     }
     callback = _trainer_callback()(report, tuple(log))
     return {"optimizer_cls_and_kwargs": (hetmem.AdamW, made), "callbacks": [callback]}

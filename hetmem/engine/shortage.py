@@ -204,7 +204,9 @@ class Shortage:
         if key is None:
             return "outside a step"
         without = " without gradients" if infers(key) else ""
-        return f"moment {self._tracer.position} of the {segment_name(key)}{without}"
+        name = segment_name(key)
+        early = name == "forward" and torch_private.current_graph_task() != -1  # the model's first gradient is to come
+        return f"{'a backward after ' if early else ''}moment {self._tracer.position} of the {name}{without}"
 
     def _in_use(self) -> dict[str, int]:
         residency, slot = self._residency, self._memory.device_pool.slot_bytes

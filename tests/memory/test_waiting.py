@@ -18,7 +18,7 @@ from tests.memory.waiting import Watch
 
 __all__ = ["cuda"]  # a fixture
 
-ARRIVED = "executor.wait_for_one < gradient_views.wait < gradients.wait_until_home: take"
+ARRIVED = "executor.wait_for_one < gradient_watch.wait < gradients.wait_until_home: take"
 """The end of backward: users find gradients at home."""
 UPDATED = "executor.wait_for_one < update_queue.finish < step._carry_out: take"
 """The step: threads of the host update, and the norm is of all gradients."""
@@ -36,7 +36,7 @@ ON_NVME = {
 }
 OF_THE_FAKE = (
     # What tells a GPU's memory from the host's by `tensor.device` takes another branch there.
-    "executor.wait_for_one < gradient_views.wait < gradients._send",
+    "executor.wait_for_one < gradient_watch.wait < gradients._send",
     "chunk_update._on_host",
     "workers.as_array",
 )

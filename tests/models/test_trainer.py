@@ -149,8 +149,9 @@ def test_updates_overlap_where_the_trainer_clips_nothing_and_are_refused_where_i
         trained(clipped, tmp_path / "clipped", overlap=overlap)
 
 
-def test_for_trainer_overlaps_with_the_defaults_of_a_trainer_and_reports(tmp_path: Path) -> None:
-    """Without clipping the bits are those of the trainer over plain torch; with it, those of the optimizer's own."""
+def test_for_trainer_lets_trainers_read_norms_with_any_overlap_and_reports(tmp_path: Path) -> None:
+    """A trainer does so by default. Without clipping the bits are those of one over plain torch; with it, those of the
+    optimizer's own."""
     plain = MODELS["gpt2"]()[0]
     unclipped, clipped, alone = (managed_copy(plain, tmp_path) for _ in range(3))
     written: list[tuple[int, dict[str, float]]] = []
