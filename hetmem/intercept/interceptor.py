@@ -232,7 +232,8 @@ class Interception:
             if compute.task < 0:
                 shortage, measured = self.runtime.room.shortage, self.runtime.tracer.measured
                 shortage.called = None
-                if measured and torch.is_grad_enabled() and not self.segments.several and module is self._model():
+                first = measured and torch.is_grad_enabled() and not self.segments.several
+                if first and module is self._model() and torch_private.transform_level() is None:
                     with self.runtime.unwatched():
                         shortage.called = without_memory(memory.device.torch_device, args, kwargs)
             return compute, args, kwargs
