@@ -89,7 +89,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("builder", nargs="?", metavar="MODULE:FUNCTION", help="a function that builds the model")
     model.add_argument("--hf-config", metavar="FILE", help="a Hugging Face config.json; its `architectures` is planned")
-    parser.add_argument("--batch", type=int, help="rows of a batch (with --hf-config); default: 1")
+    parser.add_argument("--batch", "--rows", type=int, help="rows of a batch (with --hf-config); default: 1")
     parser.add_argument("--sequence", type=int, help="tokens of a sequence (with --hf-config); default: 2048")
     parser.add_argument(
         "--input",
@@ -103,6 +103,10 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora", type=int, metavar="RANK", help="train adapters of that rank beside frozen linear layers in bfloat16"
     )
     parser.add_argument("--inference", action="store_true", help="forwards alone, under torch.no_grad()")
+    parser.add_argument("--prompt", type=int, metavar="TOKENS", help="with --new-tokens, in place of --sequence")
+    parser.add_argument(
+        "--new-tokens", type=int, metavar="N", help="with --inference: so many are generated after the prompt"
+    )
     parser.add_argument(
         "--hardware",
         help="a shipped profile (a100, gh200, h100, h200, l4, rtx4090), or a file from `hetmem probe`; default: h100",
@@ -193,7 +197,7 @@ def _planned(options: argparse.Namespace) -> int:
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     offline = planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext()
     scale = options.loss_scale
-    same = "micro_batches checkpointing overlap max_grad_norm real moments stochastic_rounding inference activations"
+    same = "micro_batches checkpointing overlap max_grad_norm real moments stochastic_rounding inference new_tokens"
     with offline:  # tracing too may make transformers fetch what it computes with
         plan = planner.plan_within(
             _call(options),
@@ -203,7 +207,7 @@ def _planned(options: argparse.Namespace) -> int:
             nvme_directories=tuple(options.nvme_dir or ()),
             on_stage=_show_stage,
             loss_scale=scale if scale in (None, "dynamic") else float(scale),
-            **{name: getattr(options, name) for name in same.split()},
+            **{name: getattr(options, name) for name in [*same.split(), "activations"]},
         )
     if options.output:
         plan.best.save(options.output)
@@ -221,13 +225,19 @@ def _call(options: argparse.Namespace) -> Any:
     mixed = None if precision == "float32" else getattr(torch, precision)
     loss = _function(options.loss) if options.loss else None
     inputs = [_named_input(text) for text in options.input or ()]
+    if options.prompt is not None:
+        if options.new_tokens is None or options.sequence is not None:
+            raise planner.PlanError("--prompt goes with --inference and --new-tokens, in place of --sequence")
+        options.sequence = options.prompt
     if options.hf_config:
         if any(name is None for name, _ in inputs):
             raise planner.PlanError("with --hf-config an input has a name: --input input_features=4x80x3000:float32")
         batch = 1 if options.batch is None else options.batch
         sequence = 2048 if options.sequence is None else options.sequence
         named = {name: tensor for name, tensor in inputs if name is not None}
-        call = planner.hugging_face_call(options.hf_config, batch, sequence, mixed, named, loss)
+        call = planner.hugging_face_call(
+            options.hf_config, batch, sequence, mixed, named, loss, new_tokens=options.new_tokens or 0
+        )
     elif options.batch is not None or options.sequence is not None:
         raise planner.PlanError("--batch and --sequence go with --hf-config; with MODULE:FUNCTION: --input 4x2048")
     elif not inputs:

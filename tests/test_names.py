@@ -23,7 +23,8 @@ PUBLIC = {
     "Plan": "activation_bytes activation_choices activations advice approximations as_asked at_peak best binding "
     "budget budget_bytes "
     "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "
-    "device_chunks device_update_share fits flops from_dict hardware home_copies inference keywords largest_parameters "
+    "device_chunks device_update_share fits flops from_dict generation hardware home_copies inference keywords "
+    "largest_parameters "
     "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model "
     "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "
     "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds "
@@ -35,7 +36,7 @@ PUBLIC = {
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",
     "managed": "budget options",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches checkpointing overlap "
-    "max_grad_norm loss_scale real moments stochastic_rounding inference activations others",
+    "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations others",
     "progress": "model",
     "release": "module",
     "report": "model",

@@ -128,6 +128,7 @@ def plan_of(
         as_asked="",
         combined=None,
         inference=inference,
+        generation=None,
         setup=call.setup,
         at_peak=tuple({"what": what, "bytes": nbytes} for what, nbytes in workload.at_peak),
         peak_operator=workload.peak_operator,

@@ -54,12 +54,20 @@ class TracedCall:
             object.__setattr__(self, "batch", dict(self.batch))
 
 
-def trace(call: TracedCall, results: Results | None = None, *, inference: bool = False, real: bool = False) -> Workload:
+def trace(
+    call: TracedCall,
+    results: Results | None = None,
+    *,
+    inference: bool = False,
+    real: bool = False,
+    prepare: Callable[[nn.Module, dict[str, Any]], list[torch.Tensor]] | None = None,
+) -> Workload:
     """Trace one forward and backward, or (`inference`) a forward. `results`: the cache of other traces. Raises
     `PlanError`.
 
     `real`: run on this machine's CPU, for control flow that depends on values. That takes the memory of a forward and
-    backward, with parameters in the dtype that operators see; tensors of the batch on `meta` become zeros.
+    backward, with parameters in the dtype that operators see; tensors of the batch on `meta` become zeros. `prepare`
+    may change the keywords of an inference's call, and returns tensors that are on the device before it.
     """
     device, results = "cpu" if real else "meta", results or Results()
     model, made = _build(call.build_model, device), call.loss
@@ -71,7 +79,9 @@ def trace(call: TracedCall, results: Results | None = None, *, inference: bool =
         if inference:
             model.eval().requires_grad_(False)
             kwargs.pop("labels", None)
-            return MetaTracer(model, call.mixed_precision, results).run(args, kwargs, None)
+            tracer = MetaTracer(model, call.mixed_precision, results)
+            tracer.count(prepare(model, kwargs) if prepare is not None else (), "cache")
+            return tracer.run(args, kwargs, None)
         return MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of)
     except PlanError:
         raise

@@ -22,15 +22,17 @@ from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError, printable
 from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan
+from hetmem.planner.wording import cache_line, generation_lines
+from hetmem.planner.wording import count as _count
+from hetmem.planner.wording import wrapped as _wrapped
 
-PLAN_VERSION = 11
+PLAN_VERSION = 12
 KEPT = "kept for homes on the device"
 LOANED = "gradients until their update"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
 MARGIN_SHARE = 0.05
 """The margin of a run's budget above the planned peak of a tier."""
 _DIRECTORY = "/path/on/the/drive"
-_WIDTH = 80
 _CODE_WIDTH = 76
 _SHOWN = 4
 """How many kinds of tensors at the peak the text names."""
@@ -74,7 +76,8 @@ class Plan:
     many `times` as large a batch or sequence fits, and that as `rows` of this sequence or a `sequence` of these rows.
     `layers`: if some of the `count` repeated layers `of` the model are to be checkpointed, how many of the first
     (`recomputed`), and the `moved_bytes` and `kept_bytes` of activations then; else None.
-    `inference`: forwards alone. `setup`: code that comes before the model is managed.
+    `inference`: forwards alone. `generation`: of a plan for new tokens after a prompt, whose step is all of it, else
+    None: docs/schemas.md has its keys. `setup`: code that comes before the model is managed.
     """
 
     model: str
@@ -112,6 +115,7 @@ class Plan:
     as_asked: str
     combined: dict[str, Any] | None
     inference: bool
+    generation: dict[str, Any] | None
     setup: tuple[str, ...]
     at_peak: tuple[dict[str, Any], ...]
     peak_operator: str
@@ -305,24 +309,14 @@ def _python(value: int | bool | str | list[str]) -> str:
 # ---- as text -----------------------------------------------------------------------------------------------------
 
 
-def _wrapped(text: str, indent: str = "  ") -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _count(number: float) -> str:
-    """Format `number` with a letter for its magnitude: 70.6 B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
-
-
 def _head(plan: Plan) -> Iterator[str]:
     precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
     kind = "rows" if plan.tokens == plan.rows else "tokens"
     size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} {kind} a batch"
     batch += ", every layer checkpointed" if plan.checkpointing else ""
     batch += ", inference" if plan.inference else ""
+    if plan.generation is not None:
+        batch = f"{plan.rows} rows of {plan.generation['prompt']} tokens, {plan.generation['new_tokens']} new ones each"
     yield _wrapped(f"{plan.model}: {size}, {precision}, {batch}, {plan.hardware}")
     if not plan.changes:
         yield "fits" if plan.fits else "DOES NOT FIT"
@@ -359,6 +353,8 @@ def _tiers(plan: Plan) -> Iterator[str]:
         if plan.budget_bytes["host"] and not plan.peak_bytes["host"]:
             back = "; host memory is for the model to move to if a later batch needs the device"
         yield _wrapped(f"budget: the peak and {margin}{back}; planned within {limits}")
+    if plan.generation is not None:
+        yield cache_line(plan.generation)
     others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
     yield _wrapped(f"activations: {', '.join(others)}")
     for each in plan.activation_choices:
@@ -384,7 +380,10 @@ def _time(plan: Plan) -> Iterator[str]:
     assert seconds is not None
     kind = "rows" if plan.tokens == plan.rows else "tokens"
     speed = f"{plan.tokens_per_second:.1f} {kind}/s, {plan.flops / seconds / 1e12:.1f} TFLOP/s"
-    yield f"step: {format_seconds(seconds)}, {speed}; overlap {plan.overlap:.2f}"
+    what = "step" if plan.generation is None else "generation"
+    yield f"{what}: {format_seconds(seconds)}, {speed}; overlap {plan.overlap:.2f}"
+    if plan.generation is not None:
+        yield from generation_lines(plan.generation)
     for name, busy in plan.terms.items():
         mark = "  <- binds" if name == plan.binding else ""
         yield f"  {RESOURCES.get(name, name):22}{format_seconds(busy):>12}{mark}"
@@ -400,7 +399,8 @@ def _time(plan: Plan) -> Iterator[str]:
             f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(daily)} a day; a drive "
             f"of {format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts {life}"
         )
-    yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
+    if plan.compute_bound_rows is not None:
+        yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
 
 
@@ -431,8 +431,7 @@ def _choices(plan: Plan) -> Iterator[str]:
 def _block(plan: Plan, best: Plan) -> Iterator[str]:
     if not best.fits:
         return
-    assert best.step_seconds is not None
-    how = f"{format_seconds(best.step_seconds)} a step"
+    how = f"{format_seconds(best.step_seconds or 0.0)} a {'step' if best.generation is None else 'generation'}"
     if plan.combined is not None and best.link_bytes.get("nvme_write"):
         how += f", a drive lasts {_life(best)[1]}"
     if plan.combined is not None:

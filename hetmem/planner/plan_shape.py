@@ -109,6 +109,18 @@ _PLAN = record(
         "as_asked": text(),
         "combined": anything,  # a plan, which is checked as it is made
         "inference": FLAG,
+        "generation": or_null(
+            record(
+                {
+                    "rows": _COUNT,
+                    "prompt": _COUNT,
+                    "new_tokens": _COUNT,
+                    "cache_bytes": _BYTES,
+                    "prefill_seconds": or_null(_SECONDS),
+                    "token_seconds": or_null(_SECONDS),
+                }
+            )
+        ),
         "setup": list_of(text()),
         "at_peak": list_of(record({"what": text(), "bytes": _BYTES})),
         "peak_operator": text(),

@@ -33,10 +33,11 @@ def hugging_face_call(
     mixed_precision: torch.dtype | None,
     inputs: Mapping[str, torch.Tensor] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    new_tokens: int = 0,
 ) -> TracedCall:
     """Return the call of the model that `config_file` names in `architectures`, with `batch` rows of `sequence` tokens
-    (where it takes tokens); `inputs` replace those of the same names. Nothing is looked up in a network, no code beside
-    transformers' is run, and nothing is asked. Raises `PlanError`."""
+    (where it takes tokens), after which `new_tokens` follow; `inputs` replace those of the same names. Nothing is
+    looked up in a network, no code beside transformers' is run, and nothing is asked. Raises `PlanError`."""
     path = Path(config_file)
     if min(batch, sequence) < 1:
         raise PlanError(f"expected at least one sequence of one token, got {batch} of {sequence}")
@@ -80,7 +81,7 @@ def hugging_face_call(
         except Exception as error:
             what = f"{type(error).__name__}: {_first_line(error)}"
             raise PlanError(f"{path}: no {kind.__name__} can be built as it says: {what}") from error
-        _check_positions(model, path, sequence)
+        _check_positions(model, path, sequence + new_tokens)
         return model
 
     return TracedCall(build, {**made, **(inputs or {})}, loss, mixed_precision)

@@ -1,0 +1,41 @@
+"""Sentences of a plan's text: lines of at most 80 columns, numbers with a magnitude, what a generation takes. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hetmem.base.units import format_seconds, format_size
+
+_WIDTH = 80
+
+
+def wrapped(text: str, indent: str = "  ") -> str:
+    """Return `text` in lines of at most 80 columns, all but the first with `indent` before them."""
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def count(number: float) -> str:
+    """Format `number` with a letter for its magnitude: 70.6 B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def cache_line(generation: Mapping[str, Any]) -> str:
+    """Return the bytes of keys and values, of a token and at the end."""
+    tokens = generation["rows"] * (generation["prompt"] + generation["new_tokens"] - 1)
+    total = generation["cache_bytes"]
+    return wrapped(f"cache of keys and values: {format_size(total / tokens)} a token, {format_size(total)} at the end")
+
+
+def generation_lines(generation: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the seconds of a prompt and of a token, in a plan that fits."""
+    rows, prompt = generation["rows"], generation["prompt"]
+    prefill, token = generation["prefill_seconds"], generation["token_seconds"]
+    yield f"  prefill: {format_seconds(prefill)}, {rows * prompt / prefill:.1f} tokens/s"
+    if token is not None:
+        each = "one token" if rows == 1 else f"one token of each of {rows} rows"
+        yield f"  then {each}: {format_seconds(token)}, {rows / token:.1f} tokens/s"
