@@ -9,9 +9,14 @@ heap grows by blocks that come and go.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hetmem.base.config import sets_malloc
 from hetmem.base.units import KIB, MIB
@@ -37,6 +42,40 @@ def map_large_blocks() -> None:
 def trim() -> None:
     """Return whole pages of freed blocks in the heap to the system. They cost the time of a first touch again."""
     _call("malloc_trim", 0)
+
+
+_MADV_WIPEONFORK, _MADV_KEEPONFORK = 18, 19  # Linux's; Python's mmap module names neither
+_PAGE_MAP = Path("/proc/self/pagemap")
+_IN_MEMORY_OR_SWAPPED = 62  # the two highest bits of a page's entry
+
+
+def untouched(address: int, nbytes: int) -> range:
+    """Return the addresses of the whole pages in [`address`, `address + nbytes`) if none of them was touched since it
+    was mapped, so that all read zeros; else an empty range, also where the system cannot tell.
+
+    The kernel's list of pages says so of memory that belongs to no file. That it belongs to none is told by advice that
+    the kernel refuses for other memory, and that is taken back.
+    """
+    start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    nowhere = range(start, start)
+    if start >= stop:
+        return nowhere
+    try:
+        with _PAGE_MAP.open("rb", buffering=0) as pages:
+            entries = os.pread(pages.fileno(), (stop - start) // mmap.PAGESIZE * 8, start // mmap.PAGESIZE * 8)
+    except OSError:
+        return nowhere
+    known = len(entries) == (stop - start) // mmap.PAGESIZE * 8
+    if not known or (np.frombuffer(entries, np.uint64) >> _IN_MEMORY_OR_SWAPPED).any():
+        return nowhere
+    if _advise(start, stop - start, _MADV_WIPEONFORK):
+        return nowhere
+    _advise(start, stop - start, _MADV_KEEPONFORK)
+    return range(start, stop)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> int:
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)  # type: ignore[no-any-return]
 
 
 class Freed:

@@ -33,7 +33,7 @@ from hetmem.engine.param_views import is_shared, reside, storage_references
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
 from hetmem.memory.device import Device
-from hetmem.memory.heap import Freed
+from hetmem.memory.heap import Freed, untouched
 from hetmem.memory.host_memory import PAGE_BYTES, Mapping, free_host_bytes
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
@@ -71,10 +71,9 @@ class BuildingMemory:
             self._stay(nbytes)
             return
         flat = elements(memory, parameter.dtype, parameter.numel())
+        _copy_touched(address_of(memory), parameter.data_ptr(), nbytes)
         with torch.no_grad():
-            target = flat.as_strided(parameter.shape, parameter.stride())
-            target.copy_(parameter)
-            parameter.data = target
+            parameter.data = flat.as_strided(parameter.shape, parameter.stride())
         self.freed.add(nbytes)
         self._placed.append(flat)
 
@@ -246,6 +245,15 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     reside(managed, home, memory.device.torch_device)
 
 
+def _copy_touched(target: int, source: int, nbytes: int) -> None:
+    """Copy `nbytes` from address `source` to `target`, where zeros are, without pages that were never
+    written: these are zeros too, and reading them would touch them."""
+    end = source + nbytes
+    zeros = untouched(source, nbytes) or range(end, end)
+    for start, stop in (source, zeros.start), (zeros.stop, end):
+        ctypes.memmove(target + start - source, start, stop - start)
+
+
 def _copy_bytes(home: torch.Tensor, data: torch.Tensor, *, over_disk: bool) -> None:
     """Copy `data` to `home`, which may overlap it and is as dense. Data on disk is first read from start to end, as the
     system's read-ahead does not work for overlapping copies that run backwards."""
@@ -323,8 +331,9 @@ def build_within(limits: Limits, device: Device, build: Callable[[], None]) -> B
 class Building:
     """Moves every parameter that any module registers, on the thread that began it, to memory of the tiers.
 
-    A parameter moves when another module registers its first one, and at the end: usually its own module has
-    initialised it by then, and later writes go to the new memory. Reentrant use is an error of the caller.
+    A parameter that was never written moves as it is registered, so that it is initialised where it lies then. Any
+    other moves when another module registers its first one, and at the end: usually nothing else holds its memory by
+    then. Reentrant use is an error of the caller.
     """
 
     def __init__(self, limits: Limits, device: Device) -> None:
@@ -360,7 +369,10 @@ class Building:
         if self._module is None or self._module() is not module:
             self.place_pending()
             self._module = weakref.ref(module)
-        self._pending.append(weakref.ref(parameter))
+        if _is_placed(parameter) and untouched(parameter.data_ptr(), parameter.numel() * parameter.itemsize):
+            self.memory.place(parameter)
+        else:
+            self._pending.append(weakref.ref(parameter))
 
     def place_pending(self) -> None:
         """Move the pending parameters."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
+from pathlib import Path
 
 import pytest
 
 from hetmem.errors import CapacityError
-from tests.memory.tested import GIB, MIB, PAGE_BYTES, Mapping, address_of
+from tests.memory.tested import GIB, MIB, PAGE_BYTES, Mapping, address_of, untouched
 
 
 def resident_bytes(mapping: Mapping) -> int:
@@ -110,3 +112,25 @@ def test_an_empty_mapping_is_refused(nbytes: int) -> None:
 def test_more_than_the_address_space_is_a_capacity_error(nbytes: int) -> None:
     with pytest.raises(CapacityError, match=f"{nbytes} bytes"):
         Mapping(nbytes)
+
+
+def test_what_was_never_touched_is_told_from_what_a_file_or_a_write_has(tmp_path: Path) -> None:
+    """Pages of a file that are not in memory look as untouched ones do, and are no zeros."""
+    nbytes = 64 * PAGE_BYTES
+    mapping = Mapping(nbytes)
+    inside = untouched(mapping.address + 1, nbytes - 2)
+    assert inside == range(mapping.address + PAGE_BYTES, mapping.address + nbytes - PAGE_BYTES)
+    assert not untouched(mapping.address + 1, PAGE_BYTES)
+    mapping.buffer(40 * PAGE_BYTES, 1)[0] = 7
+    assert not untouched(mapping.address, nbytes)
+    assert len(untouched(mapping.address, 40 * PAGE_BYTES)) == 40 * PAGE_BYTES
+    assert resident_bytes(mapping) == PAGE_BYTES
+
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * nbytes)
+    with path.open("r+b") as file:
+        for flags in (mmap.MAP_PRIVATE, mmap.MAP_SHARED):
+            pages = mmap.mmap(file.fileno(), nbytes, flags=flags)
+            assert not untouched(address_of(memoryview(pages)), nbytes), flags
+    shared = mmap.mmap(-1, nbytes)
+    assert not untouched(address_of(memoryview(shared)), nbytes)

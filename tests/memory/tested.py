@@ -11,6 +11,7 @@ from hetmem.memory import cuda_device, host_memory, live_bytes, nvme_io, stream_
 from hetmem.memory.chunk import HiddenGradient
 from hetmem.memory.cuda_device import ComputeStream, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
+from hetmem.memory.heap import untouched
 from hetmem.memory.host_memory import PAGE_BYTES, HostPool, Mapping, address_of, free_host_bytes, left_by_groups
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
@@ -59,4 +60,5 @@ __all__ = [
     "stream_copies",
     "stream_for",
     "torch_private",
+    "untouched",
 ]
