@@ -167,7 +167,9 @@ CELLS: dict[str, dict[str, Any]] = {
     "whole on the device, float32": {"share": None},
     "whole on the device, bfloat16": {"share": None, "mixed": torch.bfloat16},
     "homes on the host, all copies": {"share": 1.5},
-    "homes on the host, a third of the copies": {"share": 1 / 3},
+    "homes on the host, half of the copies": {"share": 1 / 2},
+    "all copies, overlap": {"share": 1.5, "overlap": "backward"},
+    "half of the copies, overlap": {"share": 1 / 2, "overlap": "backward"},
 }
 
 
@@ -181,7 +183,7 @@ def cell(name: str, *, blocks: int = 16, width: int = 32, steps: int = 5) -> dic
         return costs(model, torch.optim.AdamW(model.parameters(), fused=True), batch, steps)
     limits, mixed = budget_of(model, options["share"]), options.get("mixed")
     hetmem.manage(model, limits, device=hetmem.SimDevice(), chunk_bytes=CHUNK_BYTES, mixed_precision=mixed)
-    return costs(model, hetmem.AdamW(model.parameters()), batch, steps)
+    return costs(model, hetmem.AdamW(model.parameters(), overlap=options.get("overlap", "off")), batch, steps)
 
 
 def managed_experts(experts: int, mixed: torch.dtype | None = None) -> Experts:

@@ -413,8 +413,10 @@ def working_weight(managed: ManagedParameter, data: torch.Tensor | None) -> torc
     leased and may be on its way."""
     if managed.stand_in is None:  # its home is what operators use, on a simulated device
         managed.stand_in = stand_in(managed.home, managed.chunk.compute_dtype, managed.home.device)
-    shown = managed.stand_in if data is None else data
-    weight: Any = torch.nn.Parameter(shown, managed.parameter.requires_grad)
+    weight: Any = managed.counter.detach()  # which has the version counter of the parameter
+    weight.__class__ = managed.kind
+    weight.data = managed.stand_in if data is None else data
+    weight.requires_grad_(managed.parameter.requires_grad)
     vars(weight).update(vars(managed.parameter))
     vars(weight)["hetmem_managed"] = weakref.ref(managed)  # a weak reference to a parameter prevents its exchange
     weight.__class__ = managed.watched_kind if data is None else managed.bound_kind

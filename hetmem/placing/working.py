@@ -34,7 +34,7 @@ from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Moment
 
 # Read for each parameter in each step: these run in C.
-_VERSION, _TRAINS = attrgetter("_version"), attrgetter("requires_grad")
+_VERSION, _VERSION_SEEN, _TRAINS = attrgetter("counter._version"), attrgetter("version"), attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _DEVICE = attrgetter("device")
 _referrers: Any = torch_private.tensor_references
@@ -66,10 +66,6 @@ class WorkingWeights:
         """The indices in `_parameters` of the parameters in `_entries`."""
         self._placed: list[Any] = []
         """The working weights for `_entries`."""
-        self._versions: list[int] = []
-        """Versions of parameters, as far as working weights have counted them."""
-        self._counted: list[int] = []
-        """Versions of working weights when a forward began."""
         self._blocks: tuple[int, ...] = ()
         """The blocks of a whole model on the device that are leased until `release`; empty if none are."""
         self._entered = 0
@@ -103,7 +99,6 @@ class WorkingWeights:
             self.release()
             return False
         self._pending |= trains
-        self._count_versions()
         self.enter()
         return True
 
@@ -133,7 +128,6 @@ class WorkingWeights:
         if self._entered == 1:
             where, _, names = self._entries
             run_through(map(setitem, where, names, self._placed))
-            self._counted = [*map(_VERSION, self._weights)]
 
     def enter_again(self) -> None:
         """Do `enter` for a recomputation. The segment of the backward begins here: else it would in a nested backward,
@@ -149,12 +143,7 @@ class WorkingWeights:
             return
         where, _, names = self._entries
         run_through(map(dict.pop, where, names, repeat(None)))
-        if self._are_hooked:  # those without memory are watched
-            with torch_private.NoFunctionsOfSubclasses():
-                now = [*map(_VERSION, self._weights)]
-        else:
-            now = [*map(_VERSION, self._weights)]
-        written = now != self._counted
+        written = [*map(_VERSION, self._managed)] != [*map(_VERSION_SEEN, self._managed)]
         if written or not self.serve:
             with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
                 self._bring_writes_home()
@@ -164,9 +153,9 @@ class WorkingWeights:
 
     def _bring_writes_home(self) -> None:
         writes = self._runtime.writes
-        for managed, weight, before in zip(self._managed, self._weights, self._counted, strict=True):
+        for managed in self._managed:
             taken, managed.data_taken = managed.data_taken, False
-            if weight._version != before:
+            if managed.counter._version != managed.version:
                 self.serve = False
                 writes.by_operator(managed)
             elif taken:
@@ -178,7 +167,7 @@ class WorkingWeights:
         """Return whether no listener needs each gradient, and, unless `streams`, only hetmem has hooks at parameters
         and all gradients are dense."""
         if streams:
-            return not any(listener.wants_each_gradient for listener in self._sink.listeners)
+            return True
         hooks = {*map(len, filter(None, chain.from_iterable(map(which, self._parameters) for which in _HOOKS)))}
         notifies = any(listener.wants_each_gradient for listener in self._sink.listeners)
         return hooks <= {1} and self._sink.are_dense and not notifies
@@ -273,7 +262,6 @@ class WorkingWeights:
         with self._runtime.unwatched(), torch.inference_mode(False):
             self._weights = list(map(working_weight, self._managed, map(_DEVICE, self._managed)))
         self._over, self._are_hooked = over, False
-        self._versions = [*map(_VERSION, self._parameters)]
         self._find_modules()
 
     def _make_hooked(self, *, anew: bool) -> None:
@@ -282,13 +270,10 @@ class WorkingWeights:
         if self._are_hooked and self._weights and not (anew and self._runtime.memory.mixed_precision is not None):
             self.freeze()
             return
-        if self._weights:
-            self._count_versions()
         self._retire()
         with self._runtime.unwatched():
             self._weights = list(map(self._hooked, self._managed))
         self._are_hooked = True
-        self._versions = [*map(_VERSION, self._parameters)]
         self._find_modules()
 
     def _find_modules(self) -> None:
@@ -317,15 +302,6 @@ class WorkingWeights:
         self._find_modules()  # for the next forward
         return False
 
-    def _count_versions(self) -> None:
-        """Count writes to a parameter as writes to its working weight, so that a graph that needs the old value raises
-        torch's own error."""
-        now = [*map(_VERSION, self._parameters)]
-        if now != self._versions:
-            changed = [w for w, new, old in zip(self._weights, now, self._versions, strict=True) if new != old]
-            torch.autograd.graph.increment_version(changed)
-            self._versions = now
-
     # ---- backward ------------------------------------------------------------------------------------------------
 
     @property
@@ -351,16 +327,11 @@ class WorkingWeights:
         self._sink.began = False
         self.freeze()
         if self._are_hooked:
-            if self._weights:
-                with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
-                    self._count_versions()
             return
         used = self._used()
         if not used:
             return
         with self._runtime.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
-            if self._weights:
-                self._count_versions()
             if not accumulates:
                 self._given = []
                 return

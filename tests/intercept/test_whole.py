@@ -25,9 +25,11 @@ from tests.engine.harness import (
     assert_same,
     assert_same_grads,
     assert_same_weights,
+    loss_of,
     manage,
     mlp,
     pair,
+    reference,
     token_batches,
     train_both,
     vector_batches,
@@ -347,6 +349,31 @@ def test_programs_with_all_copies_have_the_bits_of_torch(
             optimizer.zero_grad()
         assert_same_weights(plain, managed, f"step {step}")
     assert "Net" in testing.of(managed).operators(), "no forward was one moment"
+
+
+@pytest.mark.parametrize("mixed", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [None, False])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_updates_beside_a_forward_and_a_backward_that_have_all_copies_change_no_bit(
+    overlap: str, checkpointing: bool | None, mixed: torch.dtype | None, tmp_path: Path
+) -> None:
+    """Also where they trail into a forward that has begun, and where a weight is computed with again."""
+    torch.manual_seed(0)
+    plain = Tower(depth=4, checkpointing=checkpointing)
+    managed = all_copies(copy.deepcopy(plain), tmp_path, mixed_precision=mixed)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    backward = reference(plain, mixed)
+    for step, batch in enumerate(token_batches(8)):
+        expected = backward(partial(loss_of, batch=batch))
+        loss = loss_of(managed, batch)
+        loss.backward()
+        for optimizer in (left, right):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(expected, loss, f"loss of step {step}")
+    assert_same_weights(plain, managed)
+    assert "Tower" in testing.of(managed).operators(), "no forward was one moment"
 
 
 class Routed(nn.Module):
