@@ -58,8 +58,8 @@ def test_plans_say_what_the_page_prints(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("--host-memory 60GiB --nvme 200GiB", "paste (9.85 s a step"),
-        ("--host-memory 60GiB --moments 8bit --overlap backward", "paste (5.91 s a step"),
+        ("--host-memory 60GiB --nvme 200GiB", "paste (8.77 s a step"),
+        ("--host-memory 60GiB --moments 8bit --overlap backward", "paste (5.86 s a step"),
         ("--host-memory 28GiB --lora 16", "paste (5.44 s a step"),
     ],
 )

@@ -27,7 +27,7 @@ PUBLIC = {
     "largest_parameters "
     "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model "
     "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "
-    "reasons role_bytes rows save setup slot_bytes stall_seconds step_seconds "
+    "reasons recomputed_flops role_bytes rows save setup slot_bytes stall_seconds step_seconds "
     "terms to_dict tokens tokens_per_second with_nvme",
     "accumulate": "model batches forward loss borders generator",
     "chunked_loss": "model head",

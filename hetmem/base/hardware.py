@@ -59,13 +59,29 @@ class DeviceProfile:
 @dataclass(frozen=True, slots=True)
 class HostProfile:
     """The host. `copy_bytes_per_second` counts bytes copied (each read and written once); `update_bytes_per_second`
-    counts all traffic of the optimizer's update, 28 bytes a parameter."""
+    counts all traffic of the optimizer's update, 28 bytes a parameter, by all its threads, and
+    `update_core_bytes_per_second` by one; zero where that was not measured. `beside_updates`: how many times as long
+    what the training thread does takes while other threads update; 1 where it was not measured."""
 
     memory_bytes: int
     cores: int
     copy_bytes_per_second: float
     update_bytes_per_second: float
     numa_nodes: int = 1
+    update_core_bytes_per_second: float = 0.0
+    beside_updates: float = 1.0
+
+    @property
+    def traffic_bytes_per_second(self) -> float:
+        """The most bytes read and written that were measured of the host's memory."""
+        return max(self.update_bytes_per_second, 2 * self.copy_bytes_per_second)
+
+    @property
+    def shared_update_bytes_per_second(self) -> float:
+        """The rate of an update while the thread that trains works on something else: what the other cores reach."""
+        others = max(1, self.cores - 1)
+        one = self.update_core_bytes_per_second or self.update_bytes_per_second / self.cores
+        return min(self.update_bytes_per_second, others * one)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +200,7 @@ def _number(value: Any, name: str, *, whole: bool) -> float:
     """Return `value` if it is plausible for `name`: rates and sizes above zero, latencies zero or more."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _MOST:  # NaN is not
         raise _wrong(name, "a number", value)
-    may_be_zero = name.endswith(("_seconds", "memory_bytes", "allocator_share", "nvme_both_ways_bytes_per_second"))
+    may_be_zero = name.endswith(_MAY_BE_ZERO)
     if value < 0 or (value == 0 and not may_be_zero):
         raise _wrong(name, "a number of zero or more" if may_be_zero else "a number above zero", value)
     if whole and value != int(value):
@@ -198,11 +214,19 @@ def _number(value: Any, name: str, *, whole: bool) -> float:
 
 
 _MOST = 1e300
+_MAY_BE_ZERO = (
+    "_seconds",
+    "memory_bytes",
+    "allocator_share",
+    "nvme_both_ways_bytes_per_second",
+    "update_core_bytes_per_second",
+)
 _PLAUSIBLE = (
     ("memory_bytes", 1 << 20, 1e15, "bytes"),
     ("bytes_per_second", 1e4, 1e15, "bytes a second"),
     ("matrix_flops", 1e6, 1e19, "floating-point operations a second"),
     ("_seconds", 0, 10, "seconds"),
+    ("beside_updates", 1, 100, "a factor"),
     ("allocator_share", 0, 0.9, "a share"),
 )
 """Figures out of these ranges must be in another unit (GB/s, TFLOP/s, microseconds)."""

@@ -112,6 +112,7 @@ def plan_of(
         binding=binding,
         link_bytes=dict(best.result.bytes) if best else {},
         flops=workload.flops * count,
+        recomputed_flops=workload.recomputed_flops * count,
         activations=activations,
         activation_bytes=activation_bytes,
         activation_choices=(),

@@ -84,6 +84,7 @@ class MetaTracer:
         self._uses = _Uses(self)
         self._depth = 0
         self._in_backward = False
+        self._recomputed_flops = 0
         self._round = SavedRound()
         """The tensors that autograd saves, recorded as in a run."""
         self._event_at = [0]
@@ -136,6 +137,7 @@ class MetaTracer:
             *rows_and_tokens((args, kwargs)),
             self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
             *self._at_peak(),
+            self._recomputed_flops,
             saved=tuple(self._round.intervals.values()),
             ticks=tuple(zip(self._event_at, self._round.needed_bytes, strict=True)),
         )
@@ -319,6 +321,8 @@ class MetaTracer:
         work.operators += 1
         if cost.flops:
             work.matrix.append((cost.flops, cost.nbytes))
+            if self._in_backward and torch.is_grad_enabled():  # a backward itself has no gradients
+                self._recomputed_flops += cost.flops
             self._dtypes[cost.dtype] += cost.flops
         else:
             work.moved_bytes += cost.nbytes

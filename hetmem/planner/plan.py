@@ -22,11 +22,11 @@ from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError, printable
 from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan
-from hetmem.planner.wording import cache_line, generation_lines
+from hetmem.planner.wording import TIMES, cache_line, drive_life, drive_line, generation_lines, speed
 from hetmem.planner.wording import count as _count
 from hetmem.planner.wording import wrapped as _wrapped
 
-PLAN_VERSION = 12
+PLAN_VERSION = 13
 KEPT = "kept for homes on the device"
 LOANED = "gradients until their update"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
@@ -38,9 +38,6 @@ _SHOWN = 4
 """How many kinds of tensors at the peak the text names."""
 _LOGITS_SHARE = 0.25
 """The text mentions logits from this share of the peak of activations on."""
-_FULL_WRITES = 600
-"""How many times its capacity a common drive is rated to be written."""
-_DAY = 86400
 _MOST_BYTES = 4 << 20
 """The most that the file of a plan may have."""
 
@@ -56,6 +53,7 @@ class Plan:
     `fits`: whether the run stays within the budget. `peak_bytes[tier]`, `role_bytes[tier][role]`: the peak of each tier
     (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` names the largest; `step_seconds` is the simulated time of a step (None if it does not fit).
+    `flops` of matrix operators in a step, of which `recomputed_flops` by checkpoints.
     `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
     `budget_bytes[tier]`: the budget for the run, the peak and a margin of `MARGIN_SHARE` (on the device a little more,
     which is never filled); where it does not fit, the `capacity_bytes` that it was planned within.
@@ -99,6 +97,7 @@ class Plan:
     binding: str | None
     link_bytes: dict[str, int]
     flops: int
+    recomputed_flops: int
     activations: str
     activation_bytes: dict[str, int]
     activation_choices: tuple[dict[str, Any], ...]
@@ -379,9 +378,11 @@ def _time(plan: Plan) -> Iterator[str]:
     seconds = plan.step_seconds
     assert seconds is not None
     kind = "rows" if plan.tokens == plan.rows else "tokens"
-    speed = f"{plan.tokens_per_second:.1f} {kind}/s, {plan.flops / seconds / 1e12:.1f} TFLOP/s"
+    rates = f"{plan.tokens_per_second:.1f} {kind}/s, {speed(plan.flops, plan.recomputed_flops, seconds)}"
     what = "step" if plan.generation is None else "generation"
-    yield f"{what}: {format_seconds(seconds)}, {speed}; overlap {plan.overlap:.2f}"
+    yield _wrapped(f"{what}: {format_seconds(seconds)}, {rates}; overlap {plan.overlap:.2f}")
+    if not plan.inference:
+        yield TIMES
     if plan.generation is not None:
         yield from generation_lines(plan.generation)
     for name, busy in plan.terms.items():
@@ -394,21 +395,10 @@ def _time(plan: Plan) -> Iterator[str]:
             f"optimizer: {share:.0%} of the parameters are updated on the device, {1 - share:.0%} by the host"
         )
     if plan.link_bytes.get("nvme_write"):
-        daily, life = _life(plan)
-        yield _wrapped(
-            f"NVMe: {format_size(plan.link_bytes['nvme_write'])} written a step, {format_size(daily)} a day; a drive "
-            f"of {format_size(plan.capacity_bytes['nvme'])} that is rated for {_FULL_WRITES} full writes lasts {life}"
-        )
+        yield drive_line(plan.link_bytes["nvme_write"], seconds, plan.capacity_bytes["nvme"])
     if plan.compute_bound_rows is not None:
         yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
-
-
-def _life(plan: Plan) -> tuple[float, str]:
-    """Return the bytes written a day, and how long a drive of the planned size lasts."""
-    daily = plan.link_bytes["nvme_write"] / (plan.step_seconds or 1.0) * _DAY
-    days = _FULL_WRITES * plan.capacity_bytes["nvme"] / daily
-    return daily, f"{days:.1f} days" if days < 10 else f"{days:.0f} days"
 
 
 def _refusal(plan: Plan) -> Iterator[str]:
@@ -433,7 +423,8 @@ def _block(plan: Plan, best: Plan) -> Iterator[str]:
         return
     how = f"{format_seconds(best.step_seconds or 0.0)} a {'step' if best.generation is None else 'generation'}"
     if plan.combined is not None and best.link_bytes.get("nvme_write"):
-        how += f", a drive lasts {_life(best)[1]}"
+        written, capacity = best.link_bytes["nvme_write"], best.capacity_bytes["nvme"]
+        how += f", a drive lasts {drive_life(written, best.step_seconds or 1.0, capacity)[1]}"
     if plan.combined is not None:
         peaks = ", ".join(f"{tier} {format_size(best.peak_bytes[tier])}" for tier in TIERS if best.peak_bytes[tier])
         how += f", all with the same bits; peaks {peaks}"

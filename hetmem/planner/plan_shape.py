@@ -69,6 +69,7 @@ _PLAN = record(
         "binding": or_null(one_of(*RESOURCES)),
         "link_bytes": table_of(_BYTES, _LINKS),
         "flops": whole(0, 10**30),
+        "recomputed_flops": whole(0, 10**30),
         "activations": one_of(*get_args(ActivationsName)),
         "activation_bytes": table_of(_BYTES, ("as written", "with checkpointing")),
         "activation_choices": list_of(

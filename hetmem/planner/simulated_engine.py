@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hetmem.base.hardware import HostProfile
 from hetmem.base.units import format_size
 from hetmem.errors import CapacityError
 from hetmem.planner.reservation import Arrangement, with_own_gradients
@@ -166,8 +167,8 @@ class Staged:
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """The update of chunk `number`, and its cost: `thread_seconds` of the training thread, then `host_seconds` of all
-    the host's workers together, or `device_seconds`.
+    """The update of chunk `number`, and its cost: `thread_seconds` of the training thread, then traffic of `host_bytes`
+    by all the host's workers together, or `device_seconds`.
 
     `operand`: the block whose copy on the device it makes stale. `ready()`: whether its gradients are at home. `done`
     is called at its end. `had_copy`: whether `operand` had a copy when the update was queued.
@@ -177,7 +178,7 @@ class Update:
     operand: int | None
     staged: tuple[Staged, ...]
     thread_seconds: float
-    host_seconds: float
+    host_bytes: float
     device_seconds: float
     ready: Callable[[], bool]
     done: Callable[[], None] = lambda: None
@@ -185,16 +186,17 @@ class Update:
 
 
 class SimulatedUpdates(HostUpdates[Update]):
-    """The updates of one optimizer, by the workers of `cores` cores; the trace of `notes` records what they stage.
+    """The updates of one optimizer, by the workers of `host`; the trace of `notes` records what they stage.
 
     `seconds`: the time in which at least one update was computed, or was ready and waited for a worker, as a report
     measures it. Time of the training thread is not included.
     """
 
-    def __init__(self, traffic: SimulatedTraffic, cores: int, notes: Notes) -> None:
+    def __init__(self, traffic: SimulatedTraffic, host: HostProfile, notes: Notes) -> None:
         super().__init__(lambda update: update.number)
-        self._traffic, self._cores, self._notes = traffic, cores, notes
-        self._free_at = self._busy_until = 0.0
+        self._traffic, self._host, self._notes = traffic, host, notes
+        self._carried = 0
+        self._busy_until = 0.0
         self._waiting = False
         self.seconds = 0.0
         traffic.pump, traffic.make_way = self.pump, self.give_way
@@ -242,21 +244,25 @@ class SimulatedUpdates(HostUpdates[Update]):
             self._traffic.unask(part.block)
 
     def _run(self, update: Update) -> None:
-        traffic, seconds = self._traffic, update.host_seconds
+        traffic, host = self._traffic, self._host
+        beside = max(0.0, traffic.updating_until - traffic.now)  # the updates before are computed for so long
         if not self._waiting:  # the training thread, one of the workers, is busy elsewhere
-            seconds *= self._cores / max(1, self._cores - 1)
+            seconds = update.host_bytes / host.shared_update_bytes_per_second
         else:  # while it prepares this update, it does not work on the one before
-            seconds += max(0.0, min(update.thread_seconds, self._free_at - traffic.now)) / self._cores
-        traffic.now += update.thread_seconds
+            seconds = update.host_bytes / host.update_bytes_per_second + min(update.thread_seconds, beside) / host.cores
+        if beside:  # what links have carried meanwhile took the same memory
+            seconds += (traffic.host_bytes - self._carried) / host.traffic_bytes_per_second
+        self._carried = traffic.host_bytes
+        traffic.takes(update.thread_seconds)
         self._running.append(update)
         if update.device_seconds:
             self._computes(traffic.now + update.device_seconds)
             traffic.now += update.device_seconds
             self._ended(update)
         else:
-            self._free_at = max(traffic.now, self._free_at) + seconds
-            self._computes(self._free_at)
-            traffic.later(self._free_at, partial(self._ended, update))
+            traffic.updating_until = max(traffic.now, traffic.updating_until) + seconds
+            self._computes(traffic.updating_until)
+            traffic.later(traffic.updating_until, partial(self._ended, update))
 
     def _computes(self, end: float) -> None:
         """Count the seconds from now to `end`, in which an update is computed or waits for a worker."""

@@ -6,6 +6,8 @@ that compete for cores, or the operating system.
 
 Note "time": one thread trains; its time is `now`. A link is a queue: a transfer starts when the one before is over.
 The thread notices that a transfer has ended only where the real one polls, and what follows from it starts then.
+What hetmem takes of the thread takes longer beside updates, and what links carry delays updates, as both use the host's
+memory.
 """
 
 from __future__ import annotations
@@ -104,6 +106,11 @@ class SimulatedTraffic:
         self.nvme_write = LinkQueue(hardware.nvme_write)
         self._share_the_disk(hardware.nvme_both_ways_bytes_per_second)
         self._transfer_seconds = hardware.thread.transfer_seconds
+        self._beside_updates = hardware.host.beside_updates
+        self.updating_until = 0.0
+        """When the updates that have begun on the host end."""
+        self.host_bytes = 0
+        """Bytes that the device's links have read from and written to host memory."""
         self.on_device: set[int] = set()
         self._cast = Rate(hardware.device.bytes_per_second)
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
@@ -226,10 +233,20 @@ class SimulatedTraffic:
 
     def copy_beside(self, link: LinkQueue, nbytes: int, done: Fetch | Write | Callable[[], None]) -> float:
         """Send `nbytes` over `link` in the background; `done` follows at their arrival, whose time is returned."""
-        self.now += self._transfer_seconds
+        self.takes(self._transfer_seconds)
+        if link is self.host_to_device or link is self.device_to_host:
+            self.host_bytes += nbytes
         end = link.send(self.now, nbytes)
         self.later(end, done)
         return end
+
+    def takes(self, seconds: float) -> None:
+        """Let the thread take `seconds`, by the time that they take where nothing updates."""
+        beside = self.updating_until - self.now
+        if beside > 0:
+            slowed = min(seconds, beside / self._beside_updates)
+            seconds += (self._beside_updates - 1) * slowed
+        self.now += seconds
 
     def move_in(self, block: int, home: Block, nbytes: int) -> None:
         """Move the home of `block` to the device, where it is `home`; `nbytes` of it have to be copied."""

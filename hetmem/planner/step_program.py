@@ -69,7 +69,7 @@ class Rehearsal:
         self._gradients = workload.gradients()
         self._usual = {number: micro_batches * count for number, count in self._gradients.items()}
         self._begun: set[int] = set()
-        self._updates = SimulatedUpdates(self._traffic, hardware.host.cores, self._notes)
+        self._updates = SimulatedUpdates(self._traffic, hardware.host, self._notes)
         awaited = None if self._how.overlapped else self._members
         self._sink = SimulatedGradients(self._traffic, self._notes, self._blocks, arrangement, awaited, self._hurry)
         self._costs = hardware.thread if self._blocks else ThreadCosts()
@@ -161,7 +161,7 @@ class Rehearsal:
                 self._use(index, event)
                 return
             case Kind.GRADIENT:
-                self._traffic.now += self._costs.gradient_seconds
+                self._traffic.takes(self._costs.gradient_seconds)
                 self._send(event.parameters[0])
                 self._notes.sent(event.live_bytes)
                 self._arrived(event.parameters[0])
@@ -171,7 +171,7 @@ class Rehearsal:
         self._phase(event.after, self._seconds[index][1])
 
     def _use(self, index: int, event: Event) -> None:
-        self._traffic.now += self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds
+        self._traffic.takes(self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds)
         self._let_go()
         used = [(p, self._blocks[self._operand(self.arrangement.chunk_of[p])]) for p in event.parameters]
         self._notes.moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
@@ -200,7 +200,8 @@ class Rehearsal:
 
     def _phase(self, phase: Phase, seconds: float) -> None:
         self._notes.grew(phase.peak_bytes)
-        self._traffic.now += seconds + phase.calls * self._costs.call_seconds
+        self._traffic.now += seconds
+        self._traffic.takes(phase.calls * self._costs.call_seconds)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
@@ -329,14 +330,14 @@ class Rehearsal:
         nbytes += COPY_BYTES * copies - itemsize + ground.role_itemsize(chunk, self.arrangement.gradient(chunk))
         nbytes *= sum(self.arrangement.elements[index] for index in members)
         whole = len(members) == len(ground.chunks[chunk].parameters)
-        self._traffic.now += len(members) * hardware.thread.queue_seconds
+        self._traffic.takes(len(members) * hardware.thread.queue_seconds)
         on_device = here and not hardware.host_to_device.by_the_caller
         update = Update(
             chunk,
             self._blocks.get(self._operand(chunk)),
             tuple(self._staged(chunk, whole=whole)),
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
-            0.0 if on_device else nbytes / hardware.host.update_bytes_per_second,
+            0 if on_device else nbytes,
             nbytes / hardware.device.bytes_per_second if on_device else 0.0,
             ready=lambda: not self._traffic.gradients.arriving(chunk),
             done=lambda: self._sink.retire(chunk),

@@ -119,6 +119,8 @@ class Workload:
     """The largest kinds of tensors alive beside parameters at their peak, and the bytes of each kind."""
     logits_bytes: int = 0
     """Bytes at the peak of tensors whose last dimension is the vocabulary's."""
+    recomputed_flops: int = 0
+    """Floating-point operations that checkpoints repeat in the backward."""
     saved: tuple[SavedInterval, ...] = ()
     """The tensors that autograd saves, without parameters, on the clock of `schedule.saved`."""
     ticks: tuple[tuple[int, int], ...] = ()

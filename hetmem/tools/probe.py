@@ -38,6 +38,7 @@ _COPY_BYTES = 256 * MIB
 _UPDATE_ELEMENTS = 64 << 20  # 1 GiB in all: of less a part would stay in the cache of a large processor
 _DISK_BYTES = 256 * MIB
 _LOOKED_SECONDS, _BUSY_SHARE = 0.3, 0.25
+_LAUNCHES, _TURNS = 200, 9  # shorter than an update
 
 
 @contextmanager
@@ -140,7 +141,8 @@ def seconds(work: Callable[[], object], rounds: int = 5) -> float:
 def _host(scale: int) -> HostProfile:
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     total = int(psutil.virtual_memory().total)
-    return HostProfile(total, usable_cores(), _copy_rate(scale), _update_rate(_UPDATE_ELEMENTS // scale), nodes)
+    update, by_one, beside = _updates(_UPDATE_ELEMENTS // scale)
+    return HostProfile(total, usable_cores(), _copy_rate(scale), update, nodes, by_one, beside)
 
 
 def _copy_rate(scale: int) -> float:
@@ -150,15 +152,36 @@ def _copy_rate(scale: int) -> float:
     return nbytes / seconds(lambda: target.copy_(source))
 
 
-def _update_rate(count: int) -> float:
-    """Measure the bytes per second of the optimizer's own kernel, all traffic counted."""
-    pool = WorkerPool()
+def _updates(count: int) -> tuple[float, float, float]:
+    """Measure the bytes per second of the optimizer's own kernel, all traffic counted, by all threads and by one; and
+    how many times as long this thread takes to launch operators while the others update."""
+    pools = WorkerPool(), WorkerPool(1)
     param, gradient, first, second = (part.fill_(1e-3) for part in _parts(Mapping(16 * count), 4, torch.float32))
     hyper = AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.01, 3, False)
+    few = torch.randn(16)
+
+    def tasks() -> list[Callable[[], None]]:
+        return adamw_tasks(hyper, param, gradient, first, second)
+
+    def launched() -> float:
+        start = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            few.add(1.0)
+        return time.perf_counter() - start
+
+    def launched_beside() -> float:
+        batch = pools[0].begin(tasks())
+        taken = launched()
+        batch.join()
+        return taken
+
     try:
-        return UPDATE_BYTES * count / seconds(lambda: pool.run(adamw_tasks(hyper, param, gradient, first, second)))
+        every, one = (UPDATE_BYTES * count / seconds(lambda: pool.run(tasks())) for pool in pools)  # noqa: B023
+        turns = [(launched(), launched_beside()) for _ in range(_TURNS)]
     finally:
-        pool.close()
+        for pool in pools:
+            pool.close()
+    return every, min(one, every), max(1.0, median(beside for _, beside in turns) / median(alone for alone, _ in turns))
 
 
 def _parts(memory: Mapping, count: int, dtype: torch.dtype) -> list[torch.Tensor]:

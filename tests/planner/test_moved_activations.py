@@ -163,7 +163,7 @@ def mixed(link: float) -> Plan:
     return hetmem.plan(Deep, (BATCH,), budget, beside(link), chunk_bytes=16 * KIB, activations="auto")
 
 
-@pytest.mark.parametrize(("link", "moves"), [(1.5e7, True), (5e6, False)])
+@pytest.mark.parametrize(("link", "moves"), [(1e7, True), (5e6, False)])
 def test_of_each_layer_activations_move_or_are_computed_again_as_is_faster(link: float, moves: bool) -> None:
     """States that do not fit beside all activations would take the host some 180 ms to update."""
     plan = mixed(link)
@@ -222,7 +222,7 @@ def test_times_and_peaks_are_those_of_a_run_on_a_clock(size: int, activations: A
 
 
 def test_the_pasted_block_computes_the_first_layers_again() -> None:
-    plan = mixed(1.5e7).best
+    plan = mixed(1e7).best
     assert plan.layers is not None
     written: dict[str, Any] = {"hetmem": hetmem, "torch": torch, "Deep": Deep}
     exec(plan.code().replace("Deep(...)", "Deep()"), written)

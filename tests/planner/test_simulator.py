@@ -38,7 +38,7 @@ def machine(**links: Rate) -> HardwareProfile:
     return replace(profile(), **{**dict.fromkeys(names, Rate(100.0)), **links})
 
 
-def traffic(device: int, homes: list[Tier], *, staging: int = 0, policy: EvictionPolicy | None = None, **links: Rate):
+def traffic(device: int, homes: list[Tier], *, staging: int = 0, policy: EvictionPolicy | None = None, **links: Any):
     """Blocks of 100 bytes each."""
     made = SimulatedTraffic({Tier.DEVICE: device, Tier.HOST: staging}, machine(**links), policy)
     for number, home in enumerate(homes):

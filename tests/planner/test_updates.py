@@ -39,9 +39,16 @@ from tests.schedule.invariants import check_invariants
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 
-def updates(simulated: SimulatedTraffic, cores: int = 4) -> SimulatedUpdates:
+def updates(simulated: SimulatedTraffic, cores: int = 4, *, one: float = 0.0, copied: float = 1e9) -> SimulatedUpdates:
     notes: Any = SimpleNamespace(staged=lambda block, *, reads: None)
-    return SimulatedUpdates(simulated, cores, notes)
+    host = replace(
+        HARDWARE.host,
+        cores=cores,
+        copy_bytes_per_second=copied,
+        update_bytes_per_second=1.0,
+        update_core_bytes_per_second=one,
+    )
+    return SimulatedUpdates(simulated, host, notes)
 
 
 def update(
@@ -78,6 +85,44 @@ def test_what_was_begun_behind_compute_is_waited_for_only_as_far_as_it_is_not_ov
     simulated.now += 6.0
     made.finish()
     assert (simulated.now, simulated.stall_seconds) == (8.0, 2.0)
+
+
+def test_the_thread_takes_longer_beside_updates_than_after_them() -> None:
+    simulated = traffic(0, [], host=replace(HARDWARE.host, beside_updates=4.0))
+    made = updates(simulated)
+    made.add(update(6.0))
+    made.pump()  # three of four workers: 8 s
+    simulated.takes(1.0)
+    assert simulated.now == 4.0
+    simulated.takes(3.0)  # one second of it beside the rest of the update
+    assert simulated.now == 8.0 + 2.0
+
+
+def test_what_links_carry_beside_updates_delays_them() -> None:
+    """They share the host's memory."""
+    ended = []
+    for beside in (False, True):
+        simulated = traffic(0, [])
+        made = updates(simulated, copied=50.0)
+        if not beside:
+            simulated.send_beside(300, 0, lambda: None)
+        made.add(update(6.0))
+        made.pump()
+        if beside:
+            simulated.send_beside(300, 0, lambda: None)
+        made.add(update(6.0))
+        made.pump()
+        ended.append(simulated.updating_until)
+    assert ended == [16.0, 16.0 + 300 / 100.0]
+
+
+def test_one_core_less_updates_as_fast_as_the_others_can() -> None:
+    simulated = traffic(0, [])
+    made = updates(simulated, one=0.5)
+    made.add(update(6.0))
+    made.pump()
+    assert simulated.now == 0.0
+    assert simulated.updating_until == 6.0  # three cores reach more than memory does
 
 
 def test_what_the_next_update_needs_is_read_while_one_is_computed() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from hetmem import planner
 from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
-from hetmem.planner import Plan, PlanError, step_program, workload
+from hetmem.planner import Plan, PlanError, step_program, wording, workload
 from hetmem.planner.decide import Decision, Judged, Variant, arranged, combined
 from hetmem.planner.decide import decide as decide_within
 from hetmem.planner.meta_results import Results
@@ -121,4 +121,5 @@ __all__ = [
     "state_bytes",
     "step_program",
     "trace",
+    "wording",
 ]
