@@ -1,0 +1,48 @@
+"""The fifth example: both ways to take a large step have the bits of plain torch, and one sends each weight twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "05_large_steps.py"
+
+
+def load_example() -> ModuleType:
+    """The example as a module; its file name is no identifier, so it cannot be imported by name."""
+    spec = importlib.util.spec_from_file_location("example_05_large_steps", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+SMALL = example.Sizes(layers=4, width=64, tokens=16, micro_batches=4, device_memory="768KiB", link="1GB")
+
+
+def test_both_ways_have_the_bits_of_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--check", "--steps", "1"], SMALL) == 0
+    said = capsys.readouterr().out
+    assert "3 losses and all weights equal those of the loop and plain torch" in said
+    loop, accumulate = (float(number) for number in re.findall(r"moves ([0-9.]+) MiB to the device", said))
+    assert accumulate < 0.5 * loop
+
+
+def test_a_budget_that_cannot_do_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--device-memory", "160KiB"], SMALL) == 2
+    assert "device" in capsys.readouterr().err
+
+
+def test_by_default_weights_are_four_times_the_device() -> None:
+    sizes = example.Sizes()
+    weights = sum(parameter.nbytes for parameter in example.Model(sizes).parameters())
+    assert weights > 3.95 * 3.5 * (1 << 20)
+    assert sizes.device_memory == "3.5MiB"
