@@ -6,10 +6,6 @@ microsecond; the oldest are dropped first.
 Note "bounded": all of a model's logs take at most `MOST_BYTES`, however long it runs, and each kind of entry has a
 share of them. So the last steps are there whole. Of each older step one row remains, of sums at its end: a history.
 
-Note "plain entries": a log takes an entry in by one call of C, as its members, and packs what has come when there is
-more than a little. Entries are kept as bytes, one after the other, and become named tuples as they are read; a text, or
-a tuple of blocks, is kept once, and in the entry its number. Python's garbage collector has nothing to look at.
-
 Note "asynchronous compute": a GPU computes later than the host launches. Timed marks in the stream of compute tell when
 it has come where: at the begin and end of a segment, before compute waits for a copy, and where the host begins to
 wait. They are read once compute has passed them; only a report waits for them. If compute, at the end of the stretch
@@ -20,17 +16,13 @@ Where compute is synchronous, a mark is a time, and a stretch is what the thread
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
-from struct import Struct
-from threading import Lock, RLock
-from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple
 
 from hetmem import torch_private
-from hetmem.base.units import KIB, MIB
+from hetmem.base.packed_log import Log, Numbers
+from hetmem.base.units import MIB
 from hetmem.memory.transfer import HOST_CLOCK, ComputeClock
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.chunk_limit import DevicePeaks
@@ -42,8 +34,6 @@ MOST_BYTES = 8 * MIB
 """The most memory that the logs of a model take."""
 REMEMBERED = 500
 """The most steps in a history."""
-_NUMBERED_BYTES = 640 * KIB
-"""The most memory of all texts, and of all tuples of blocks, that entries have numbers of."""
 UNPACKED = 1_000
 """Logs are packed when more segments, moments, and blocks of moments that use all, have been logged since."""
 _TOLD = 12
@@ -162,87 +152,6 @@ class Ended(NamedTuple):
     at: float
     stall_seconds: float
     tokens: int
-
-
-class Numbers(dict[Any, int]):
-    """Numbers of texts, or of other values that many entries share, in the order of their first use. All that come once
-    `_NUMBERED_BYTES` are full have number 0, the number of the first of `known`."""
-
-    def __init__(self, *known: Any) -> None:
-        super().__init__((value, number) for number, value in enumerate(known))
-        self.numbered = [*known]
-        self._room, self._adding = _NUMBERED_BYTES, Lock()
-
-    def __missing__(self, value: Any) -> int:
-        taken = sys.getsizeof(value) + _BYTES_OF_A_NUMBER
-        with self._adding:
-            if value not in self and taken <= self._room:
-                self._room -= taken
-                self.numbered.append(value)
-                self[value] = len(self.numbered) - 1
-            return self.get(value, 0)
-
-
-_BYTES_OF_A_NUMBER = 152
-"""What a number takes: its object, and its places in a table that has just grown and in a list."""
-_FORMATS: dict[Any, str] = {float: "d", int: "q", bool: "?", str: "H", tuple[int, ...]: "H", Link: "H"}
-
-Entry = TypeVar("Entry")
-
-
-class Log(Generic[Entry]):
-    """The last entries of `kind`, a named tuple: at most `most`, and three quarters of them at least, see note "plain
-    entries". `texts` numbers those of its members that are texts."""
-
-    def __init__(self, kind: type[Entry], most: int, texts: Numbers | None = None) -> None:
-        self._kind: Callable[..., Entry] = kind
-        members = get_type_hints(kind).values()
-        layout = Struct("=" + "".join(_FORMATS[member] for member in members))
-        self._packed, self._unpacked, self._width = layout.pack, layout.iter_unpack, layout.size
-        numbers = {str: texts or Numbers(""), tuple[int, ...]: Numbers(()), Link: Numbers(*Link)}
-        self._numbered = [(at, numbers[member]) for at, member in enumerate(members) if member in numbers]
-        self._members, self._most, self._lost = len(members), most, False
-        self._entries, self._new, self._packing = bytearray(), list[Any](), RLock()
-        self.append: Callable[[Sequence[Any]], None] = self._new.extend
-        """Log one entry, given as a tuple of all its members. Refers to its list alone."""
-
-    def pack(self) -> None:
-        """Pack what has been logged since, and drop the oldest entries if there are too many."""
-        if not self._new:
-            return
-        with self._packing:
-            new = self._new[:]
-            del self._new[: len(new)]  # threads append meanwhile
-            for at, numbers in self._numbered:
-                new[at :: self._members] = map(numbers.__getitem__, new[at :: self._members])
-            self._entries += b"".join(starmap(self._packed, zip(*[iter(new)] * self._members, strict=True)))
-            if len(self._entries) > self._most * self._width:
-                del self._entries[: -(self._most * 3 // 4 * self._width)]
-                self._lost = True
-
-    @property
-    def lost(self) -> bool:
-        """Whether the oldest entries have been dropped."""
-        self.pack()
-        return self._lost
-
-    def __len__(self) -> int:
-        self.pack()
-        return len(self._entries) // self._width
-
-    def __iter__(self) -> Iterator[Entry]:
-        self.pack()
-        return map(self._made, self._unpacked(bytes(self._entries)))  # as it is now
-
-    def __getitem__(self, at: int) -> Entry:
-        first = range(len(self))[at] * self._width
-        return next(map(self._made, self._unpacked(self._entries[first : first + self._width])))
-
-    def _made(self, members: tuple[Any, ...]) -> Entry:
-        made = [*members]
-        for at, numbers in self._numbered:
-            made[at] = numbers.numbered[made[at]]
-        return self._kind(*made)
 
 
 class EventLog:

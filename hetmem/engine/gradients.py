@@ -7,6 +7,7 @@ back right after, as the home. The order of additions is autograd's own, so the 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from functools import partial
 from operator import attrgetter
@@ -200,8 +201,10 @@ class GradientSink:
         return any(True for listener in self.listeners for _ in listener.begun())
 
     def is_whole(self) -> bool:
-        """Return (within the turn) whether no thread is between a backward that has begun to update and its step."""
-        return self.segments.backward_thread == get_ident() or not self.half_stepped
+        """Return (within the turn) whether no other thread that runs is between a backward that has begun to update and
+        its step."""
+        began = self.segments.backward_thread
+        return began == get_ident() or not self.half_stepped or began not in sys._current_frames()
 
     def notify_use(self, used: list[ManagedParameter]) -> None:
         """Tell listeners that compute uses `used` between the begin of a backward and the end of the step."""

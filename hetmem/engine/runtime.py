@@ -12,12 +12,14 @@ once its call is not on the stack of its thread.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import get_ident
 
 from hetmem import torch_private
@@ -72,7 +74,9 @@ class Runtime:
         """The rates of the machine, if they were given."""
         self.prediction: Mapping[str, object] | None = None
         """The forecast of the run's plan, if it has one, for reports."""
-        self._finalizer = weakref.finalize(self, _dropped, engine, memory.pins)
+        self.at_end: list[Callable[[], None]] = []
+        """Called once, as the model is released or dropped, or the process ends. None refers to this runtime."""
+        self._finalizer = weakref.finalize(self, _dropped, os.getpid(), engine, memory.pins, self.at_end)
 
     def close(self) -> None:
         """Wait for transfers in flight and stop all threads; homes stay readable as long as tensors hold them."""
@@ -138,12 +142,17 @@ class Runtime:
                 self.expect(follower)
 
 
-def _dropped(engine: TransferEngine, pins: list[Callable[[], None]]) -> None:
+def _dropped(
+    process: int, engine: TransferEngine, pins: list[Callable[[], None]], at_end: list[Callable[[], None]]
+) -> None:
     """End a runtime to which nothing refers any more. The garbage collector may call this anywhere, on any thread, so
-    it joins no thread and takes no lock: a thread that collects a model while it starts would wait for itself."""
+    it joins no thread and takes no lock: a thread that collects a model while it starts would wait for itself. A child
+    of `process`, made by `fork()`, has none of this."""
+    if os.getpid() != process:
+        return
     engine.abandon()
-    for unpin in pins:
-        unpin()
+    for call in (*pins, *at_end):
+        call()
 
 
 # ---- turns: see note "turns" -----------------------------------------------------------------------------------------
@@ -246,7 +255,7 @@ class Turn:
                 self._sections.remove(section)
                 self._changed.notify_all()
                 given = self._given
-                self._wait(section, lambda given=given: self._given != given)  # type: ignore[misc]
+                self._wait(section, partial(self._may_be, ready, given))
 
     def give(self, section: Section) -> None:
         """End `section`."""
@@ -274,6 +283,10 @@ class Turn:
 
     def _has(self, thread: int) -> bool:
         return any(section.thread == thread for section in tuple(self._sections))
+
+    def _may_be(self, ready: Callable[[], bool], given: int) -> bool:
+        """Return whether `ready` may be True, which was False when turns had been `given` that often."""
+        return self._given != given or (not self._sections and ready())  # a thread may have ended
 
     def _wait_in_line(self, section: Section) -> None:
         if self._has(section.thread):

@@ -24,7 +24,7 @@ import torch
 
 from hetmem.engine.gradient_watch import INTEGERS
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import Bindings, learn_tensor, references, storage_address, storage_references
+from hetmem.engine.param_views import Bindings, get_data, learn_tensor, storage_address, storage_references
 from hetmem.engine.traffic import Traffic
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, give_away
@@ -90,7 +90,7 @@ class WriteCheck:
         self._traffic.executor.poll()  # a copy that has arrived must not count as in flight
         unwatched, self.unwatched = self.unwatched, True  # stays so if this raises: all is checked again
         found = self._counted_but_data() if seen and not unwatched else self.all_counted(self._parameters)
-        refuse_common_memory(found)
+        refuse_common_memory(found, self._parameters)
         for managed in found:
             self._traffic.wait_for_update(managed.chunk)  # which writes to a copy in staging
             self.by_user(managed)
@@ -161,7 +161,7 @@ class WriteCheck:
         """Honour the writes to `chunk` that are `counted`, and clear its parameters in `noticed`."""
         found = list(filter(self.counted, chunk.parameters))
         if found:
-            refuse_common_memory([*self.touched.union(found)])  # the others may be in other chunks
+            refuse_common_memory(self.touched.union(found), self._parameters)  # the others may be in other chunks
             self.by_users(found)
         self.noticed.difference_update(map(id, chunk.parameters))
 
@@ -172,7 +172,7 @@ class WriteCheck:
 
     def by_users(self, found: list[ManagedParameter]) -> None:
         """Do `by_user` for each of `found`. Raises what `refuse_common_memory` does, with none done."""
-        refuse_common_memory(found)
+        refuse_common_memory(found, self._parameters)
         for managed in found:
             self.by_user(managed)
 
@@ -201,7 +201,7 @@ class WriteCheck:
         """Honour a step of another optimizer than hetmem's, which may count no versions (torch's fused ones do not). If
         this raises, as a drive has failed, the next forward honours the rest."""
         self.touched.update(stepped)
-        refuse_common_memory(stepped)
+        refuse_common_memory(stepped, self._parameters)
         for managed in stepped:
             self.by_user(managed)
             self.touched.discard(managed)
@@ -372,21 +372,28 @@ def _shared(managed: ManagedParameter, source: ManagedParameter) -> ManageError:
     )
 
 
-def refuse_common_memory(found: list[ManagedParameter]) -> None:
-    """Raise `ManageError` if the program has put several of `found` into one memory that another of its tensors shares
-    (a flat buffer), or at one address: torch would let them share all writes from then on."""
-    at: dict[int, list[ManagedParameter]] = {}
-    for managed in found:
-        if managed.numel and managed.parameter.data_ptr() != managed.home_address:
-            at.setdefault(storage_address(managed.parameter), []).append(managed)
-    for storage, within in at.items():
-        alone = references(storage) == len(within)
+def refuse_common_memory(found: Iterable[ManagedParameter], model: list[ManagedParameter]) -> None:
+    """Raise `ManageError` if the program has put several of `found` into one memory that a tensor beside the parameters
+    of `model` shares (a flat buffer), or at one address: torch would let them share all writes from then on."""
+    if all(len(within) == 1 for within in _by_memory(found).values()):
+        return
+    for within in _by_memory(model).values():  # the program may have put others there, too
+        alone = storage_references(get_data(within[0].parameter)) == len(within) + 2  # that tensor, and Python's handle
         if len(within) > 1 and not (alone and len({each.parameter.data_ptr() for each in within}) == len(within)):
             raise ManageError(
                 f"{within[0].name}.data and {within[1].name}.data were set to one memory, which another tensor shares "
                 f"(a flat buffer, as that of vector_to_parameters) or which is the same: in torch writes to it reach "
                 f"both. Copy the values (p.data.copy_(part)), or drop the other tensor (del vector) before this"
             )
+
+
+def _by_memory(found: Iterable[ManagedParameter]) -> dict[int, list[ManagedParameter]]:
+    """Return those of `found` that are not at home, by the address of their storage."""
+    at: dict[int, list[ManagedParameter]] = {}
+    for managed in found:
+        if managed.numel and managed.parameter.data_ptr() != managed.home_address:
+            at.setdefault(storage_address(managed.parameter), []).append(managed)
+    return at
 
 
 def _refuse_another_class(managed: ManagedParameter) -> None:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,8 +109,10 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if models:
             _settle(models)
         return gradients
-    except BaseException:
+    except BaseException as error:
         with HELD_BACK, contextlib.suppress(Exception):  # the error that is raised counts
+            for listener in chain.from_iterable(each.gradients.listeners for each in began):
+                listener.backward_raised(error)
             _settle(models)
             if outermost:
                 forget_nodes_that_did_not_run()

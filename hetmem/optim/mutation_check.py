@@ -74,12 +74,15 @@ class Arrivals:
         self._expected.clear()
 
 
-def refuse_changes(begun: Sequence[ChunkUpdate], optimizer: SteppingOptimizer, writes: WriteCheck) -> None:
-    """Raise RuntimeError if an input of the updates in `begun` that the program can reach has changed since."""
+def found_changes(
+    begun: Sequence[ChunkUpdate], optimizer: SteppingOptimizer, writes: WriteCheck
+) -> RuntimeError | None:
+    """Return the error if an input of the updates in `begun` that the program can reach has changed since."""
     groups = optimizer.groups_by_parameter() if begun else {}
     for update in begun:
         if update.lacks_gradients() or _have_changed(update, groups, writes):
-            raise changed(update.parts, optimizer, begun)
+            return changed(update.parts, optimizer, begun)
+    return None
 
 
 def _have_changed(update: ChunkUpdate, groups: dict[int, dict[str, Any]], writes: WriteCheck) -> bool:
@@ -123,6 +126,37 @@ def came_late(managed: ManagedParameter, optimizer: SteppingOptimizer, begun: It
         f"than {HELD} in the first one: use overlap='off', or begin with the step that has most. {GOES_THROUGH}. To "
         f"leave a step out, or after a backward that did not end, call the optimizer's forget_step() and zero_grad(): "
         f"it goes on from the weights that are updated. {updated_already(begun)}"
+    )
+
+
+def used_again(
+    managed: ManagedParameter, optimizer: SteppingOptimizer, begun: Iterable[ChunkUpdate], *, hurries: bool
+) -> RuntimeError:
+    """Return the error for a use of `managed` after its update has begun, in a first step if that `hurries`."""
+    more = f", or it is the first of a step that has more backwards than {HELD}" if hurries else ""
+    return RuntimeError(
+        f"{managed.name} is used again, by a recomputation within backward, or by a forward, a read or a write before "
+        f"step(), after its update had begun (overlap={optimizer.overlap.value!r}), as all its gradients had "
+        f"arrived{more}: call step() before (to leave it out, or after a backward that did not end, forget_step() and "
+        f"zero_grad()), or use overlap='off'. {GOES_THROUGH}. {updated_already(begun)}"
+    )
+
+
+def states_used(optimizer: SteppingOptimizer, begun: Iterable[ChunkUpdate]) -> RuntimeError:
+    """Return the error for optimizer states that the program uses after updates have begun."""
+    return RuntimeError(
+        f"optimizer states are used before step(), after updates had begun during backward "
+        f"(overlap={optimizer.overlap.value!r}), which change them: use them before backward() or after step() (to "
+        f"leave it out, forget_step() and zero_grad()), or set overlap='off'. {updated_already(begun)}"
+    )
+
+
+def backward_ended(how: str, optimizer: SteppingOptimizer, begun: Iterable[ChunkUpdate]) -> RuntimeError:
+    """Return the error for what a step cannot do any more as its backward has ended early: `how`, the error there."""
+    return RuntimeError(
+        f"the backward of this step has ended with {how}, after updates had begun "
+        f"(overlap={optimizer.overlap.value!r}): call the optimizer's forget_step() and zero_grad(), which goes on "
+        f"from the weights that are updated, or load a checkpoint. {updated_already(begun)}"
     )
 
 

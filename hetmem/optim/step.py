@@ -8,6 +8,7 @@ finite). In that case its squares are summed as gradients arrive, and the update
 from __future__ import annotations
 
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,14 +26,15 @@ from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
 from hetmem.optim.members import Joins, Members
 from hetmem.optim.mutation_check import (
-    GOES_THROUGH,
-    HELD,
     Arrivals,
+    backward_ended,
     came_late,
     changed,
+    found_changes,
     half_updated,
-    refuse_changes,
+    states_used,
     updated_already,
+    used_again,
 )
 from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
@@ -70,6 +72,8 @@ class Stepper:
         """Whether this step has compared what its updates used; and whether, the first one, it begins them early."""
         self.failed = False
         """Whether a step raised, and may be repeated with the same gradients."""
+        self._ended_with = ""
+        """The error of a backward of this step that had begun updates."""
         self.runtime.traffic.executor.workers.add(self._updates)
         interception.gradients.listeners.add(self)
 
@@ -115,7 +119,7 @@ class Stepper:
         if update is not None and self.failed:
             self.forget()  # the failed step is not repeated
         elif update is not None and update.begun:
-            raise came_late(managed, self._optimizer, self._under_way)
+            raise self._refusal(came_late(managed, self._optimizer, self._under_way))
         elif update is not None:
             self._drop(managed.chunk)  # its norm lacks this gradient
         self.runtime.traffic.wait_for_update(managed.chunk)
@@ -134,6 +138,17 @@ class Stepper:
         if self.begins_early and knows and self._complete(managed.chunk):
             self._begin_early(managed.chunk)
         self._updates.pump()
+
+    def backward_raised(self, error: BaseException) -> None:
+        """Keep the text of `error`, which has ended a backward, for what this step refuses."""
+        if any(update.begun for update in self._under_way):
+            self._ended_with = "".join(traceback.format_exception_only(error)).strip()
+
+    def _refusal(self, error: RuntimeError) -> RuntimeError:
+        """Return `error`, which names what a program may have done, or the one for a backward that has raised."""
+        if not self._ended_with:
+            return error
+        return backward_ended(self._ended_with, self._optimizer, self._under_way)
 
     def hurry(self) -> bool:
         """In the first step, which does not know how many gradients come, begin the updates of all chunks that have
@@ -163,24 +178,13 @@ class Stepper:
         """Raise RuntimeError if `managed` is used before the end of the step and has been updated already."""
         update = self._progress.get(managed.chunk)
         if update is not None and update.begun and not self.failed and update.updates(managed):
-            more = f", or it is the first of a step that has more backwards than {HELD}" if self._hurries else ""
-            raise RuntimeError(
-                f"{managed.name} is used again, by a recomputation within backward, or by a forward, a read or a write "
-                f"before step(), after its update had begun (overlap={self._optimizer.overlap.value!r}), as all its "
-                f"gradients had arrived{more}: call step() before (to leave it out, or after a backward that did not "
-                f"end, forget_step() and zero_grad()), or use overlap='off'. {GOES_THROUGH}. "
-                f"{updated_already(self._under_way)}"
-            )
+            used = used_again(managed, self._optimizer, self._under_way, hurries=self._hurries)
+            raise self._refusal(used)
 
     def refuse_states(self) -> None:
         """Raise RuntimeError if the program uses states before the end of a step that has updated some already."""
         if not self.failed and any(update.begun for update in self._under_way):
-            raise RuntimeError(
-                f"optimizer states are used before step(), after updates had begun during backward "
-                f"(overlap={self._optimizer.overlap.value!r}), which change them: use them before backward() or after "
-                f"step() (to leave it out, forget_step() and zero_grad()), or set overlap='off'. "
-                f"{updated_already(self._under_way)}"
-            )
+            raise self._refusal(states_used(self._optimizer, self._under_way))
 
     # ---- homes that move -------------------------------------------------------------------------------------------
 
@@ -247,7 +251,7 @@ class Stepper:
         self._optimizer.states.look()
         with self._remembering_a_failure():
             unbegun = [chunk for chunk, update in self._progress.items() if not update.begun]
-            self._passes.notice(unbegun)  # in others `refuse_changes` detects writes
+            self._passes.notice(unbegun)  # in others `found_changes` detects writes
             if not self._deferred:
                 self._carry_out()
 
@@ -313,7 +317,7 @@ class Stepper:
             wanted = self._wanted(chunks)
             for update in wanted:
                 if update.begun and update.scale != grad_scale:
-                    raise changed(update.parts, self._optimizer, wanted)
+                    raise self._refusal(changed(update.parts, self._optimizer, wanted))
             for update in wanted:
                 if not update.begun:
                     self._add_update(update, grad_scale)
@@ -328,7 +332,7 @@ class Stepper:
         """End the work of a step without updates. Raises RuntimeError if one has begun."""
         for update in self._under_way:
             if update.begun:
-                raise changed(update.parts, self._optimizer, self._under_way)
+                raise self._refusal(changed(update.parts, self._optimizer, self._under_way))
 
     def end(self, *, updated: bool) -> None:
         """End the step for all models of the optimizer; it is not repeated."""
@@ -388,7 +392,7 @@ class Stepper:
 
     def forget(self) -> None:
         """Discard the state of a step that has ended, or is not repeated."""
-        self.failed, self._passes.corrupt = False, []
+        self.failed, self._ended_with, self._passes.corrupt = False, "", []
         self._checked = self._hurries = False
         for chunk in [*self._progress]:
             self._drop(chunk)
@@ -398,7 +402,8 @@ class Stepper:
         """Return the updates of `chunks`, in order; raise if anything updated in the backward has changed since."""
         if not self._checked:  # in a repeated step the failed one has changed weights itself
             begun = [update for update in self._under_way if update.begun]
-            refuse_changes(begun, self._optimizer, self.runtime.writes)
+            if (refused := found_changes(begun, self._optimizer, self.runtime.writes)) is not None:
+                raise self._refusal(refused)
             self._checked = True
         wanted = [self._current(members) for members in self._joins.of(chunks, self._progress)]
         if new := [chunk for update in wanted for chunk in update.chunks if chunk not in self._progress]:
@@ -418,7 +423,7 @@ class Stepper:
             self._drop(chunk)
             return ChunkUpdate(members, parts)
         if not unchanged:
-            raise changed(update.parts, self._optimizer, self._under_way)
+            raise self._refusal(changed(update.parts, self._optimizer, self._under_way))
         return update
 
     # ---- jobs --------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Shows the progress of training while it runs: a line of text, and a status file that `hetmem top` reads.
 
 The training process calls `progress(model)`, for instance once a step; that reads a few counters and, at most once a
-second, replaces its status file. No thread, no socket. Only the user who trains can read the files.
+second, replaces its status file. No thread, no socket. Only the user who trains can read the files. A file goes with
+its model, or as the process ends; that of a killed process as the next one is made, or is looked at.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import textwrap
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -63,6 +65,7 @@ class Watch:
         self._links: dict[str, int] = {}
         self._history: deque[float] = deque(maxlen=_REMEMBERED)
         self._published = 0.0
+        self._file: Path | None = None
 
     def look(self) -> dict[str, Any]:
         """Return the status since the last call; publish it at most every `PUBLISH_SECONDS`."""
@@ -91,8 +94,19 @@ class Watch:
         self._stalls = stalls
         if now - self._published >= PUBLISH_SECONDS:
             self._published = now
-            _publish(status, f"{os.getpid()}-{id(runtime):x}.json")
+            with suppress(OSError):  # training goes on
+                self._publish(runtime, status)
         return status
+
+    def _publish(self, runtime: Runtime, status: dict[str, Any]) -> None:
+        """Write `status` to a file for `hetmem top`, which goes with `runtime`. Raises OSError."""
+        directory = status_directory()
+        path = directory / f"{os.getpid()}-{id(runtime):x}.json"
+        if path != self._file:
+            _remove_ended(directory)
+            self._file = path
+            runtime.at_end.append(partial(_remove, path))
+        publish(path, json.dumps(status))
 
 
 def tier_peaks(runtime: Runtime) -> dict[str, list[int]]:
@@ -152,12 +166,24 @@ def status_directory() -> Path:
     return directory
 
 
-def _publish(status: dict[str, Any], name: str) -> None:
-    """Write `status` to a file for `hetmem top`. Errors are ignored, so that training goes on."""
-    try:
-        publish(status_directory() / name, json.dumps(status))
-    except OSError:
-        return
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
+
+
+def _remove_ended(directory: Path) -> list[Path]:
+    """Remove what ended processes have left in `directory`; return the status files of those that run."""
+    remove_unfinished(os.fspath(directory))
+    found: list[Path] = []
+    for path in sorted(directory.glob("*.json")):
+        process = path.name.partition("-")[0]
+        if not (process.isascii() and process.isdigit() and len(process) < 10):
+            continue
+        if _runs(int(process)):
+            found.append(path)
+        else:
+            path.unlink(missing_ok=True)
+    return found
 
 
 _BYTES = whole(0, 10**18)
@@ -183,15 +209,7 @@ def statuses() -> list[dict[str, Any]]:
     """Return the last status of each training process of this user that still runs; files of others are removed. For a
     file that is no status, or one of another version of hetmem, it has `refused`: why."""
     found: list[dict[str, Any]] = []
-    directory = status_directory()
-    remove_unfinished(os.fspath(directory))
-    for path in sorted(directory.glob("*.json")):
-        process = path.name.partition("-")[0]
-        if not (process.isascii() and process.isdigit() and len(process) < 10):
-            continue
-        if not _runs(int(process)):
-            path.unlink(missing_ok=True)
-            continue
+    for path in _remove_ended(status_directory()):
         with suppress(OSError):  # removed meanwhile
             found.append(_status(path))
     return found

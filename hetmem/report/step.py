@@ -14,6 +14,7 @@ clipped to the step (for NVMe a transfer begins when it is requested).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import chain, pairwise
@@ -78,32 +79,34 @@ class Window:
 
 def last_window(events: EventLog) -> Window | None:
     """Return the last whole step of `events`; without one, all from the last forward on; None if nothing ran."""
-    segments, inference = list(events.segments), only_infers(events)
-    ends = [span.end for span in segments if span.what == "step"]
-    if len(ends) >= 2:
-        return _window(events, "step", ends[-2], ends[-1], segments, whole=True)
-    forwards = [span.start for span in segments if span.what == "forward"]
-    running = events.running()
+    ends, forward, end, running = deque[float](maxlen=2), -inf, 0.0, events.running()
+    for span in events.segments:
+        end = span.end
+        if span.what == "step":
+            ends.append(end)
+        elif span.what == "forward":
+            forward = span.start
+    if len(ends) == 2:
+        return _window(events, "step", ends[0], ends[1], [], whole=True)
     if running is not None:
-        segments.append(Span(*running, events.now()))
-        if running[0] == "forward":
-            forwards.append(running[1])
-    if not forwards:
+        end = events.now()
+        forward = running[1] if running[0] == "forward" else forward
+    if forward == -inf:
         return None
-    return _window(events, "forward", forwards[-1], segments[-1].end, segments, whole=inference and running is None)
+    unended = [] if running is None else [Span(*running, end)]
+    return _window(events, "forward", forward, end, unended, whole=only_infers(events) and running is None)
 
 
 def only_infers(events: EventLog) -> bool:
     """Return whether all forwards of the log are inference: no backward can follow."""
-    forwards = list(events.forwards)
-    return bool(forwards) and not any(each.trains for each in forwards)
+    return bool(len(events.forwards)) and not any(each.trains for each in events.forwards)
 
 
 def history(events: EventLog) -> dict[str, Any]:
     """Return the last steps, or forwards in inference, as columns: seconds from the end of the one before, stalls of
     compute in them, and the tokens of their inputs."""
     of = "forward" if only_infers(events) else "step"
-    steps = [*pairwise([*events.ended[of]][-REMEMBERED - 1 :])]
+    steps = [*pairwise(events.ended[of].last(REMEMBERED + 1))]
     return {
         "of": of,
         "seconds": [end.at - start.at for start, end in steps],
@@ -112,18 +115,18 @@ def history(events: EventLog) -> dict[str, Any]:
     }
 
 
-_LOGS = [log.name for log in fields(Window) if log.default_factory is list and log.name != "segments"]
+_LOGS = [log.name for log in fields(Window) if log.default_factory is list]
 _REACHING_ON = ("copies", "saved")
 
 
-def _window(events: EventLog, covers: str, start: float, end: float, segments: list[Span], *, whole: bool) -> Window:
-    logs: dict[str, list[Any]] = {"segments": _touching(segments, start, end)}
-    forgotten = []
+def _window(events: EventLog, covers: str, start: float, end: float, unended: list[Span], *, whole: bool) -> Window:
+    logs, forgotten = dict[str, list[Any]](), list[str]()
     for kind in _LOGS:
         entries = getattr(events, kind)
-        if entries.lost and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
+        if kind != "segments" and entries.lost and getattr(entries[0], "start", getattr(entries[0], "at", 0.0)) > start:
             forgotten.append(kind)
         logs[kind] = _touching(entries, start, inf if kind in _REACHING_ON else end)
+    logs["segments"] += _touching(unended, start, end)
     return Window(covers, start, end, forgotten=tuple(forgotten), whole=whole, **logs)
 
 

@@ -256,3 +256,21 @@ def test_a_vector_below_weights_that_are_updated_in_the_backward_is_refused_ther
     with pytest.raises(ManageError, match=r"were set to one memory"):
         loss.backward()
     assert torch.equal(nn.utils.parameters_to_vector(managed.parameters()), kept)
+
+
+@everywhere
+def test_a_dropped_vector_may_lie_below_weights_of_which_the_optimizer_steps_some(
+    placement: str, tmp_path: Path
+) -> None:
+    """The others were taken for tensors of the program."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    some = [list(module.parameters())[::2] for module in (plain, managed)]
+    optimizers = [torch.optim.AdamW(parameters, lr=1e-2, fused=True) for parameters in some]
+    for _ in range(2):
+        for module, optimizer in zip((plain, managed), optimizers, strict=True):
+            loss_of(module, BATCHES[0]).backward()
+            by_vector(module)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(plain(*BATCHES[1]), managed(*BATCHES[1]), "output")
+    assert_same_weights(plain, managed)

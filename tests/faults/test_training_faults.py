@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from hetmem import testing
 from hetmem.errors import StoreError
 from tests.engine.harness import loss_of, mlp, pair, same_bits, vector_batches
 from tests.faults.disk import BLOCK_BYTES, EIO, ENOSPC, FaultyDisk, breaks, ends, healthy, once
-from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, Training, tensors
+from tests.faults.training import CHUNK_BYTES, REQUEST_BYTES, WHERE, Training, tensors
 from tests.forked import Forks
 from tests.optim.stories import one
 from tests.pairs import some
@@ -260,3 +261,34 @@ def test_gradients_are_whole_when_the_error_of_a_write_comes(training: Training)
     training.disk.fault = healthy
     for left, right in zip(training.plain.parameters(), training.managed.parameters(), strict=True):
         assert right.grad is not None and torch.equal(left.grad, right.grad)
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["step", "next batch"])
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_what_is_refused_after_a_backward_that_the_disk_has_ended_names_the_disk(
+    overlap: str, goes_on: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program drops the gradients, as it would in torch. It was told to clip and to schedule in another way."""
+    disk = FaultyDisk()
+    disk.used_by(monkeypatch, threads=2, request_bytes=REQUEST_BYTES)
+    _, managed = pair(mlp, "nvme", tmp_path)
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, overlap=overlap)
+    batches = vector_batches(4, 8, 64)
+    for batch in batches[:2]:
+        one(managed, batch, optimizer)
+    optimizer.synchronize()
+    loss = loss_of(managed, batches[2])
+    disk.fault = once(20, EIO)
+    with pytest.raises(StoreError):
+        loss.backward()
+    disk.fault = healthy
+    optimizer.zero_grad()
+    failed = rf"StoreError: \[Errno 5\] {WHERE.format(re.escape(str(tmp_path)))}: Input/output error"
+    says = rf"the backward of this step has ended with .*{failed}.*forget_step\(\) and zero_grad\(\).*: 4\.bias"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=says):
+            loss_of(managed, batches[3]).backward() if goes_on else optimizer.step()
+    optimizer.forget_step()
+    optimizer.zero_grad()
+    one(managed, batches[3], optimizer)
+    hetmem.release(managed)

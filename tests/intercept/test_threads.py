@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,33 @@ def test_between_a_backward_that_updates_and_its_step_nothing_computes_with_thes
     refusal = on_a_thread(lambda: evaluated(modules[1]))
     assert isinstance(refusal, ManageError)
     assert "a backward on thread 'MainThread' has begun to update weights" in str(refusal)
+
+
+@streamed
+def test_a_thread_that_ends_before_the_step_of_its_backward_is_not_waited_for(placement: str, tmp_path: Path) -> None:
+    """It was, for half an hour."""
+    plain, managed = pair(mlp, placement, tmp_path)
+    optimizers = adamws(plain, managed, overlap="backward")
+    train_both(plain, managed, BATCHES, Recipe(steps=1), optimizers=optimizers)
+    began, waits = threading.Event(), threading.Event()
+
+    def backward() -> None:
+        loss_of(managed, BATCHES[1]).backward()
+        began.set()
+        assert waits.wait(30)
+        time.sleep(0.2)
+
+    loss_of(plain, BATCHES[1]).backward()
+    thread = threading.Thread(target=backward)
+    thread.start()
+    assert began.wait(30)
+    waits.set()
+    with pytest.raises(RuntimeError, match=r"is used again.*after its update had begun.*call step\(\) before"):
+        managed(*BATCHES[0])
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(plain, managed)
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["over", "raised"])

@@ -13,6 +13,7 @@ import pytest
 
 import hetmem
 from hetmem import testing
+from tests.forked import Forks
 from tests.report.models import trained
 from tests.report.tested import live
 
@@ -63,6 +64,42 @@ def test_the_status_of_a_process_that_ended_is_removed(directory: Path) -> None:
     assert live.statuses() == []
     assert list(directory.iterdir()) == []
     assert "hetmem.progress(model)" in live.top()
+
+
+def test_a_status_goes_with_its_model_and_that_of_a_killed_process_with_the_next(
+    tmp_path: Path, directory: Path, forks: Forks
+) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (directory / f"{int(ended.stdout)}-1.json").write_text("{}")
+    models = [trained("host", tmp_path, steps=1) for _ in range(2)]
+    for model in models:
+        live.progress(model)
+    assert [path.name.partition("-")[0] for path in directory.iterdir()] == [str(os.getpid())] * 2
+    hetmem.release(models.pop(0))
+    assert len(live.statuses()) == 1
+    del models[:], model
+    gc.collect()
+    assert list(directory.iterdir()) == []
+    ended_soon = forks.run(ENDS, str(directory))
+    assert (ended_soon.stdout.split(), ended_soon.stderr) == (["1", "1"], "")
+    assert list(directory.iterdir()) == []
+
+
+ENDS = """
+import os, sys, torch, hetmem
+from pathlib import Path
+from hetmem.report import live
+
+directory = Path(sys.argv[1])
+live.status_directory = lambda: directory
+model = hetmem.manage(torch.nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="1MiB"), device="sim")
+hetmem.progress(model)
+print(len(list(directory.iterdir())), flush=True)
+if not os.fork():
+    sys.exit()  # a child that runs finalizers, too
+os.wait()
+print(len(list(directory.iterdir())))
+"""
 
 
 def test_a_file_of_another_name_is_passed_over(directory: Path) -> None:

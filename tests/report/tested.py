@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hetmem import planner
+from hetmem.base.packed_log import Log
 from hetmem.base.units import format_size
-from hetmem.engine.events import CopyChange, EventLog, Fault, Log, MomentSeen, Span, Stall, Transfer
+from hetmem.engine.events import CopyChange, EventLog, Fault, MomentSeen, Span, Stall, Transfer
 from hetmem.intercept import registry
 from hetmem.report import files, live
 from hetmem.report.files import compare, page_text, render, show, trace_text
