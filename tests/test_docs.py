@@ -249,6 +249,7 @@ def test_links_move_what_the_page_says(
     assert trained.on_nvme == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("m", "layers", "host"), [case(1, 48, 100, nightly=True), (2, 48, 100), (1, 96, 48)])
 def test_nvme_moves_what_the_page_says(m: int, layers: int, host: int, tmp_path: Path) -> None:
     """Host memory has room for parameters and some gradients beside the staging ring, or for some of the parameters."""

@@ -73,6 +73,7 @@ def test_the_table_of_less_host_memory(
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("page", CONFIGS)
 def test_the_example_trains_as_the_page_calls_it(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model in the place of the page's, on small tiers."""

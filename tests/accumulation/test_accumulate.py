@@ -123,7 +123,7 @@ def both_ways(
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_a_plain_model_gets_the_bits_of_the_loop(kind: str, count: int) -> None:
@@ -248,7 +248,7 @@ class FaultError(Exception):
     pass
 
 
-@pytest.mark.pairs
+@pytest.mark.each
 @pytest.mark.parametrize("placed", [False, True], ids=["plain", "managed"])
 @pytest.mark.parametrize("kind", ["", "recomputed", "reentrant", "drops"])
 @pytest.mark.parametrize("error", [FaultError, KeyboardInterrupt, torch.OutOfMemoryError])

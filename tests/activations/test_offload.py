@@ -268,6 +268,7 @@ def test_where_host_memory_ends_the_error_says_what_would_help(tmp_path: Path) -
     train_both(plain, managed, [(x[:16],) for (x,) in BATCHES], optimizers=optimizers)  # nothing is lost
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("nvme", [None, "16MiB"])
 def test_what_has_moved_and_gone_leaves_nothing_behind(nvme: str | None, tmp_path: Path) -> None:
     directory = None if nvme is None else tmp_path

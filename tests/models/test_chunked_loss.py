@@ -57,6 +57,7 @@ def test_it_is_the_loss_of_the_model_with_its_gradients(family: str, items: int 
     assert "forward" not in vars(model.get_output_embeddings())  # type: ignore[operator]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_a_managed_model_gets_the_bits_of_a_plain_one(precision: Any) -> None:
     plain, given = built("Gemma2"), batch()

@@ -73,6 +73,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 3e-3, "betas": (0.8, 0.99)}]
 
 
+@pytest.mark.each
 @places
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_twenty_steps_have_the_bits_of_torchs_fused_adamw(place: str, dtype: torch.dtype, tmp_path: Path) -> None:

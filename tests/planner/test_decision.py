@@ -217,6 +217,7 @@ def test_the_share_that_is_updated_on_the_device_is_that_of_the_homes_there() ->
     assert moved["param"] == moved["grad"] == moved["exp_avg"] == moved["exp_avg_sq"]
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(
     "room",

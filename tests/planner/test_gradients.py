@@ -103,6 +103,7 @@ def test_so_are_they_with_several_backwards_in_a_step(where: str, options: dict[
     assert_peaks(plan, *run(plan, options, micro_batches=3))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("layers", "options"), [(164, {}), (196, STREAMED)], ids=["off", "overlap"])
 def test_a_model_of_nine_tenths_of_device_and_host_is_planned_and_trains(layers: int, options: dict[str, Any]) -> None:
     """80 GiB of device and 104 GiB of host memory in small: at 16 bytes a parameter 11 B of them, streamed 13 B."""

@@ -39,6 +39,7 @@ def planned(device: int, activations: str = "auto", **options: int) -> Plan:
     )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("size", "activations"), [(512, "auto"), (1024, "auto"), (1024, "offload"), (8192, "auto")])
 def test_bytes_and_peaks_are_those_of_a_run(size: int, activations: str) -> None:
     plan = planned(size * KIB, activations)

@@ -54,6 +54,7 @@ def test_each_step_of_a_run_moves_what_was_planned(
     hetmem.release(model)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("mixed_precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_consumed_gradients_have_places_where_weights_fill_host_memory(
     mixed_precision: torch.dtype | None, tmp_path: Path
