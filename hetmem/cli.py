@@ -98,7 +98,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="an input of the model, e.g. 4x2048 (int64) or 8x3x224x224:float32; once for each, in order, or by NAME; "
         "with --hf-config in place of the one of that name",
     )
-    parser.add_argument("--loss", metavar="MODULE:FUNCTION", help="from the output to a loss, if that has none")
+    parser.add_argument(
+        "--loss", metavar="MODULE:FUNCTION", help="from the output to a loss, if that has none; or: chunked"
+    )
     parser.add_argument(
         "--lora", type=int, metavar="RANK", help="train adapters of that rank beside frozen linear layers in bfloat16"
     )
@@ -223,7 +225,7 @@ def _call(options: argparse.Namespace) -> Any:
 
     precision = options.precision or ("bfloat16" if options.hf_config else "float32")
     mixed = None if precision == "float32" else getattr(torch, precision)
-    loss = _function(options.loss) if options.loss else None
+    loss: Any = options.loss if options.loss in (None, "chunked") else _function(options.loss)
     inputs = [_named_input(text) for text in options.input or ()]
     if options.prompt is not None:
         if options.new_tokens is None or options.sequence is not None:

@@ -7,10 +7,10 @@ A framework is imported only when its function is called, and nothing in it is p
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,7 @@ import torch
 import hetmem
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import ManageError
+from hetmem.losses import while_training
 from hetmem.report.live import Watch, watch
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ def for_trainer(
     *,
     report: str | os.PathLike[str] | None = None,
     log: Sequence[Any] = (),
+    loss: Literal["chunked"] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Return keywords for a `Trainer` over a managed model: `Trainer(model, arguments, …, **for_trainer(arguments))`.
@@ -100,8 +102,19 @@ def for_trainer(
     A trainer reads the norm of the gradients before each step. So they stay visible, and updates run after the
     backward, whatever `overlap` is: it is always "off".
 
-    Raises `ManageError` if `arguments.optim` is not an AdamW.
+    `loss="chunked"`: while the model trains, its `.loss` is that of `hetmem.chunked_loss`, and `.logits` None.
+
+    Raises `ManageError` if `arguments.optim` is not an AdamW, and for a chunked loss with smoothed labels or with a
+    trainer of TRL, whose metrics read logits. Where training begins, `chunked_loss` refuses a model that it does not
+    know.
     """
+    if loss not in (None, "chunked"):
+        raise ManageError(f'loss must be "chunked", or None for the model\'s own, got {loss!r}')
+    if loss is not None and (arguments.label_smoothing_factor or type(arguments).__module__.startswith("trl.")):
+        raise ManageError(
+            'loss="chunked" makes no logits, which smoothed labels and the metrics of TRL\'s trainers need: leave it '
+            "out"
+        )
     if not str(getattr(arguments.optim, "value", arguments.optim)).startswith("adamw"):
         raise ManageError(f"for_trainer makes a hetmem.AdamW: leave optim out of the arguments, got {arguments.optim}")
     made = {
@@ -112,7 +125,7 @@ def for_trainer(
         **options,
         "overlap": "off",  # a trainer reads the norm of the gradients, and only visible ones have one
     }
-    callback = _trainer_callback()(report, tuple(log))
+    callback = _trainer_callback()(report, tuple(log), loss)
     return {"optimizer_cls_and_kwargs": (hetmem.AdamW, made), "callbacks": [callback]}
 
 
@@ -122,14 +135,18 @@ def _trainer_callback() -> Any:
     from transformers import TrainerCallback
 
     class Reporting(TrainerCallback):
-        """Turns the trainer's own clipping off, as the optimizer clips; logs scalars and saves the report."""
+        """Turns the trainer's own clipping off, as the optimizer clips; logs scalars and saves the report. Has the
+        model compute its `loss` in chunks, if asked to."""
 
-        def __init__(self, report: str | os.PathLike[str] | None, log: tuple[Any, ...]) -> None:
-            self._report, self._log = report, log
+        def __init__(self, report: str | os.PathLike[str] | None, log: tuple[Any, ...], loss: str | None) -> None:
+            self._report, self._log, self._loss = report, log, loss
+            self._own_loss: Callable[[], object] = int
             self._targets: list[Any] = []
             self._clips = 0.0
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._own_loss()  # of a training that has raised
+            self._own_loss = int if self._loss is None else while_training(kwargs["model"])
             self._clips, args.max_grad_norm = args.max_grad_norm, 0.0
             self._targets = [*self._log, *(_target(name, args) for name in args.report_to if name in _TARGETS)]
 
@@ -142,6 +159,7 @@ def _trainer_callback() -> Any:
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             args.max_grad_norm = self._clips
+            self._own_loss()
             for target in self._targets:
                 getattr(target, "flush", int)()
             _save(kwargs["model"], self._report)

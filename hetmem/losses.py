@@ -2,22 +2,28 @@
 
 The model's class and forward stay: during one call of it the output layer computes the loss of its inputs, a chunk of
 tokens after the other, with their gradients. So only a chunk has logits, in the forward and in the backward. Knows
-nothing of chunks of parameters: a plain model gets the same bits as a managed one.
+nothing of chunks of parameters: a plain model gets the same bits as a managed one. Of a managed one it notes for the
+report which kernel ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 from hetmem.errors import ManageError
+from hetmem.intercept import registry
 
 _ROWS = 1024
 """Tokens of a chunk."""
+KernelName = Literal["liger"]
+"""The kernels beside chunks of torch's operators."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of classes whose loss is that of the next token."""
 _KNOWN = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
@@ -101,15 +107,50 @@ class _CrossEntropy(torch.autograd.Function):
         return *times, None, None, None
 
 
+_Kernel = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None", torch.Tensor, int], torch.Tensor]
+"""Sums the cross entropies of hidden states, for weight and bias of a head, targets and the index that is ignored."""
+
+
+def _chunks(how: _Logits) -> _Kernel:
+    def summed(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, ignored: int
+    ) -> torch.Tensor:
+        made: torch.Tensor = _CrossEntropy.apply(rows, weight, bias, targets, how, ignored)
+        return made
+
+    return summed
+
+
+def _liger(how: _Logits) -> _Kernel:
+    """Return the kernel of Liger. Raises `ManageError` if it is not installed, or knows no such logits."""
+    if how.factor != 1.0 or how.divisor != 1.0:
+        raise ManageError('kernel="liger" knows no scale of logits, which this configuration has: leave kernel out')
+    try:
+        liger = importlib.import_module("liger_kernel.transformers.fused_linear_cross_entropy")
+    except ImportError as error:
+        raise ManageError('kernel="liger" needs Liger: pip install liger-kernel, or leave kernel out') from error
+
+    def summed(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, ignored: int
+    ) -> torch.Tensor:
+        kernel = liger.LigerFusedLinearCrossEntropyLoss(ignore_index=ignored, reduction="sum", softcap=how.cap or None)
+        made: torch.Tensor = kernel(weight, rows, targets, bias)
+        return made
+
+    return summed
+
+
 class ChunkedLoss:
     """Computes the loss of `model`, called as the model is; see `chunked_loss`."""
 
-    def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
+    def __init__(self, model: nn.Module, head: nn.Module | None, kernel: KernelName | None) -> None:
         self._model = model
         inner: Any = model
         inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         config = getattr(inner, "config", None)
         name = type(inner).__name__
+        if kernel not in (None, *get_args(KernelName)):
+            raise ManageError(f'kernel must be "liger", or None for chunks of torch\'s operators, got {kernel!r}')
         if config is None or not name.endswith(_CAUSAL):
             raise ManageError(
                 f"chunked_loss knows the loss of causal language models of transformers (classes …ForCausalLM and "
@@ -132,43 +173,45 @@ class ChunkedLoss:
                 f"head="
             )
         self._head, self._how, self._checked = found, _Logits(config), False
+        self._sum = (_chunks if kernel is None else _liger)(self._how)
+        self._ran = f"chunks of {_ROWS} tokens, by torch's operators" if kernel is None else "Liger's kernel"
 
-    def __call__(
-        self,
-        *,
-        labels: torch.Tensor,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **batch: Any,
-    ) -> torch.Tensor:
-        """Return the scalar that `model(labels=labels, **batch).loss` is, up to rounding."""
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        head, targets, found = self._head, shift_labels.reshape(-1), list[torch.Tensor]()
-
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            given = targets.to(rows.device)
-            found.append(_CrossEntropy.apply(rows, head.weight, head.bias, given, self._how, ignore_index))
-            return hidden.new_ones(()).expand(*hidden.shape[:-1], 1)  # in place of logits
-
-        before = vars(head).get("forward")
-        head.__dict__["forward"] = forward
+    def __call__(self, **batch: Any) -> torch.Tensor:
+        """Return the scalar that `model(**batch).loss` is, up to rounding. `batch` has `labels`."""
+        kwargs, head = self.begin(batch)
         try:
-            output = self._model(**batch)
+            output = self._model(**kwargs)
         finally:
-            if before is None:
-                del head.__dict__["forward"]
-            else:
-                head.__dict__["forward"] = before
+            head.restore()
+        return self.end(output, head)
+
+    def begin(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], _Head]:
+        """Have the output layer compute the loss for `batch` until `restore`, and return what the model is called
+        with: all but `labels` and other keywords of the loss."""
+        kwargs = dict(batch)
+        if "labels" not in kwargs:
+            raise TypeError("chunked_loss expects labels, as the model does for a loss")
+        labels, ignored = kwargs.pop("labels"), kwargs.pop("ignore_index", -100)
+        targets = kwargs.pop("shift_labels", None)
+        if targets is None:
+            targets = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+        return kwargs, _Head(
+            self._head, self._sum, targets.reshape(-1), ignored, kwargs.pop("num_items_in_batch", None)
+        )
+
+    def end(self, output: Any, head: _Head) -> torch.Tensor:
+        """Return the loss that `head` has computed while the model made `output`. Raises `ManageError` if the model
+        does with logits what is not known of it."""
         self._check(output)
-        if len(found) != 1:
-            raise ManageError(f"the forward has called its output layer {len(found)} times, expected once")
-        counted: Any = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        if len(head.sums) != 1:
+            raise ManageError(f"the forward has called its output layer {len(head.sums)} times, expected once")
+        managed = registry.of_parameter(self._head.weight)
+        if managed is not None:
+            managed[0].runtime.loss = self._ran
+        counted: Any = (head.targets != head.ignored).sum() if head.items is None else head.items
         if isinstance(counted, torch.Tensor):
-            counted = counted.to(found[0].device)
-        loss: torch.Tensor = found[0] / counted
+            counted = counted.to(head.sums[0].device)
+        loss: torch.Tensor = head.sums[0] / counted
         return loss
 
     def _check(self, output: Any) -> None:
@@ -181,6 +224,8 @@ class ChunkedLoss:
             raise ManageError(
                 "chunked_loss expects a model that returns an output with `.logits`: leave return_dict out"
             )
+        if logits.is_meta:
+            return  # a plan, which sees no values
         made, expected = float(logits.detach().reshape(-1)[0]), float(self._how.of(torch.ones(())))
         if abs(made - expected) > 0.02 * abs(expected):
             raise ManageError(
@@ -190,15 +235,74 @@ class ChunkedLoss:
         self._checked = True
 
 
-def chunked_loss(model: nn.Module, head: nn.Module | None = None) -> ChunkedLoss:
+class _Head:
+    """The output layer `module` while it sums the cross entropies of `targets` in place of making logits: `sums` has
+    one for each of its calls. `items`: what the sum is divided by; None: the targets that are not `ignored`."""
+
+    def __init__(self, module: nn.Linear, kernel: _Kernel, targets: torch.Tensor, ignored: int, items: Any) -> None:
+        self.targets, self.ignored, self.items = targets, ignored, items
+        self.sums: list[torch.Tensor] = []
+        self._module, self._before = module, vars(module).get("forward")
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            self.sums.append(kernel(rows, module.weight, module.bias, targets.to(rows.device), ignored))
+            return hidden.new_ones(()).expand(*hidden.shape[:-1], 1)  # in place of logits
+
+        module.__dict__["forward"] = forward
+
+    def restore(self) -> None:
+        """Let the module make logits again."""
+        if self._before is None:
+            self._module.__dict__.pop("forward", None)
+        else:
+            self._module.__dict__["forward"] = self._before
+
+
+def chunked_loss(model: nn.Module, head: nn.Module | None = None, kernel: KernelName | None = None) -> ChunkedLoss:
     """Return a function for the loss of `model`, a causal language model of transformers, without all tokens' logits.
 
     `loss_of(**batch)` is the scalar that `model(**batch).loss` is, up to rounding: of the next token, `ignore_index`
     -100, the mean or the sum by `num_items_in_batch`, with the soft cap or scale of logits that the configuration says.
     The model's forward runs with its output layer `head` (None: what `get_output_embeddings()` returns) computing the
-    loss of 1024 tokens at a time, with torch's operators, and the gradients, which the backward uses once. Nothing of
-    the model stays changed. A managed model and a plain one get the same bits. There is no double backward.
+    loss and the gradients, which the backward uses once. Nothing of the model stays changed. There is no double
+    backward. `kernel`: None for torch's operators, 1024 tokens at a time, with which a managed model and a plain one
+    get the same bits; "liger" for Liger's fused linear cross entropy, on a GPU. The report of a managed model names it.
 
-    Raises `ManageError` for other models, losses and heads, and for configurations that change logits in other ways.
+    Raises `ManageError` for other models, losses and heads, for configurations that change logits in other ways, and
+    for a kernel that is not installed or knows no such logits.
     """
-    return ChunkedLoss(model, head)
+    return ChunkedLoss(model, head, kernel)
+
+
+def while_training(model: nn.Module, kernel: KernelName | None = None) -> Callable[[], None]:
+    """Have each forward of `model` that trains and is given `labels` compute `.loss` as `chunked_loss` does, without
+    `.logits`, until the returned function is called. Raises what `chunked_loss` does."""
+    loss, running = ChunkedLoss(model, None, kernel), list[_Head]()
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not module.training or kwargs.get("labels") is None:
+            return None
+        kwargs, head = loss.begin(kwargs)
+        running.append(head)
+        return args, kwargs
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        if not running:
+            return None
+        head = running.pop()
+        head.restore()
+        if output is None:  # the forward has raised
+            return None
+        return replace(output, loss=loss.end(output, head), logits=None)
+
+    handles = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end

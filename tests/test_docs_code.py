@@ -235,7 +235,13 @@ def commands(page: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "count"),
-    [("README.md", 2), ("docs/optimizer.md", 1), ("docs/recipes.md", 4), ("docs/laptop.md", 2)],
+    [
+        ("README.md", 2),
+        ("docs/optimizer.md", 1),
+        ("docs/recipes.md", 5),
+        ("docs/laptop.md", 2),
+        ("docs/long-context.md", 1),
+    ],
     ids=str,
 )
 def test_every_command_on_the_pages_is_one(page: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:

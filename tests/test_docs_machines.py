@@ -22,6 +22,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "docs/llama-70b-on-80gb.md": LLAMA
     | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "docs/long-context.md": LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "docs/laptop.md": {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

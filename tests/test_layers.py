@@ -30,9 +30,9 @@ ORDER = (
     "placing",  # brings parameters to their homes
     "activations",  # moves what autograd saves
     "intercept",  # tells the engine what torch uses
-    "optim",  # trains
+    "optim losses",  # trains, and what is trained for
     "checkpoint report planner distributed accumulation",  # saves, tells, plans, takes turns
-    "api losses",  # what users call
+    "api",  # what users call
     "__init__",
     "tools",  # measures, compares
     "testing integrations",  # looks inside for tests, lets frameworks call

@@ -25,12 +25,12 @@ PUBLIC = {
     "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "
     "device_chunks device_update_share fits flops from_dict generation hardware home_copies inference keywords "
     "largest_parameters "
-    "layers link_bytes load logits_bytes micro_batches missing_bytes mixed_precision model "
+    "layers link_bytes load logits_bytes loss micro_batches missing_bytes mixed_precision model "
     "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "
     "reasons recomputed_flops role_bytes rows save setup slot_bytes stall_seconds step_seconds "
     "terms to_dict tokens tokens_per_second with_nvme",
     "accumulate": "model batches forward loss borders generator",
-    "chunked_loss": "model head",
+    "chunked_loss": "model head kernel",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",

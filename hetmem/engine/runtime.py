@@ -74,6 +74,8 @@ class Runtime:
         """The rates of the machine, if they were given."""
         self.prediction: Mapping[str, object] | None = None
         """The forecast of the run's plan, if it has one, for reports."""
+        self.loss: str | None = None
+        """The kernel of `hetmem.chunked_loss` that ran last, in words, for reports."""
         self.at_end: list[Callable[[], None]] = []
         """Called once, as the model is released or dropped, or the process ends. None refers to this runtime."""
         self._finalizer = weakref.finalize(self, _dropped, os.getpid(), engine, memory.pins, self.at_end)

@@ -49,6 +49,7 @@ from hetmem.planner.model import (
 )
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.ways import Change, cheapest_way
+from hetmem.planner.wording import LOGITS_SHARE
 from hetmem.planner.workload import Setting, Updating, Workload, smaller
 from hetmem.schedule.placement import Capacities
 
@@ -77,7 +78,7 @@ def plan(
     budget: Budget | None = None,
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     *,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Callable[[Any], torch.Tensor] | Literal["chunked"] | None = None,
     mixed_precision: Precision | None = None,
     chunk_bytes: int | str | None = None,
     micro_batches: int = 1,
@@ -100,16 +101,16 @@ def plan(
     `HardwareProfile`, the name of a shipped one, or the path of one that `hetmem probe` wrote; None: the h100's.
     `budget`: as for `manage`; a tier it leaves open gets the memory that `hardware` has, and the device never gets
     more than that. `loss`: a function from the model's output to the scalar to differentiate (None: the output's
-    `.loss`, or the output itself). `micro_batches`: forwards and backwards in a step. `checkpointing`: plan every
-    repeated layer as checkpointed, for a model that is built without (one that checkpoints by itself is planned as it
-    is). `overlap`, `max_grad_norm`, `loss_scale`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the
-    last one for a model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `new_tokens`: with
-    `inference`, text generated after the batch, a prompt: `.generation` has the cache, and the seconds of the prompt
-    and of a token, and a step is all of it. `activations`: as for `manage`; with other than "keep"
-    `.activation_choices` says for each choice whether it fits, the seconds of a step, and how many times as large a
-    batch or sequence would fit. `real`: run one forward and backward on this machine's CPU instead of tracing on
-    `meta`, for a model whose control flow depends on values. Other keywords are as for
-    `manage`.
+    `.loss`, or the output itself), or "chunked" for that of `hetmem.chunked_loss`. `micro_batches`: forwards and
+    backwards in a step. `checkpointing`: plan every repeated layer as checkpointed, for a model that is built without
+    (one that checkpoints by itself is planned as it is). `overlap`, `max_grad_norm`, `loss_scale`, `moments`,
+    `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a model in bfloat16). `inference`: forwards
+    alone, under `torch.no_grad()`. `new_tokens`: with `inference`, text generated after the batch, a prompt:
+    `.generation` has the cache, and the seconds of the prompt and of a token, and a step is all of it. `activations`:
+    as for `manage`; with other than "keep" `.activation_choices` says for each choice whether it fits, the seconds of a
+    step, and how many times as large a batch or sequence would fit. `real`: run one forward and backward on this
+    machine's CPU instead of tracing on `meta`, for a model whose control flow depends on values. Other keywords are as
+    for `manage`.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, or for options that exclude each
     other; `ProfileError` for a bad profile; and `ManageError` or `BudgetError` for a budget, a precision or
@@ -120,8 +121,8 @@ def plan(
     refuse_others("plan", others)
     refuse_budget(budget)
     mixed_precision = precision_of(mixed_precision)
-    if loss is not None and not callable(loss):
-        raise PlanError(f"loss must be a function from the model's output to a scalar, got {loss!r}")
+    if loss not in (None, "chunked") and not callable(loss):
+        raise PlanError(f'loss must be "chunked" or a function from the model\'s output to a scalar, got {loss!r}')
     asked = DEFAULT_HARDWARE if hardware is None else hardware
     profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
     limits = (budget or Budget()).limits()
@@ -244,6 +245,9 @@ def plan_within(
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
         found = tuple(_variants(call, None if checkpointing else base_light, base, results, asked, moved))
+    lead = any(of and of.logits_bytes > LOGITS_SHARE * of.peak_live_bytes for of in (base, base_light))
+    if compares and lead and call.loss is None and not inference:
+        found = (*found, *_chunked(call, results, how.micro_batches, moved))
     if mix is not None:
         recomputed, mixed = mix
         mixes = {"of": of, "count": count, "recomputed": recomputed, **moved_and_kept(mixed.workload)}
@@ -355,6 +359,32 @@ def _variants(
                 workload = functools.cache(functools.partial(cut, of, parts))
                 about = functools.partial(lambda whole, parts: moved(smaller(whole, parts)), whole, parts)
                 yield Variant(kind, text, workload, micro_batches * parts, about)
+
+
+def _chunked(
+    call: TracedCall, results: Results, micro_batches: int, moved: Callable[..., Workload]
+) -> Iterator[Variant]:
+    """Yield ways without the logits of all tokens, which keep the mathematics and not each bit."""
+
+    def made(of: TracedCall, *activations: str) -> Workload | None:
+        workload = traced(of, results)
+        return workload and moved(workload, *activations)
+
+    chunks, text = (
+        replace(call, loss="chunked"),
+        "take hetmem.chunked_loss(model), equal but for rounding (--loss chunked)",
+    )
+    again = "checkpoint the activations of every layer"
+    yield Variant("loss", text, functools.partial(made, chunks), micro_batches)
+    yield Variant(
+        "loss and checkpoint", f"{text}, and {again}", functools.partial(made, checkpointed(chunks)), micro_batches
+    )
+    yield Variant(
+        "loss and checkpoint and move",
+        f'{text}, {again}, and give manage activations="auto"',
+        functools.partial(made, checkpointed(chunks), "auto"),
+        micro_batches,
+    )
 
 
 _MOST_PROFILE_BYTES = 1 << 20

@@ -130,6 +130,7 @@ def plan_of(
         combined=None,
         inference=inference,
         generation=None,
+        loss="chunked" if call.loss == "chunked" else None,
         setup=call.setup,
         at_peak=tuple({"what": what, "bytes": nbytes} for what, nbytes in workload.at_peak),
         peak_operator=workload.peak_operator,

@@ -96,9 +96,14 @@ class MetaTracer:
         self._held_by_graph: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_of: Callable[[Any], torch.Tensor] | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss_of: Callable[[Any], torch.Tensor] | None,
+        call: Callable[..., Any] | None = None,
     ) -> Workload:
-        """Trace `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` a forward alone. The model and the
+        """Trace `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` a forward alone. `call`: what is
+        called in place of the model, and calls it. The model and the
         tensors are on one device: `meta`, or one where control flow sees values. Errors of the model propagate;
         `results.last` is then the operator that was called last."""
         handles: list[Any] = [
@@ -118,7 +123,7 @@ class MetaTracer:
                     self._model(*args, **kwargs)
                 else:
                     with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                        loss = loss_of(self._model(*args, **kwargs))
+                        loss = loss_of((call or self._model)(*args, **kwargs))
                     self._boundary(Kind.BACKWARD, "backward")
                     self._in_backward = True
                     loss.backward()

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from hetmem.errors import ManageError
+from hetmem.losses import chunked_loss
 from hetmem.placing.filling import as_written
 from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
 from hetmem.planner.meta_trace import MetaTracer
@@ -42,7 +44,8 @@ class TracedCall:
 
     build_model: Builder
     batch: Any
-    loss: Callable[[Any], torch.Tensor] | None = None
+    loss: Callable[[Any], torch.Tensor] | Literal["chunked"] | None = None
+    """From the output to a scalar; "chunked": `hetmem.chunked_loss`; None: the loss that the output has or is."""
     mixed_precision: torch.dtype | None = None
     setup: tuple[str, ...] = ()
     """Lines of code that precede `manage` in the program, for the plan to show."""
@@ -74,7 +77,7 @@ def trace(
     if call.recomputed != 0:
         checkpoint_layers(model, call.recomputed)
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
-    loss_of = default_loss if made is None else lambda output: _scalar(made(output))
+    loss_of = default_loss if made is None or made == "chunked" else lambda output: _scalar(made(output))
     try:
         if inference:
             model.eval().requires_grad_(False)
@@ -82,13 +85,24 @@ def trace(
             tracer = MetaTracer(model, call.mixed_precision, results)
             tracer.count(prepare(model, kwargs) if prepare is not None else (), "cache")
             return tracer.run(args, kwargs, None)
-        return MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of)
+        chunked = _chunked(model, args) if made == "chunked" else None
+        return MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of, chunked)
     except PlanError:
         raise
     except Exception as error:
         raise PlanError(
             f"{type(error).__name__}: {error}. {_hint(error, results.last, model, args, kwargs)}"
         ) from error
+
+
+def _chunked(model: nn.Module, args: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+    """Return the chunked loss of `model`. Raises `PlanError` for a model or arguments that it does not take."""
+    if args:
+        raise PlanError('loss="chunked" takes a batch that is a dict of keywords, with labels')
+    try:
+        return chunked_loss(model)
+    except ManageError as error:
+        raise PlanError(str(error)) from error
 
 
 def traced(call: TracedCall, results: Results | None = None) -> Workload | None:

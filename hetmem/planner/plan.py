@@ -22,7 +22,16 @@ from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError, printable
 from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan
-from hetmem.planner.wording import TIMES, cache_line, drive_life, drive_line, generation_lines, speed
+from hetmem.planner.wording import (
+    LOGITS_SHARE,
+    TIMES,
+    cache_line,
+    drive_life,
+    drive_line,
+    generation_lines,
+    logits_line,
+    speed,
+)
 from hetmem.planner.wording import count as _count
 from hetmem.planner.wording import wrapped as _wrapped
 
@@ -36,8 +45,6 @@ _DIRECTORY = "/path/on/the/drive"
 _CODE_WIDTH = 76
 _SHOWN = 4
 """How many kinds of tensors at the peak the text names."""
-_LOGITS_SHARE = 0.25
-"""The text mentions logits from this share of the peak of activations on."""
 _MOST_BYTES = 4 << 20
 """The most that the file of a plan may have."""
 
@@ -75,7 +82,8 @@ class Plan:
     `layers`: if some of the `count` repeated layers `of` the model are to be checkpointed, how many of the first
     (`recomputed`), and the `moved_bytes` and `kept_bytes` of activations then; else None.
     `inference`: forwards alone. `generation`: of a plan for new tokens after a prompt, whose step is all of it, else
-    None: docs/schemas.md has its keys. `setup`: code that comes before the model is managed.
+    None: docs/schemas.md has its keys. `loss`: "chunked" for that of `hetmem.chunked_loss`, else None. `setup`: code
+    that comes before the model is managed.
     """
 
     model: str
@@ -115,6 +123,7 @@ class Plan:
     combined: dict[str, Any] | None
     inference: bool
     generation: dict[str, Any] | None
+    loss: str | None
     setup: tuple[str, ...]
     at_peak: tuple[dict[str, Any], ...]
     peak_operator: str
@@ -200,6 +209,7 @@ class Plan:
             lines.append(self.constructor)
         elif not self.inference:
             lines += ["optimizer = hetmem.AdamW(", *(f"    {option}," for option in self._options()), ")"]
+        lines += ["loss_of = hetmem.chunked_loss(model)  # loss_of(**batch).backward()"] if self.loss else []
         return "\n".join(lines)
 
     @property
@@ -367,11 +377,9 @@ def _tiers(plan: Plan) -> Iterator[str]:
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")
-    if not plan.inference and plan.logits_bytes > _LOGITS_SHARE * max(plan.activation_bytes.values(), default=0):
-        yield _wrapped(
-            f"logits and their gradients are {format_size(plan.logits_bytes)} of that: a loss that is computed in "
-            f"chunks of tokens avoids them (torch.nn.functional.linear_cross_entropy, from torch 2.13)"
-        )
+    leads = plan.logits_bytes > LOGITS_SHARE * max(plan.activation_bytes.values(), default=0)
+    if leads and not plan.inference and plan.loss is None:
+        yield logits_line(plan.model, plan.logits_bytes)
 
 
 def _time(plan: Plan) -> Iterator[str]:

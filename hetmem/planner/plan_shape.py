@@ -122,6 +122,7 @@ _PLAN = record(
                 }
             )
         ),
+        "loss": one_of(None, "chunked"),
         "setup": list_of(text()),
         "at_peak": list_of(record({"what": text(), "bytes": _BYTES})),
         "peak_operator": text(),

@@ -8,6 +8,8 @@ from typing import Any
 
 from hetmem.base.units import format_seconds, format_size
 
+LOGITS_SHARE = 0.25
+"""Logits are told of from this share of the peak of activations on."""
 _WIDTH = 80
 _FULL_WRITES = 600
 """How many times its capacity a common drive is rated to be written."""
@@ -68,3 +70,11 @@ def generation_lines(generation: Mapping[str, Any]) -> Iterator[str]:
     if token is not None:
         each = "one token" if rows == 1 else f"one token of each of {rows} rows"
         yield f"  then {each}: {format_seconds(token)}, {rows / token:.1f} tokens/s"
+
+
+def logits_line(model: str, nbytes: int) -> str:
+    """Return what avoids the logits of a model of the class `model`, which take `nbytes` at the peak."""
+    how = "a loss that is computed in chunks of tokens avoids them"
+    if model.endswith(("ForCausalLM", "LMHeadModel")):
+        how = "hetmem.chunked_loss(model) in place of the model's own loss avoids them (--loss chunked)"
+    return wrapped(f"logits and their gradients are {format_size(nbytes)} of that: {how}")

@@ -112,6 +112,7 @@ def report(model: torch.nn.Module) -> MemoryReport:
         "chunk_waste": layout.waste,
         "bytes_per_parameter": (home_bytes + runtime.memory.spare_bytes) / max(1, parameters),
         "planned": None if runtime.prediction is None else dict(runtime.prediction),
+        "loss": runtime.loss,
         "missing": _missing(runtime, window),
         "history": past,
         "step": step_section(window, tiers, _tokens(window, past, runtime)) if window and window.whole else None,

@@ -162,6 +162,7 @@ _REPORT = record(
     {
         "updates": table_of(_BYTES, ("host", "resident")),
         "planned": or_null(_PLANNED),
+        "loss": or_null(text()),
         "activations": or_null(_section(sentence=text())),
         "beside_chunks": or_null(_BESIDE_CHUNKS),
     },

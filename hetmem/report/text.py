@@ -228,6 +228,7 @@ def _summary(data: dict[str, Any]) -> str:
         f"{_number_of(data['chunks'], 'chunk')} of {format_size(data['chunk_bytes'])}, "
         f"{_share(data['chunk_waste'])} of them unused; "
         f"{data['bytes_per_parameter']:.1f} bytes per parameter{_kept(data['tiers'])}"
+        f"{_loss(data.get('loss'))}"
         f"{_updates(data.get('updates', {}))}{_fragments(data['tiers']['device'])}"
     )
 
@@ -236,6 +237,11 @@ _PLACES = {
     "host": "on the host",
     "resident": "on the device, where they live",
 }
+
+
+def _loss(kernel: str | None) -> str:
+    """Return a line on how `hetmem.chunked_loss` computed the loss; "" if it did not."""
+    return "" if kernel is None else f"\nchunked loss: {kernel}"
 
 
 def _updates(updates: dict[str, int]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import sys
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hetmem
 from hetmem.errors import ManageError
@@ -88,6 +90,42 @@ def test_a_step_runs_in_less_memory_than_the_logits_of_all_tokens() -> None:
     hetmem.chunked_loss(model)(**given).backward()
     with pytest.raises(torch.OutOfMemoryError):
         model(**given).loss.backward()
+
+
+class Fused:
+    """In place of Liger's class, which runs on a GPU alone: what it computes, and the options it was given."""
+
+    given: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, **options: Any) -> None:
+        self.given.append(options)
+
+    def __call__(self, weight: Tensor, rows: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        options = self.given[-1]
+        logits, cap = nn.functional.linear(rows, weight, bias), options["softcap"]
+        logits = torch.tanh(logits / cap) * cap if cap else logits
+        ignored, reduction = options["ignore_index"], options["reduction"]
+        return nn.functional.cross_entropy(logits, target, ignore_index=ignored, reduction=reduction)
+
+
+def test_ligers_kernel_runs_where_it_is_asked_for_and_the_report_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = built("Gemma2"), batch(length=40)
+    expected = model(**given).loss
+    with pytest.raises(ManageError, match="pip install liger-kernel"):
+        hetmem.chunked_loss(model, kernel="liger")
+    where = "liger_kernel.transformers.fused_linear_cross_entropy"
+    monkeypatch.setitem(sys.modules, where, SimpleNamespace(LigerFusedLinearCrossEntropyLoss=Fused))
+    hetmem.manage(model, hetmem.Budget(device="96MiB", host="8MiB"), device="sim")
+    loss = hetmem.chunked_loss(model, kernel="liger")(**given)
+    torch.testing.assert_close(loss, expected)
+    assert Fused.given[-1] == {"ignore_index": -100, "reduction": "sum", "softcap": 0.5}
+    loss.backward()
+    assert hetmem.report(model).to_dict()["loss"] == "Liger's kernel"
+    assert "chunked loss: Liger's kernel" in str(hetmem.report(model))
+    with pytest.raises(ManageError, match="knows no scale of logits"):
+        hetmem.chunked_loss(built("Cohere"), kernel="liger")
+    with pytest.raises(ManageError, match="kernel must be"):
+        hetmem.chunked_loss(model, kernel="triton")  # type: ignore[arg-type]
 
 
 def doubling(model: Any) -> Any:

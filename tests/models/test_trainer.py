@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import hetmem
 from hetmem import testing
+from hetmem.errors import ManageError
 from hetmem.integrations import for_trainer
 from tests.engine.harness import assert_same_states, assert_same_weights
 from tests.models.zoo import MODELS, TOKENS, VOCABULARY
@@ -171,6 +172,21 @@ def test_for_trainer_lets_trainers_read_norms_with_any_overlap_and_reports(tmp_p
     trained(alone, tmp_path / "alone", weight_decay=0.0, max_grad_norm=0.0, ours={"max_grad_norm": 0.5})
     assert_same_weights(clipped, alone)
     assert not all(map(torch.equal, clipped.parameters(), unclipped.parameters())), "nothing was clipped"
+
+
+def test_a_trainer_computes_the_loss_in_chunks_if_asked_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    plain = MODELS["gpt2"]()[0]
+    chunked, own = (managed_copy(plain, tmp_path) for _ in range(2))
+    groups = {"weight_decay": 0.0, "gradient_accumulation_steps": 2}
+    right = trained(chunked, tmp_path / "chunked", **groups, ours={"loss": "chunked"})
+    left = trained(own, tmp_path / "own", **groups, ours={})
+    assert losses(right) == pytest.approx(losses(left), rel=1e-5)
+    assert norms(right) == pytest.approx(norms(left), rel=1e-4)
+    assert hetmem.report(chunked).to_dict()["loss"] and not hetmem.report(own).to_dict()["loss"]
+    tokens = Sentences()[0]["input_ids"][None]
+    assert chunked.train()(input_ids=tokens, labels=tokens).logits is not None
+    with pytest.raises(ManageError, match="smoothed labels"):
+        trained(own, tmp_path / "own", label_smoothing_factor=0.1, ours={"loss": "chunked"})
 
 
 @pytest.mark.nightly

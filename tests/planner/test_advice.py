@@ -22,7 +22,7 @@ import hetmem
 from hetmem.base.hardware import HardwareProfile, ThreadCosts
 from hetmem.base.units import MIB, parse_size
 from hetmem.cli import main
-from hetmem.planner import Plan, TracedCall, hugging_face_call, known_profiles, load_profile, with_adapters
+from hetmem.planner import Plan, PlanError, TracedCall, hugging_face_call, known_profiles, load_profile, with_adapters
 from hetmem.planner.plan import KEPT, LOANED
 from tests.pairs import case
 
@@ -193,16 +193,59 @@ def test_logits_that_fill_the_device_are_named_with_what_avoids_them(
     config = transformers.LlamaConfig(vocab_size=32768, num_key_value_heads=2, **SMALL)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    typed("--hf-config", tmp_path / "config.json", "--sequence", 64)
-    out = " ".join(capsys.readouterr().out.split())
-    assert "64x32768" in out
-    assert "a loss that is computed in chunks of tokens avoids them" in out
-    typed("--hf-config", config_file("ViTForImageClassification", tmp_path))
-    out = " ".join(capsys.readouterr().out.split())
-    assert "a loss that is computed in chunks" not in out
-    assert "changes the mathematics" not in out
-    typed("--hf-config", tmp_path / "config.json", "--sequence", 64, "--inference")  # which has no loss
-    assert "a loss that is computed in chunks" not in " ".join(capsys.readouterr().out.split())
+
+    def said(*words: object) -> str:
+        typed("--hf-config", *words)
+        return " ".join(capsys.readouterr().out.split())
+
+    file, advice = tmp_path / "config.json", "hetmem.chunked_loss(model) in place of the model's own loss avoids them"
+    out = said(file, "--sequence", 64)
+    assert "64x32768" in out and advice in out
+    out = said(config_file("ViTForImageClassification", tmp_path / "vit"))
+    assert "logits and their gradients" not in out and "changes the mathematics" not in out
+    assert advice not in said(file, "--sequence", 64, "--inference")  # which has no loss
+    out = said(file, "--sequence", 64, "--loss", "chunked")
+    assert advice not in out and "loss_of = hetmem.chunked_loss(model)" in out
+
+
+def test_a_chunked_loss_is_planned_and_is_the_way_out_where_logits_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.LlamaConfig(vocab_size=2048, num_key_value_heads=2, **sizes)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    words = ["--hf-config", tmp_path / "config.json", "--sequence", 4096, "--precision", "float32"]
+    words += ["--device-memory", "80MiB", "--host-memory", "64MiB"]
+    assert typed(*words) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "cheapest: take hetmem.chunked_loss(model), equal but for rounding (--loss chunked): then it fits" in said
+    assert typed(*words, "--loss", "chunked", "-o", tmp_path / "plan.json") == 0
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.loss == "chunked" and plan.activation_bytes["as written"] < 80 << 20
+    torch.manual_seed(0)
+    model = hetmem.manage(transformers.LlamaForCausalLM(config), plan=plan, device="sim")
+    optimizer, loss_of = hetmem.AdamW(model.parameters()), hetmem.chunked_loss(model)
+    tokens = torch.randint(2048, (1, 4096))
+    for _ in range(2):
+        loss_of(input_ids=tokens, labels=tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = hetmem.report(model).to_dict()
+    assert 0.9 < report["tiers"]["device"]["peak_bytes"] / plan.peak_bytes["device"] <= 1.0
+    assert report["loss"] == "chunks of 1024 tokens, by torch's operators"
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ((torch.zeros(1, 8, dtype=torch.long),), "takes a batch that is a dict of keywords, with labels"),
+        ({"input": torch.zeros(1, 8)}, "chunked_loss knows the loss of causal language models"),
+    ],
+)
+def test_a_chunked_loss_of_another_model_is_not_planned(batch: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        hetmem.plan(lambda: torch.nn.Linear(8, 8), batch, loss="chunked")
 
 
 def test_nothing_is_advised_that_the_machine_has_not_and_smaller_states_are_choices(

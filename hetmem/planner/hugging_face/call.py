@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,7 +32,7 @@ def hugging_face_call(
     sequence: int,
     mixed_precision: torch.dtype | None,
     inputs: Mapping[str, torch.Tensor] | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Callable[[Any], torch.Tensor] | Literal["chunked"] | None = None,
     new_tokens: int = 0,
 ) -> TracedCall:
     """Return the call of the model that `config_file` names in `architectures`, with `batch` rows of `sequence` tokens
