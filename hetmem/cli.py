@@ -24,6 +24,7 @@ from hetmem.base.config import Limits
 from hetmem.base.units import format_size, parse_size
 from hetmem.base.whole_files import target_of, write_whole
 from hetmem.errors import HetmemError, printable
+from hetmem.tools.stages import Stages
 
 atexit.register(gc.freeze)  # skips the collection of all of torch at exit: a second of a plan's ten
 
@@ -153,12 +154,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--real", action="store_true", help="trace one real step on this machine, for control flow that sees values"
     )
     parser.add_argument("-o", "--output", help="save the plan that is to be pasted as JSON")
+    parser.add_argument("--write", metavar="FILE", help="write a program that trains as planned, e.g. train.py")
 
 
-def _show_stage(what: str) -> None:
-    """Print the stage of planning to stderr, if that is a terminal."""
-    if sys.stderr.isatty():
-        _say(f"hetmem plan: {what} …", to_stderr=True)
+def _say_stage(what: str) -> None:
+    _say(f"hetmem plan: {what} …", to_stderr=True)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -173,18 +173,21 @@ def _plan(options: argparse.Namespace) -> int:
             f"no such file: {options.hf_config}; expected the config.json of a model, as save_pretrained leaves it and "
             f"huggingface_hub.hf_hub_download(name, 'config.json') fetches it"
         )
+    _check_output(options.write)
     collects = gc.isenabled()
     gc.disable()  # collections took a fifth of the time, and found nothing
     try:
-        _show_stage("starting")
-        return _planned(options)
+        with Stages(_say_stage) as stages:
+            stages.begin("starting")
+            return _planned(options, stages.begin)
     finally:
         if collects:
             gc.enable()
 
 
-def _planned(options: argparse.Namespace) -> int:
+def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
     from hetmem import planner
+    from hetmem.tools import plan_cache, script
 
     named = options.hardware or planner.DEFAULT_HARDWARE
     profile = planner.load_profile(named)
@@ -200,20 +203,33 @@ def _planned(options: argparse.Namespace) -> int:
     offline = planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext()
     scale = options.loss_scale
     same = "micro_batches checkpointing overlap max_grad_norm real moments stochastic_rounding inference new_tokens"
+    key = plan_cache.key_of(vars(options), profile)
+    plan = plan_cache.kept(key)
     with offline:  # tracing too may make transformers fetch what it computes with
-        plan = planner.plan_within(
-            _call(options),
-            planner.capacities_of(limits, profile),
-            profile,
-            chunk_bytes=chunk_bytes,
-            nvme_directories=tuple(options.nvme_dir or ()),
-            on_stage=_show_stage,
-            loss_scale=scale if scale in (None, "dynamic") else float(scale),
-            **{name: getattr(options, name) for name in [*same.split(), "activations"]},
-        )
-    if options.output:
-        plan.best.save(options.output)
-    _say(plan)
+        call: Any = _call(options) if plan is None or options.write else None
+        if plan is None:
+            plan = planner.plan_within(
+                call,
+                planner.capacities_of(limits, profile),
+                profile,
+                chunk_bytes=chunk_bytes,
+                nvme_directories=tuple(options.nvme_dir or ()),
+                on_stage=begin,
+                loss_scale=scale if scale in (None, "dynamic") else float(scale),
+                **{name: getattr(options, name) for name in [*same.split(), "activations"]},
+            )
+            plan_cache.keep(key, plan)
+        if options.output:
+            plan.best.save(options.output)
+        _say(plan)
+        if options.output and not isinstance(target_of(options.output), int):
+            use = script.use_of(plan.best, options.output)
+            _say(f"hetmem plan: {options.output} has this plan: {use}", to_stderr=True)
+        if options.write:
+            source = script.ModelOrigin(options.hf_config, options.builder, options.loss)
+            write_whole(Path(options.write), script.script(plan.best, call, source))
+            does = "runs" if options.inference else "trains"
+            _say(f"hetmem plan: {options.write} {does} this: python {options.write}", to_stderr=True)
     return 0 if plan.fits else 1
 
 

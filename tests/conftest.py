@@ -53,6 +53,14 @@ def _seeds_of_the_cpu_alone() -> None:
         torch.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _plans_are_made_anew() -> Iterator[None]:
+    """Where a test plans a configuration, nothing is taken from what was planned before."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("hetmem.base.config.plan_cache_directory", lambda: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _threads_of_its_own() -> None:
     """A test that counts hetmem's threads counts those that have begun in it."""

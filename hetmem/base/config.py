@@ -116,9 +116,18 @@ def refuse_activations(activations: Any) -> None:
 def kernel_cache_directory() -> Path | None:
     """Return the directory of compiled kernels: below XDG_CACHE_HOME, by default ~/.cache; None if the user has no
     home directory, as in a container with an arbitrary user id."""
+    return _cache_directory("kernels")
+
+
+def plan_cache_directory() -> Path | None:
+    """Return the directory of plans that are kept, beside that of `kernel_cache_directory`; None if there is none."""
+    return _cache_directory("plans")
+
+
+def _cache_directory(name: str) -> Path | None:
     cache = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(cache) if cache else Path.home() / ".cache") / "hetmem" / "kernels"
+        return (Path(cache) if cache else Path.home() / ".cache") / "hetmem" / name
     except RuntimeError:
         return None
 

@@ -1,1 +1,1 @@
-"""Tools of the command line that measure or examine this machine: probe, doctor, and the cost of calls."""
+"""Tools of the command line: they measure or examine this machine, keep plans, and write them as programs."""

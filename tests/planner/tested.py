@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hetmem import planner
+from hetmem.base import config
 from hetmem.base.hardware import HardwareProfile, Rate, ThreadCosts
 from hetmem.base.units import KIB, MIB, format_enough, format_seconds, parse_size, round_down
 from hetmem.planner import Plan, PlanError, step_program, wording, workload
@@ -26,6 +27,8 @@ from hetmem.schedule.gradients import Complete
 from hetmem.schedule.layout import PAGE_ELEMENTS, ParameterSpec, build_layout
 from hetmem.schedule.placement import Capacities, NoRoom
 from hetmem.schedule.trace import Schedule, Tier
+from hetmem.tools import plan_cache, stages
+from hetmem.tools.script import MOST_LINES
 
 deciding = sys.modules[Judged.__module__]
 """The module, whose name in the package is that of a function."""
@@ -67,6 +70,7 @@ __all__ = [
     "LOANED",
     "LRU",
     "MIB",
+    "MOST_LINES",
     "PAGE_ELEMENTS",
     "ROLES",
     "Block",
@@ -107,6 +111,7 @@ __all__ = [
     "build_layout",
     "checkpointed",
     "combined",
+    "config",
     "decide",
     "deciding",
     "divided",
@@ -115,9 +120,11 @@ __all__ = [
     "judge",
     "judged",
     "parse_size",
+    "plan_cache",
     "planner",
     "rehearse",
     "round_down",
+    "stages",
     "state_bytes",
     "step_program",
     "trace",
