@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from hetmem.planner.decide import Judged, decide
+from hetmem.planner.decide import Judged, Variant, decide
 from hetmem.planner.meta_results import Results, tensor_bytes
-from hetmem.planner.model import TracedCall, trace
+from hetmem.planner.model import TracedCall, divided, trace
 from hetmem.planner.plan import Plan, PlanError
 from hetmem.planner.step_program import rehearse
 from hetmem.planner.workload import Event, Phase, Setting, StepResult, Workload
@@ -43,7 +43,8 @@ def planned_generation(
     activation_bytes=…)`: the plan of a forward. Raises `PlanError`."""
     phases = _phases(call, results, new_tokens)
     prefill, decode, rows = phases.prefill, phases.decode, phases.prefill.rows
-    decision = decide(decode if new_tokens > 1 else prefill, asked)
+    fewer = (_at_a_time(call, results, new_tokens, rows, parts) for parts in _PARTS if rows % parts == 0)
+    decision = decide(decode if new_tokens > 1 else prefill, asked, [*fewer])
     first = token = None
     if decision.candidate is not None:
         first, token = _seconds(phases, decision.candidate, new_tokens)
@@ -67,6 +68,15 @@ def planned_generation(
         compute_bound_rows=None,
         generation=generation,
     )
+
+
+_PARTS = (2, 4, 8, 16)
+
+
+def _at_a_time(call: TracedCall, results: Results, new_tokens: int, rows: int, parts: int) -> Variant:
+    """Return the way to generate for one `parts`-th of the rows at a time, of which a step is one."""
+    text = f"generate for {rows // parts} of the {rows} rows at a time (--rows {rows // parts}), a token a step"
+    return Variant("rows", text, lambda: _phases(divided(call, parts), results, new_tokens).decode)
 
 
 def _seconds(phases: Phases, best: Judged, new_tokens: int) -> tuple[StepResult, StepResult | None]:

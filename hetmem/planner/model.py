@@ -85,7 +85,7 @@ def trace(
             tracer = MetaTracer(model, call.mixed_precision, results)
             tracer.count(prepare(model, kwargs) if prepare is not None else (), "cache")
             return tracer.run(args, kwargs, None)
-        chunked = _chunked(model, args) if made == "chunked" else None
+        chunked = call_in_chunks(model, args) if made == "chunked" else None
         return MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of, chunked)
     except PlanError:
         raise
@@ -95,7 +95,7 @@ def trace(
         ) from error
 
 
-def _chunked(model: nn.Module, args: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
+def call_in_chunks(model: nn.Module, args: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
     """Return the chunked loss of `model`. Raises `PlanError` for a model or arguments that it does not take."""
     if args:
         raise PlanError('loss="chunked" takes a batch that is a dict of keywords, with labels')

@@ -24,8 +24,9 @@ from hetmem.planner.activations import moving
 from hetmem.planner.decide import Judged, judged, not_whole
 from hetmem.planner.meta_results import Results
 from hetmem.planner.meta_trace import MetaTracer
-from hetmem.planner.model import TracedCall, checkpoint_layers, default_loss, divided
+from hetmem.planner.model import TracedCall, call_in_chunks, checkpoint_layers, default_loss, divided
 from hetmem.planner.plan import PlanError
+from hetmem.planner.wording import LOGITS_SHARE
 from hetmem.planner.workload import Setting, Workload
 from hetmem.schedule.placement import Capacities
 from hetmem.schedule.trace import Tier
@@ -83,7 +84,7 @@ class _Rehearsal:
         needed = self._least(base, self._how)
         if needed is None:
             return None
-        ways = [*self._by_activations(base), *self._by_batch(base), *self._by_checkpoints()]
+        ways = [*self._by_activations(base), *self._by_batch(base), *self._by_checkpoints(), *self._by_loss(base)]
         ways.append(f'raise Budget(device="{needed // MIB}MiB")')
         return Rehearsed(needed, self._without_output(needed), self._has_loss, tuple(ways))
 
@@ -118,13 +119,21 @@ class _Rehearsal:
                 return ["checkpoint every layer, for a third more compute"]
         return []
 
+    def _by_loss(self, base: Workload) -> list[str]:
+        if self._has_loss and base.logits_bytes > LOGITS_SHARE * base.peak_live_bytes:
+            with suppress(PlanError):
+                if self._runs(self._traced(replace(self._call, loss="chunked")), self._how, self._asked):
+                    return ["take hetmem.chunked_loss(model), without the logits of all tokens: equal but for rounding"]
+        return []
+
     def _traced(self, call: TracedCall) -> Workload:
         model = call.build_model()
         if call.recomputed is None:
             checkpoint_layers(model)
         args, kwargs = tree_map(_anew, call.batch)
         try:
-            return MetaTracer(model, call.mixed_precision, self._results).run(args, kwargs, self._loss)
+            chunked = call_in_chunks(model, args) if call.loss == "chunked" else None
+            return MetaTracer(model, call.mixed_precision, self._results).run(args, kwargs, self._loss, chunked)
         finally:
             self._kept = None
 

@@ -88,7 +88,7 @@ def test_a_step_runs_in_less_memory_than_the_logits_of_all_tokens() -> None:
     model = built("Llama", 4096)
     hetmem.manage(model, hetmem.Budget(device="60MiB", device_chunks="2MiB", host="64MiB"), device="sim")
     hetmem.chunked_loss(model)(**given).backward()
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError, match=r"take\shetmem\.chunked_loss\(model\)"):
         model(**given).loss.backward()
 
 

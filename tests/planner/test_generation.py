@@ -62,7 +62,9 @@ def test_a_generation_runs_within_the_planned_peaks_and_fetches_the_planned_byte
     plan = hetmem.plan(build, {"input_ids": prompt}, budget, inference=True, new_tokens=new)
     assert plan.fits and plan.generation is not None
     long = {"input_ids": prompt.repeat(1, 8)}  # a token alone would fit beside its cache
-    assert not hetmem.plan(build, long, hetmem.Budget(device="7MiB", host="16MiB"), inference=True, new_tokens=2).fits
+    refused = hetmem.plan(build, long, hetmem.Budget(device="7MiB", host="16MiB"), inference=True, new_tokens=2)
+    assert not refused.fits
+    assert any("generate for 2 of the 4 rows at a time" in advice for advice in refused.advice), refused.advice
     model = hetmem.manage(copy.deepcopy(plain), plan=plan, device="sim")
     torch.manual_seed(0)
     how: dict[str, Any] = {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
