@@ -76,9 +76,9 @@ def test_the_table_of_less_host_memory(
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("page", CONFIGS)
+@pytest.mark.parametrize("page", [page for page in CONFIGS if page != "docs/long-context.md"])
 def test_the_example_trains_as_the_page_calls_it(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model in the place of the page's, on small tiers."""
+    """A small model in the place of the page's, on small tiers. The page on long contexts has a loop of its own."""
     monkeypatch.chdir(tmp_path)
     example = load(ROOT / "examples" / "03_finetune_transformers.py")
     (command,) = [line for block in snippets(page, "sh") for line in [block] if line.startswith("python")]
