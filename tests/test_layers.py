@@ -44,7 +44,8 @@ TORCH_FREE = {"base", "schedule"}
 DECIDES = {"schedule"}
 # Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {
-    f"hetmem.planner.{name}" for name in ("decide reservation workload simulated_engine simulator step_program").split()
+    f"hetmem.planner.{name}"
+    for name in ("decide inexact reservation workload simulated_engine simulator step_program").split()
 }
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
 WRITERS = {

@@ -31,10 +31,11 @@ from hetmem.optim.options import loss_scale as scale_of
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
-from hetmem.planner.decide import RANK, Variant, approximations, cheapest_mix, combined, decide
+from hetmem.planner.decide import Variant, cheapest_mix, combined, decide
 from hetmem.planner.generation import planned_generation
 from hetmem.planner.hugging_face.call import hugging_face_call
 from hetmem.planner.hugging_face.offline import Offline
+from hetmem.planner.inexact import RANK, approximations
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,

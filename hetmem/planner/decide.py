@@ -3,7 +3,7 @@
 Searches the settings of a run first, with the simulator as the judge. Plans only what `manage` and `hetmem.AdamW` do:
 homes in host memory, then on NVMe, in the order of roles; updates where the states live; the whole model on the device
 if it fits, else homes in its idle memory. Then compares the best with other ways to do the same training: changes that
-keep the bits, combined where they are faster together, and smaller states, which change the mathematics. Pure.
+keep the bits, combined where they are faster together. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hetmem.base.units import GIB, MIB, format_enough, format_seconds, round_dow
 from hetmem.planner.activations import moving
 from hetmem.planner.reservation import Arrangement, arrange, check_device, state_bytes
 from hetmem.planner.step_program import rehearse
-from hetmem.planner.workload import AS_IT_IS, Setting, StepResult, Updating, Workload, larger_by
+from hetmem.planner.workload import AS_IT_IS, Setting, StepResult, Workload, larger_by
 from hetmem.schedule.placement import PAGE_BYTES, Capacities, NoRoom
 from hetmem.schedule.trace import Tier
 
@@ -349,10 +349,7 @@ def _ways_out(workload: Workload, asked: Setting, missing: Mapping[str, int], va
     homes, device = {tier: n for tier, n in missing.items() if tier != "device"}, missing.get("device", 0)
     rooms: list[tuple[str, Setting]] = []
     if homes and not asked.capacities.nvme_bytes:
-        drive = _with(asked, {"nvme": 2 * state_bytes(workload)})
-        with suppress(NoRoom):  # host memory may be too small for staging
-            nbytes = sum(arranged(workload, drive).bytes_by_role(Tier.NVME).values())
-            rooms.append((f"add an NVMe directory with {format_enough(nbytes)}: Budget(nvme=…, nvme_dir=…)", drive))
+        rooms += _with_drive(workload, asked, fits=not device)
     if _has(asked, homes):
         rooms.append((f"raise {_by(homes)}" if homes else "", _with(asked, homes)))
     advice: list[str] = []
@@ -366,6 +363,29 @@ def _ways_out(workload: Workload, asked: Setting, missing: Mapping[str, int], va
     return advice
 
 
+def _with_drive(workload: Workload, asked: Setting, *, fits: bool) -> list[tuple[str, Setting]]:
+    """Return what to write for a drive, and `asked` with it; with updates that overlap if they leave a tenth of its
+    bytes out, and the model then `fits`, if it should. None if host memory is too small for staging."""
+    drive = _with(asked, {"nvme": 2 * state_bytes(workload)})
+    found = [(_on_nvme(workload, drive), drive, "Budget(nvme=…, nvme_dir=…)")]
+    if workload.trainable and not asked.updating.overlapped:
+        less = drive.updated(overlapped=True)
+        found.append((_on_nvme(workload, less), less, f'{found[0][2]} and hetmem.AdamW(overlap="backward")'))
+    (nbytes, setting, text), other = found[0], found[-1]
+    if other[0] < WORTH * nbytes and (not fits or isinstance(first_that_fits(workload, other[1]), Judged)):
+        nbytes, setting, text = other
+    if math.isinf(nbytes):
+        return []
+    return [(f"add an NVMe directory with {format_enough(int(nbytes))}: {text}", setting)]
+
+
+def _on_nvme(workload: Workload, setting: Setting) -> float:
+    """Return the bytes of homes on the drive of `setting`; infinity if there is no room for them."""
+    with suppress(NoRoom):
+        return sum(arranged(workload, setting).bytes_by_role(Tier.NVME).values())
+    return math.inf
+
+
 def _by(missing: Mapping[str, int]) -> str:
     return " and ".join(f"Budget({tier}=…) by {format_enough(nbytes)}" for tier, nbytes in missing.items())
 
@@ -373,7 +393,7 @@ def _by(missing: Mapping[str, int]) -> str:
 # ---- done differently, all together ------------------------------------------------------------------------------
 
 
-def _quicker(workload: Workload, setting: Setting, limit: float) -> Judged | None:
+def quicker(workload: Workload, setting: Setting, limit: float) -> Judged | None:
     """Judge `setting` as `first_that_fits` does; None unless a step takes less than `limit` seconds."""
     if setting.compute_seconds(workload) >= limit:
         return None
@@ -396,48 +416,8 @@ def combined(decision: Decision, others: Sequence[tuple[Workload, Capacities | N
         if made is workload and updating == how:
             continue
         setting = replace(asked, capacities=within or asked.capacities, updating=updating)
-        candidate = _quicker(made, setting, limit)
+        candidate = quicker(made, setting, limit)
         if candidate is not None:
             limit, largest = candidate.result.seconds, max(decision.largest_parameters, made.numel)
             found = Decision(made, replace(decision.asked, updating=updating), candidate, largest)
     return found
-
-
-def approximations(
-    workload: Workload, capacities: Capacities, than: Decision, adapted: Callable[[], Workload | None]
-) -> tuple[Alternative, ...]:
-    """Return the changes to the mathematics that fit where `than` does not, or are faster, the fastest first: smaller
-    states, weights in bfloat16, and `adapted` (adapters). All of them with overlapped updates, which keep the bits."""
-    best, updating = than.candidate, than.asked.updating
-    if updating.on_host_only or not workload.trainable:
-        return ()
-    if best is not None and not best.result.bytes["nvme_read"]:
-        return ()
-    how, with_overlap = replace(updating, overlapped=True), ', overlap="backward"'
-    choices: list[tuple[Workload | None, Updating, str]] = [
-        (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{with_overlap}) (--moments {kind})")
-        for kind, said in (("bfloat16", "torch.bfloat16"), ("8bit", '"8bit"'))
-    ]
-    choices.append((adapted(), how, f"adapters of rank {RANK} beside frozen weights in bfloat16 (--lora {RANK})"))
-    if workload.mixed_precision and workload.dtype == "bfloat16":
-        rounded = replace(how, stochastic_rounding=True)
-        weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
-        advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{with_overlap}) (--stochastic-rounding)"
-        choices.append((in_16_bits(workload), rounded, advice))
-    found, limit = [], math.inf if best is None else best.result.seconds
-    for made, updating, advice in choices:
-        setting = replace(than.asked, capacities=capacities, chunk_bytes=None, updating=updating)
-        candidate = None if made is None else _quicker(made, setting, limit)
-        if candidate is not None:
-            found.append(Alternative(advice, candidate.result.seconds))
-    return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
-
-
-RANK = 16
-"""The rank of the adapters that are judged where a model does not fit, or waits for a drive."""
-
-
-def in_16_bits(workload: Workload) -> Workload:
-    """Return `workload`, which computes in 16 bits, with 16-bit weights at home too."""
-    parameters = tuple(replace(spec, itemsize=min(2, spec.itemsize)) for spec in workload.parameters)
-    return replace(workload, parameters=parameters, mixed_precision=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -69,12 +70,13 @@ def test_seconds_are_those_of_the_way_out_that_they_stand_beside() -> None:
     slow = replace(HARDWARE, nvme_read=disk, nvme_write=disk)
     decision = decide(workload(activation=2 * MIB), room, slow, chunk_bytes=MIB, variants=[lighter])
     missing = decision.missing_bytes["host"]
-    for where, capacities in (
-        ("add an NVMe", replace(room, nvme_bytes=256 * MIB)),
-        ("raise Budget(host", replace(room, host_bytes=20 * MIB + missing)),
+    for where, capacities, overlapped in (
+        ("add an NVMe", replace(room, nvme_bytes=256 * MIB), True),
+        ("raise Budget(host", replace(room, host_bytes=20 * MIB + missing), False),
     ):
         (advice,) = [said for said in decision.advice if said.startswith(where) and "checkpoint it" in said]
-        took = judge(workload(activation=MIB // 4), Setting(capacities, MIB), slow, 1).result.seconds
+        how = Setting(capacities, MIB, updating=Updating(overlapped))
+        took = judge(workload(activation=MIB // 4), how, slow, 1).result.seconds
         assert f"at {format_seconds(took)} a step" in advice
 
 
@@ -246,3 +248,16 @@ def test_the_largest_model_is_no_larger_than_one_that_does_not_fit() -> None:
     decision = decide(replace(made, parameters=specs), Capacities(64 * MIB, 16 * MIB, 512 * MIB, 8 * MIB), HARDWARE)
     assert decision.candidate is None
     assert decision.largest_parameters <= decision.workload.numel
+
+
+def test_the_drive_that_is_advised_is_no_larger_than_one_with_updates_that_overlap_needs() -> None:
+    """Llama 70 B was told of 548 GiB on a drive, where 295 are enough with the same bits."""
+    room = Capacities(12 * MIB, 16 * MIB)
+    decision = decide(workload(), room, HARDWARE, chunk_bytes=MIB)
+    assert decision.candidate is None
+    advised = re.match(r"add an NVMe directory with (\S+) MiB: (.*)", decision.advice[0])
+    assert advised and advised[2].endswith('and hetmem.AdamW(overlap="backward")')
+    drive = replace(room, nvme_bytes=int(float(advised[1]) * MIB))
+    assert decide(workload(), drive, HARDWARE, chunk_bytes=MIB).candidate is None
+    overlapping = decide(workload(), drive, HARDWARE, chunk_bytes=MIB, updating=Updating(overlapped=True))
+    assert overlapping.candidate is not None
