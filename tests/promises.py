@@ -308,6 +308,12 @@ PROMISES: dict[str, Mutation | str] = {
         "        pass\n",
         "tests/test_hostile_files.py::test_a_changed_file_is_taken_whole_or_refused_with_the_name_of_a_key[report-25]",
     ),
+    "A plan that was kept": Mutation(
+        "tools/plan_cache.py",
+        " and not found.st_mode & 0o022",
+        "",
+        "tests/planner/test_commands.py::test_what_others_may_write_is_not_used",
+    ),
     "Ctrl-C comes between pieces": Mutation(
         "memory/interrupts.py",
         "        if not held:\n            self._deliver()\n",
