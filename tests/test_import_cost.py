@@ -13,7 +13,7 @@ import hetmem
 REPOSITORY = Path(__file__).parents[1]
 
 # Each costs more than all of hetmem and serves some programs only: imported where it is first needed.
-LATE = {"cupy", "llvmlite", "numba", "psutil", "rich", "transformers"}
+LATE = {"cupy", "llvmlite", "numba", "psutil", "transformers"}
 
 LIST_MODULES = """
 import sys

@@ -14,12 +14,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from itertools import starmap
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 from struct import Struct
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar, get_type_hints
 
-from hetmem.base.units import KIB
+from hetmem.base.units import KIB, round_up
 
 _NUMBERED_BYTES = 640 * KIB
 """The most memory of all texts, and of all tuples, that entries have numbers of."""
@@ -100,8 +100,8 @@ class Log(Generic[Entry]):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that packed entries have taken."""
-        return (self._most if self._lost else self._count) * self._width
+        """The bytes of memory that packed entries have taken, in whole pages."""
+        return round_up((self._most if self._lost else self._count) * self._width, PAGESIZE)
 
     @property
     def lost(self) -> bool:

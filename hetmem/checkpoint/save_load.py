@@ -50,6 +50,7 @@ from hetmem.checkpoint.disk import (
 from hetmem.checkpoint.header import Header, parse
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Stored, arrange, data_nbytes, header
 from hetmem.errors import CheckpointError, StoreError
+from hetmem.memory.heap import trimmed
 from hetmem.optim.optimizer import OffloadedOptimizer
 
 
@@ -76,7 +77,7 @@ def save(
     leave the earlier file as it was. Save between steps; other threads that train with `model` wait meanwhile.
     Gradients are not saved.
     """
-    with all_of(model, "a checkpoint"):
+    with trimmed(), all_of(model, "a checkpoint"):
         state, encoder = of_model(model), Encoder()
         refuse_half_stepped(
             model,
@@ -127,7 +128,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
     `optimizer.zero_grad()` if there are gradients. Raises `CheckpointError` if another optimizer has begun a step of
     `model`.
     """
-    with all_of(model, "loading a checkpoint"), opened(os.fspath(path)) as source:
+    with trimmed(), all_of(model, "loading a checkpoint"), opened(os.fspath(path)) as source:
         with named(source.path):
             file = _Reader(source, parse(source.header, source.data_nbytes))
         state = of_model(model)

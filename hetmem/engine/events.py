@@ -34,7 +34,7 @@ MOST_BYTES = 8 * MIB
 """The most memory that the logs of a model take."""
 REMEMBERED = 500
 """The most steps in a history."""
-UNPACKED = 1_000
+UNPACKED = 250
 """Logs are packed when more segments, moments, and blocks of moments that use all, have been logged since."""
 _TOLD = 12
 """The most events of a block in an error."""

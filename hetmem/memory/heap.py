@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,15 @@ def untouched(address: int, nbytes: int) -> range:
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
     return ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def trimmed() -> Iterator[None]:
+    """Trim the heap behind the body, which takes and frees many small blocks, as a report does."""
+    try:
+        yield
+    finally:
+        trim()
 
 
 class Freed:

@@ -117,9 +117,10 @@ class ResidentShare:
 
     @staticmethod
     def _candidate(chunk: Chunk) -> Candidate:
-        roles = {*chunk.homes, Role.GRAD}
+        roles = chunk.homes.keys() - {Role.GRAD}
+        gradients = chunk.capacity * chunk.dtype.itemsize  # narrow ones, which are lent, end before it moves
         on_nvme = sum(chunk.home_nbytes(role) for role, home in chunk.homes.items() if home.tier is Tier.NVME)
-        return Candidate(sum(chunk.home_nbytes(role) for role in roles), on_nvme)
+        return Candidate(sum(map(chunk.home_nbytes, roles)) + gradients, on_nvme)
 
     def _free_to_move(self, chunk: Chunk) -> bool:
         """Return whether only hetmem holds the homes of `chunk`, and all listeners can follow."""

@@ -23,6 +23,7 @@ from hetmem.engine.runtime import Runtime
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk
 from hetmem.memory.device import Device, SimDevice
+from hetmem.memory.heap import trimmed
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.report.files import SCHEMA, SCHEMA_VERSION, page_text, save
 from hetmem.report.live import tier_peaks
@@ -68,6 +69,7 @@ class MemoryReport:
 
 
 @HELD_BACK
+@trimmed()
 def report(model: torch.nn.Module) -> MemoryReport:
     """Report on the run of `model`, a managed module, so far: bytes and seconds on every link, homes and peaks of every
     tier, the terms of the last whole step (in inference: forward), and the history of all steps.

@@ -1,9 +1,9 @@
-"""Formats a report, or two side by side, as text tables. Knows the dict of a report only; rich is imported lazily."""
+"""Formats a report, or two side by side, as text tables. Knows the dict of a report only."""
 
 from __future__ import annotations
 
-import io
 import textwrap
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +12,7 @@ from hetmem.errors import printable
 from hetmem.report.step import TERM_NAMES
 
 _WIDTH = 88
+_BETWEEN = "   "
 _BAR = 24
 _SHOWN = 40
 _MODULE_SHOWN = 32
@@ -268,17 +269,29 @@ def _kept(tiers: dict[str, Any]) -> str:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Return a table with a rule under its head; all columns but those in `left` are right-aligned."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """Return a table with a rule under its head; all columns but those in `left` are right-aligned. The widest columns
+    are cut where all together are wider than a page."""
+    table = [[cell.strip() for cell in row] for row in (head, *rows)]
+    room = [max(map(_columns, column)) for column in zip(*table, strict=True)]
+    while (total := sum(room) + len(_BETWEEN) * (len(room) - 1)) > _WIDTH:
+        room[room.index(max(room))] -= 1
+    lines: list[str] = []
+    for row in table:
+        shown = [_cut(cell, columns) for cell, columns in zip(row, room, strict=True)]
+        spaces = [" " * (columns - _columns(cell)) for cell, columns in zip(shown, room, strict=True)]
+        cells = [(cell + space, space + cell) for cell, space in zip(shown, spaces, strict=True)]
+        lines.append(_BETWEEN.join(cell[at not in left] for at, cell in enumerate(cells)).rstrip())
+    return "\n".join([lines[0], "─" * total, *lines[1:]])
 
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for index, title in enumerate(head):
-        table.add_column(Text(title), justify="left" if index in left else "right", no_wrap=True, overflow="ellipsis")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))  # Text: rich must not read cells as markup
-    out = io.StringIO()
-    Console(file=out, width=_WIDTH, no_color=True, color_system=None, legacy_windows=False).print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
+
+def _columns(text: str) -> int:
+    """Return the columns of a terminal that `text` takes."""
+    return sum(not unicodedata.combining(each) and 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
+
+
+def _cut(cell: str, columns: int) -> str:
+    if _columns(cell) <= columns:
+        return cell
+    while _columns(cell) >= columns:
+        cell = cell[:-1]
+    return f"{cell}…"

@@ -39,10 +39,11 @@ class Rank:
 
     @staticmethod
     def build() -> nn.Sequential:
-        """Weights of 130 KiB, whose shards are uneven, and for some ranks empty."""
+        """Weights of 252 KiB, whose shards are uneven, and for some ranks empty. The states of each of four ranks take
+        more than its budget for a third of them."""
         torch.manual_seed(0)
         return nn.Sequential(
-            nn.Linear(32, 301), nn.Tanh(), nn.Linear(301, 77), nn.LayerNorm(77), nn.Linear(77, 5), nn.Linear(5, 1)
+            nn.Linear(32, 301), nn.Tanh(), nn.Linear(301, 177), nn.LayerNorm(177), nn.Linear(177, 5), nn.Linear(5, 1)
         )
 
     def sharded(self, *, offload: bool = False, mixed: bool = False) -> nn.Module:
@@ -214,7 +215,7 @@ def killed(at: Rank) -> None:
     at.train(model, right, range(2))
     if at.rank == at.world - 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"Connection (reset|closed) by peer"):
         at.train(model, right, range(2, 4))
 
 

@@ -34,13 +34,16 @@ def test_two_ranks_have_the_bits_of_torchs_optimizer_and_their_states_go_to_one(
 
 @pytest.mark.nightly
 def test_any_number_of_ranks_and_every_policy(ranks: Forks, tmp_path: Path) -> None:
+    """All ranks find one norm. It is that of any number of ranks until weights differ: torch's fused AdamW, which each
+    is compared with, has other bits for the last elements of a shard."""
     run(ranks, 2, tmp_path, "float32 offloaded", "mixed", "norm", "save")
     run(ranks, 4, tmp_path, "load", "float32", "float32 offloaded", "mixed", "mixed offloaded", "norm", "odd", "save")
     run(ranks, 1, tmp_path, "load")
     run(ranks, 2, tmp_path, "load")
-    norms = [ast.literal_eval(file.read_text()) for file in tmp_path.glob("norms of *")]
-    assert len(norms) == 6
-    assert all(each == pytest.approx(norms[0], rel=1e-14) for each in norms)
+    norms = {world: [ast.literal_eval(f.read_text()) for f in tmp_path.glob(f"norms of {world} *")] for world in (2, 4)}
+    for world, found in norms.items():
+        assert found == [found[0]] * world
+    assert norms[4][0][:1] == pytest.approx(norms[2][0][:1], rel=1e-14)
 
 
 @pytest.mark.nightly
