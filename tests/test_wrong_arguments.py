@@ -165,7 +165,7 @@ def test_a_loss_scale_that_would_never_grow_or_shrink_as_meant_is_refused(option
 PLANNED: dict[str, tuple[dict[str, Any], str]] = {
     "a size as budget": ({"budget": "20GiB"}, r"expected a hetmem\.Budget\(.*\), got '20GiB'"),
     "a number as hardware": ({"hardware": 3}, "hardware must be the name of a profile, its path or .* got 3"),
-    "a loss's name": ({"loss": "sum"}, "loss must be a function from the model's output to a scalar, got 'sum'"),
+    "a loss's name": ({"loss": "sum"}, 'loss must be "chunked" or a function from the model.s output to a scalar'),
     "a precision's name": (
         {"mixed_precision": "fp8"},
         r"mixed_precision must be torch\.bfloat16 \('bf16'\), .* got 'fp8'",
