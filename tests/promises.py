@@ -271,8 +271,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "Building a class that `@managed` decorates": Mutation(
         "placing/filling.py",
-        "            if parameter is not None and _is_placed(parameter):\n",
-        "            if False:\n",
+        "        memory = self._take(nbytes)\n",
+        "        return\n",
         "tests/engine/test_building.py::test_what_no_tier_has_room_for_is_refused_while_it_is_built",
     ),
     "An error of a disk": "update twice when a failed step is repeated",

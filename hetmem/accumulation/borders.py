@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,13 +34,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [*found]
 
 
-def with_running_statistics(model: nn.Module, borders: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return `borders`, and the modules outside of them that keep running statistics, in the order of `model`: there
-    micro-batches have to come in their order even if one leaves a stack of blocks early."""
+def with_buffers(model: nn.Module, borders: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return `borders`, and the modules outside of them that have buffers, as running statistics, in the order of
+    `model`: there micro-batches have to come in their order even if one leaves a stack of blocks early."""
     asked = set(borders)
     within = {part for border in asked for part in border.modules()}
-    statistics = {part for part in model.modules() if isinstance(part, torch_private.NormBase)} - within
-    return [part for part in model.modules() if part in asked or part in statistics]
+    having = {part for part in model.modules() if any(buffer is not None for buffer in part._buffers.values())} - within
+    return [part for part in model.modules() if part in asked or part in having]
 
 
 def refuse_borders(model: nn.Module, borders: Sequence[nn.Module]) -> None:
@@ -67,6 +68,15 @@ class Borders:
         """For each micro-batch, the borders that it has come to."""
         self.starts: list[list[int]] = [[] for _ in range(count)]
         """For each, autograd's number of the next node as it went on behind each of these borders."""
+        self._unwritten = {index: _versions(module) for index, module in enumerate(modules) if _versions(module)}
+        """By border, its buffers as the call began."""
+
+    @property
+    def share_parameters(self) -> bool:
+        """Whether a forward has come to a border twice, or two borders have a parameter in common."""
+        again = any(visit for positions in self.passed for visit, _ in positions)
+        owners = Counter(id(parameter) for module in self._modules for parameter in module.parameters())
+        return again or any(count > 1 for count in owners.values())
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -100,6 +110,12 @@ class Borders:
     def _come_to(self, index: int, number: int) -> None:
         visits = self._visits[number]
         visits[index] = visit = visits.get(index, -1) + 1
+        if visit and index in self._unwritten and self._unwritten[index] != _versions(self._modules[index]):
+            raise ManageError(
+                f"a forward calls a {type(self._modules[index]).__name__} again that writes its buffers (running "
+                f"statistics): between its calls come those of other micro-batches, so they would have another order "
+                f"than in a loop. Use the loop: for batch in batches: forward(model, batch).backward()"
+            )
         self.passed[number].append((visit, index))
         self._baton.pass_on(number)
         while any(not self._is_beyond(other, number) for other in self._baton.running if other < number):
@@ -110,5 +126,14 @@ class Borders:
         """Return whether the micro-batch `other` has gone on behind the border that `number` has come to, or come to a
         later one."""
         theirs, ours = self.passed[other], self.passed[number]
-        same = len(theirs) > len(ours) and theirs[len(ours) - 1] == ours[-1]
-        return same or (bool(theirs) and theirs[-1] > ours[-1])
+        if len(theirs) > len(ours) and theirs[len(ours) - 1] == ours[-1]:
+            return True
+        if not theirs or theirs[-1] <= ours[-1]:
+            return False
+        # A block that is called again at once comes to the border of a module behind it that has buffers yet.
+        return ours[-1][1] not in self._unwritten or theirs[-1][1] > ours[-1][1]
+
+
+def _versions(module: nn.Module) -> list[tuple[int, int]]:
+    """Return what changes with each write to a buffer of `module`, and with each that is exchanged."""
+    return [(id(buffer), buffer._version) for buffer in module.buffers() if not buffer.is_inference()]

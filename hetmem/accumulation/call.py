@@ -13,7 +13,7 @@ from torch import nn
 
 from hetmem import torch_private
 from hetmem.accumulation.baton import Baton, Unwound
-from hetmem.accumulation.borders import Borders, refuse_borders, repeated_blocks, with_running_statistics
+from hetmem.accumulation.borders import Borders, refuse_borders, repeated_blocks, with_buffers
 from hetmem.accumulation.order import BackwardOrder, Graph
 from hetmem.accumulation.surroundings import RandomStates, ThreadState
 from hetmem.base.warning import warn_user
@@ -102,7 +102,7 @@ def _borders(
             f"hetmem.accumulate computes one micro-batch after the other, as {type(model).__name__} has no ModuleList "
             f"or Sequential with several blocks of one class: pass borders=, modules at which micro-batches take turns"
         )
-    return with_running_statistics(model, found) if found else ()
+    return with_buffers(model, found) if found else ()
 
 
 def _forward(loss: Callable[[Any], torch.Tensor] | None, count: int, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -157,7 +157,7 @@ class _MicroBatches:
         together: JoinedModels,
     ) -> None:
         self._model, self._batches, self._forward, self._together = model, batches, forward, together
-        self._baton = Baton(len(batches), states)
+        self._baton = Baton(len(batches), _Exchanged(states, together))
         self._borders = Borders(borders, len(batches), self._baton)
         self._state = ThreadState()
         self._kept: dict[int, torch.Tensor] = {}
@@ -199,7 +199,7 @@ class _MicroBatches:
             if gradients is not None:
                 gradients.refuse_changes()
             graphs = [self._graphs.pop(number) for number in range(len(self._batches))]
-            BackwardOrder(graphs, self._borders.passed, self._baton)
+            BackwardOrder(graphs, self._borders, self._baton)
             self._together.expect(Counter(key for graph in graphs for key in graph.last))
             graphs.clear()
             with self._together.backwards():
@@ -248,6 +248,18 @@ class _MicroBatches:
 
     def _differentiate(self, number: int) -> None:
         self._kept.pop(number).backward()
+
+
+class _Exchanged:
+    """What goes with the baton: random states, and weights that rest while a backward computes."""
+
+    def __init__(self, states: RandomStates, together: JoinedModels) -> None:
+        self.leave, self._states, self._together = states.leave, states, together
+
+    def enter(self, number: int) -> None:
+        """Prepare for the micro-batch `number`."""
+        self._states.enter(number)
+        self._together.rest_again()
 
 
 class _Gradients:

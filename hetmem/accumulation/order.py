@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hetmem.accumulation.baton import Baton
-from hetmem.accumulation.borders import Position
+from hetmem.accumulation.borders import Borders
 
 _HIDES = "CheckpointFunctionBackward"
 """A node that runs a backward of its own: the parameters within are not in the graph."""
@@ -66,13 +66,14 @@ class Graph:
 class BackwardOrder:
     """The turns of the backwards behind `graphs`, of micro-batches that have `passed` these borders."""
 
-    def __init__(self, graphs: Sequence[Graph], passed: Sequence[list[Position]], baton: Baton) -> None:
+    def __init__(self, graphs: Sequence[Graph], borders: Borders, baton: Baton) -> None:
         self._baton = baton
+        passed = borders.passed
         self._missing: dict[int, list[int]] = {}
         """By `id` of a tensor, the micro-batches whose gradients of it have not arrived, if these might not come in
         order."""
         differ = any(each != passed[0] for each in passed)
-        if differ and any(graph.hides for graph in graphs):
+        if any(graph.hides for graph in graphs) and (differ or borders.share_parameters):
             return  # each backward runs as a whole: in the order of the loop
         for number, graph in enumerate(graphs):
             self._pass_on_in(number, graph)

@@ -93,6 +93,13 @@ class JoinedModels:
                     listener.expect(managed, arrivals[id(managed.parameter)])
 
     @HELD_BACK
+    def rest_again(self) -> None:
+        """Have weights rest whose gradients of another micro-batch have arrived: this one's backward may recompute."""
+        for each in self._models:
+            if each.backwards:
+                each.gradients.rest_again()
+
+    @HELD_BACK
     def _settle(self) -> None:
         """End the backward of each model that has begun one."""
         for each in self._models:
