@@ -259,8 +259,8 @@ PROMISES: dict[str, Mutation | str] = {
     "No tier holds more than its budget": "keep homes on the device when an operator needs their memory",
     "What is kept for reports takes at most 8 MiB": Mutation(
         "base/packed_log.py",
-        "            self._count = kept\n",
-        "            self._memory.resize((self._count + len(packed)) * self._width)\n",
+        "        self._memory = mmap(-1, most * self._width,",
+        "        self._most *= 100\n        self._memory = mmap(-1, self._most * self._width,",
         "tests/report/test_history.py::test_steps_whose_entries_are_dropped_remain_in_the_history_and_sums_are_exact",
     ),
     "The anonymous memory of the process grows by no more": Mutation(
