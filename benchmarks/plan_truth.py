@@ -234,6 +234,27 @@ def main() -> None:
                 gc.collect()
 
 
+def planned(
+    build: Callable[[], nn.Module],
+    batch: tuple[Tensor, ...],
+    budget: hetmem.Budget,
+    hardware: HardwareProfile,
+    chunk_bytes: int | None,
+    how: dict[str, Any],
+) -> planner.Plan:
+    """Plan what is asked for, and nothing cheaper that would change the program."""
+    limits = budget.limits()
+    return planner.plan_within(
+        planner.TracedCall(build, batch),
+        planner.capacities_of(limits, hardware),
+        hardware,
+        nvme_directories=tuple(map(str, limits.nvme_directories)),
+        chunk_bytes=chunk_bytes,
+        compares=False,
+        **how,
+    )
+
+
 def row(
     shape: str,
     case: Case,
@@ -253,12 +274,12 @@ def row(
         if case.link is not None:
             link = Rate(float(hetmem.SimDevice(host_to_device=case.link).host_to_device or 0), handed_over_seconds())
             hardware = replace(hardware, host_to_device=link, device_to_host=link)
-        plan = planner.plan(build, batch, budget, hardware, **how)
+        plan = planned(build, batch, budget, hardware, None, how)
         if not plan.fits:
             return f"| {shape} | {case.name} | does not fit: {plan.missing_bytes} | | | |"
         seen = run(build, batch, plan, case, steps)
         hardware = replace(calibrated(hardware, work, seen.plain_seconds), thread=seen.costs)
-        plan = planner.plan(build, batch, plan.budget, hardware, chunk_bytes=plan.slot_bytes, **how)
+        plan = planned(build, batch, plan.budget, hardware, plan.slot_bytes, how)
     peaks = []
     for tier in ("device", "host", "nvme"):
         expected, got = plan.peak_bytes[tier], seen.report["tiers"][tier]["peak_bytes"]
