@@ -8,7 +8,7 @@ an update begins. Pure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -86,6 +86,15 @@ class Notes(ChunkLimit):
         self.set_limit(moment.non_model_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
+
+    def all_at_once(self, blocks: Iterable[int]) -> None:
+        """Count what the segment that has begun needs beside chunks, at most, with all copies if each of `blocks` has
+        one: they are leased until it ends."""
+        moment = self._tracer.all_ahead(())
+        if moment is None or not self._traffic.residency.all_on_device(blocks):
+            return
+        if self.missing_bytes(moment.non_model_bytes) <= 0:
+            self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
 
     def acquire(self, block: int, live_bytes: int) -> None:
         """Use `block` on the device in the moment that began with `live_bytes`. If there is no room, try again with

@@ -155,6 +155,8 @@ class Rehearsal:
                 self._notes.begin(FORWARD)
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
+                if self._blocks:
+                    self._notes.all_at_once(set(map(self._block_of, range(len(self.arrangement.chunk_of)))))
                 self._traffic.gradients.complete.begin()
                 self._sink.prepare_sums(self._begun)
             case Kind.USE | Kind.SAVED if self._blocks:
@@ -173,7 +175,7 @@ class Rehearsal:
     def _use(self, index: int, event: Event) -> None:
         self._traffic.takes(self._costs.use_seconds if event.kind is Kind.USE else self._costs.gradient_seconds)
         self._let_go()
-        used = [(p, self._blocks[self._operand(self.arrangement.chunk_of[p])]) for p in event.parameters]
+        used = [(p, self._block_of(p)) for p in event.parameters]
         self._notes.moment(event.operator, tuple(dict.fromkeys(block for _, block in used)), event.live_bytes)
         new = used if event.kind is Kind.USE else [(p, block) for p, block in used if p not in self._held]
         for _, block in new:
@@ -193,6 +195,9 @@ class Rehearsal:
             if block is not None:
                 self._traffic.release(block, Tier.DEVICE)
         self._gone.clear()
+
+    def _block_of(self, parameter: int) -> int:
+        return self._blocks[self._operand(self.arrangement.chunk_of[parameter])]
 
     def _operand(self, chunk: int) -> tuple[str, int]:
         """Return the role of `chunk` that device copies are fetched from, and `chunk`."""
