@@ -75,7 +75,7 @@ class WorkingGradients:
                 return
             if not sink.runtime.in_backward:
                 sink.segments.on_backward()
-            if managed in self._own and parameter.grad is None and not sink.parts:
+            if managed in self._own and parameter.grad is None:
                 del self._own[managed]
                 told = sink.notifies or sink.runtime.traffic.updating or sink.runtime.bindings.met
                 dense = arrived.layout is torch.strided and not arrived.requires_grad

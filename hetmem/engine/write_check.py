@@ -180,7 +180,8 @@ class WriteCheck:
         """Honour a write to `managed` outside compute, also `p.data = t`, `p.set_(t)` and
         `torch.utils.swap_tensors(p, q)`: the home has the values, copies are stale."""
         parameter = managed.parameter
-        if _is_replaced(managed):
+        resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
+        if _is_replaced(managed) and not resting:
             new = parameter.data
             _refuse_another_class(managed)
             _refuse_another_kind(managed, new, managed.home.dtype)
@@ -191,8 +192,7 @@ class WriteCheck:
             managed.replaced += not torch.equal(managed.home, new.to(managed.home))  # not by `share_memory_`
             managed.home.copy_(new)
             self._bindings.show_home(managed)
-            if parameter.__dict__ is not managed.own:
-                learn_tensor(managed)
+            learn_tensor(managed)
         managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed)
@@ -233,7 +233,7 @@ class WriteCheck:
             )
         if managed.home.data_ptr() != managed.home_address:  # its storage has other memory
             home = managed.view(Role.PARAM)
-            self._bindings.move_home(managed, home)
+            self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
 
     def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
         """Remake the 16-bit copy at home, and drop all other copies; `but_device`: all but the device's."""
@@ -351,7 +351,7 @@ class ParameterMarks:
     def mark_again(self, used: Iterable[ManagedParameter]) -> None:
         """Watch `used` again, which were not while the program read them."""
         if self._watches:
-            self._bindings.watch_again(used)
+            self._bindings.rest(used)
 
 
 def _always() -> bool:

@@ -132,8 +132,11 @@ class Faults:
         if managed is None:
             set_data(parameter, value)
             return
-        with HELD_BACK:
-            self._set_data(managed, value)
+        if managed.parameter is not parameter:
+            _refuse_data(managed)
+        with HELD_BACK, torch.no_grad():
+            value = value.data if isinstance(value, Watched) else value
+            self._runtime.uses.set_bound(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func(*args, **kwargs)`, with a watched parameter among the arguments."""
@@ -203,33 +206,26 @@ class Faults:
             self._gradients.notify_use(used)
         if in_backward():
             self._saved.enter_node()
-        takes_data = func == get_data
-        written = used if is_in_place(func) and self._are_among(used, kept, _writes_to(func, args, kwargs)) else ()
-        if interception.note_unbound_use(hands_out=takes_data):
-            interception.working.arrive(used, _name(func))
-            if takes_data or written:
-                interception.working.serve = False
-                for managed in used:
-                    managed.data_taken = True
-            return self._with_working(func, args, kwargs, used, kept)
-        for managed in used if takes_data or written else ():
-            managed.data_taken = managed.data_taken or managed.bound > 0
-        fresh = [managed for managed in used if not managed.bound]
-        self._runtime.uses.use(_name(func), fresh)
-        displaced, casts = self._saved.displace_others(used), self._saved.casts
+        if interception.note_unbound_use(hands_out=func == get_data):
+            return self._with_working_weights(func, args, kwargs, used, kept)
+        args, kwargs = _exchanged(args, kwargs, {key: managed.parameter for key, managed in kept.items()})
+        self._runtime.uses.use(_name(func), used)
+        stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
         left = casts.leave_cache()
         try:
-            casts.renew(fresh)
-            return self._with_working(func, args, kwargs, used, kept)
+            casts.renew(used)
+            return run_again([self._runtime], func, args, kwargs)
         finally:
             self._saved.restore_others(displaced)
             if left is not None:
                 casts.enter_cache_again(left)
-            if not (func in _POINTERS and interception.keep(fresh)):
-                self._runtime.uses.end_use(fresh, untracked=func in (set_data, get_data), writes=written)
-                casts.drop(fresh)
+            stays = func in _POINTERS and interception.keep(used)
+            if not stays:
+                written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
+                self._runtime.uses.end_use(used, untracked=func in (set_data, get_data), writes=written)
+                casts.drop(used)
 
-    def _with_working(
+    def _with_working_weights(
         self,
         func: Any,
         args: Sequence[Any],
@@ -237,20 +233,23 @@ class Faults:
         used: list[ManagedParameter],
         kept: dict[int, ManagedParameter],
     ) -> Any:
-        """Call `func` with the working weights of `used`, which show their copies, in the place of parameters and of
-        earlier working weights."""
-        given = {id(managed.parameter): managed.working for managed in used}
-        given |= {key: managed.working for key, managed in kept.items()}
+        """Call `func` with the working weights of `used`, as modules have these."""
+        working = self._interception().working
+        working.arrive(used, _name(func))
+        given = {id(managed.parameter): working.weight_of(managed) for managed in used}
+        given |= {key: working.weight_of(managed) for key, managed in kept.items()}
+        if func == get_data or (is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs))):
+            working.serve = False
+            for managed in used:
+                managed.data_taken = True
         args, kwargs = _exchanged(args, kwargs, given)
-        result = run_again([self._runtime], func, args, kwargs)
-        return next((m.parameter for m in used if result is m.working and id(result) not in kept), result)
+        result = func(*args, **kwargs)
+        return next((managed.parameter for managed in used if result is given[id(managed.parameter)]), result)
 
-    def _are_among(
-        self, used: list[ManagedParameter], kept: dict[int, ManagedParameter], values: Iterable[Any]
-    ) -> bool:
-        parameters = {id(managed.parameter) for managed in used} | kept.keys()
+    def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
+        parameters = {id(managed.parameter) for managed in used}
         return any(
-            id(value) in parameters or (isinstance(value, (list, tuple)) and self._are_among(used, kept, value))
+            id(value) in parameters or (isinstance(value, (list, tuple)) and self._are_among(used, value))
             for value in values
         )
 
@@ -297,7 +296,7 @@ class Faults:
             try:
                 result = func(*args, **kwargs)
                 written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
-                shown = [m for m in used if self._are_among([m], {}, written) or hands_out(m.home, func, result)]
+                shown = [m for m in used if self._are_among([m], written) or hands_out(m.home, func, result)]
                 (writes.shared if computes else writes.touched).update(shown)
                 return result
             finally:
@@ -329,16 +328,16 @@ class Faults:
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Do `parameter.data = value` within a forward, at home too."""
-        if value is managed.parameter or value is managed.working:  # as `Module.to` does; no write
+        if value is managed.parameter:  # as `Module.to` does; no write
             return
         interception = self._interception()
-        if any(compute.all_at_once for compute in interception.stretches.here):
+        if any(compute.working_weights for compute in interception.stretches.here):
             interception.working.serve = False
             _refuse_data(managed)
         with torch.no_grad():
             if isinstance(value, Watched):  # it may be a stand-in without values now
                 value = value.data
-            (self._runtime.uses.set_bound if managed.bound else self._runtime.uses.data_set)(managed, value)
+            self._runtime.uses.data_set(managed, value)
 
     def within_unknown_memory(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func`, in a forward that may need more memory than is known, again if the device has run out of it."""

@@ -133,9 +133,8 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """The Dynamo callback in effect where this stretch began; see `dynamo`."""
-        self.working_weights = self.all_at_once = False
-        """Whether modules have working weights during this stretch, see `placing.working`; and whether all copies that
-        it uses are leased as long as it, so that no module call has to."""
+        self.working_weights = False
+        """Whether modules have working weights during this stretch, see `placing.working`."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its section of its thread's turn, see `engine.runtime`."""

@@ -65,8 +65,6 @@ class Leases:
             used = self._known[keys]
         except KeyError:
             used = self._learn(keys)
-            if keys not in self._known:
-                call.changed += ((self._working.cover_again, self._working.uncover(module)),)
         if self._copies.missing:
             if self._working.arrive(used, type(module).__name__):
                 self._tracing.quiet = get_ident()
