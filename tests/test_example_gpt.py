@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,22 +19,9 @@ from torch import Tensor, nn
 import hetmem
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, StateError
+from tests.examples import load_example
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "01_train_gpt.py"
-
-
-def load_example() -> ModuleType:
-    """The example as a module; its file name is no identifier, so it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location("example_01_train_gpt", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = load_example("01_train_gpt")
 TINY = example.GPTConfig(layers=2, heads=2, width=16, context=12, vocabulary=256)
 read_corpus = example.read_corpus
 CORPUS, VOCABULARY = read_corpus(TINY.vocabulary, 10_000)

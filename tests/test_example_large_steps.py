@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "05_large_steps.py"
+from tests.examples import load_example
 
-
-def load_example() -> ModuleType:
-    """The example as a module; its file name is no identifier, so it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location("example_05_large_steps", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = load_example("05_large_steps")
 SMALL = example.Sizes(layers=4, width=64, tokens=16, micro_batches=4, device_memory="768KiB", link="1GB")
 
 

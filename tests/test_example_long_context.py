@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "04_long_context.py"
+from tests.examples import load_example
 
-
-def load_example() -> ModuleType:
-    """The example as a module; its file name is no identifier, so it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location("example_04_long_context", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = load_example("04_long_context")
 SMALL = example.Sizes(layers=8, width=32, heads=2, window=64, sequence=512, device_memory="1MiB", host_memory="24MiB")
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,23 +9,12 @@ import torch
 from torch import nn
 
 import hetmem
+from tests.examples import load_example
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "02_optimizer_options.py"
 STEPS = 4
 
 
-def load_example() -> ModuleType:
-    """The example as a module; its file name is no identifier, so it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location("example_02_optimizer_options", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-example = load_example()
+example = load_example("02_optimizer_options")
 PLAIN, CLIPPED, SMALL = example.VARIANTS
 
 
@@ -117,5 +102,5 @@ def test_the_budget_is_the_examples_point() -> None:
 def test_on_a_gpu_the_limit_is_of_the_model_s_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS takes more of it than the whole budget of the simulated device, and nothing would run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    limits = load_example().BUDGET.limits()
+    limits = load_example("02_optimizer_options").BUDGET.limits()
     assert (limits.device_bytes, limits.device_chunk_bytes) == (None, example.BUDGET.limits().device_chunk_bytes)
