@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,8 +19,8 @@ from hetmem.planner.step_program import UPDATE_BYTES
 from hetmem.schedule.placement import COPY_BYTES
 from tests.engine.harness import CHUNK_ELEMENTS
 from tests.pairs import case
+from tests.scripts import ROOT, load_script
 
-ROOT = Path(__file__).parent.parent
 SOURCES = ("docs", "examples", "benchmarks", "tests", "hetmem")
 PAGES = sorted([*ROOT.glob("*.md"), *(page for source in SOURCES for page in (ROOT / source).rglob("*.md"))])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -31,18 +28,7 @@ NAMED_FILE = re.compile(rf"`((?:{'|'.join(SOURCES)})/[\w./-]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
-def load(path: Path) -> ModuleType:
-    """A script as a module."""
-    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-build_api = load(ROOT / "docs" / "build_api.py")
+build_api = load_script("docs/build_api.py")
 
 
 def entries() -> Iterator[tuple[str, str]]:

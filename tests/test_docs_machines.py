@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetmem import cli
-from tests.test_docs import ROOT, load
+from tests.scripts import ROOT, load_script
 from tests.test_docs_code import commands, snippets
 
 transformers = pytest.importorskip("transformers")
@@ -80,7 +80,7 @@ def test_the_table_of_less_host_memory(
 def test_the_example_trains_as_the_page_calls_it(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model in the place of the page's, on small tiers. The page on long contexts has a loop of its own."""
     monkeypatch.chdir(tmp_path)
-    example = load(ROOT / "examples" / "03_finetune_transformers.py")
+    example = load_script("examples/03_finetune_transformers.py")
     (command,) = [line for block in snippets(page, "sh") for line in [block] if line.startswith("python")]
     words = shlex.split(command.replace("\\\n", " "))[2:]
     for option, value in SMALL.items():

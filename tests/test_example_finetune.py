@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -12,23 +10,16 @@ import torch
 
 import hetmem
 from tests.engine.harness import Mixed, assert_same, assert_same_weights
+from tests.scripts import load_script
 
 transformers = pytest.importorskip("transformers")
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "03_finetune_transformers.py"
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    """The example as a module; its file name is no identifier, so it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location("example_03_finetune_transformers", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/03_finetune_transformers.py")
 
 
 def test_it_trains_as_plain_torch_does_and_saves_what_others_read(example: ModuleType, tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import hetmem
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError, StateError
-from tests.examples import load_example
+from tests.scripts import load_script
 
-example = load_example("01_train_gpt")
+example = load_script("examples/01_train_gpt.py")
 TINY = example.GPTConfig(layers=2, heads=2, width=16, context=12, vocabulary=256)
 read_corpus = example.read_corpus
 CORPUS, VOCABULARY = read_corpus(TINY.vocabulary, 10_000)

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from tests.examples import load_example
+from tests.scripts import load_script
 
-example = load_example("05_large_steps")
+example = load_script("examples/05_large_steps.py")
 SMALL = example.Sizes(layers=4, width=64, tokens=16, micro_batches=4, device_memory="768KiB", link="1GB")
 
 

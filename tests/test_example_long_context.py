@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.examples import load_example
+from tests.scripts import load_script
 
-example = load_example("04_long_context")
+example = load_script("examples/04_long_context.py")
 SMALL = example.Sizes(layers=8, width=32, heads=2, window=64, sequence=512, device_memory="1MiB", host_memory="24MiB")
 
 

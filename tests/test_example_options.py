@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import hetmem
-from tests.examples import load_example
+from tests.scripts import load_script
 
 STEPS = 4
 
 
-example = load_example("02_optimizer_options")
+example = load_script("examples/02_optimizer_options.py")
 PLAIN, CLIPPED, SMALL = example.VARIANTS
 
 
@@ -102,5 +102,5 @@ def test_the_budget_is_the_examples_point() -> None:
 def test_on_a_gpu_the_limit_is_of_the_model_s_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS takes more of it than the whole budget of the simulated device, and nothing would run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    limits = load_example("02_optimizer_options").BUDGET.limits()
+    limits = load_script("examples/02_optimizer_options.py").BUDGET.limits()
     assert (limits.device_bytes, limits.device_chunk_bytes) == (None, example.BUDGET.limits().device_chunk_bytes)

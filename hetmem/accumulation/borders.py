@@ -68,7 +68,7 @@ class Borders:
         """For each micro-batch, the borders that it has come to."""
         self.starts: list[list[int]] = [[] for _ in range(count)]
         """For each, autograd's number of the next node as it went on behind each of these borders."""
-        self._unwritten = {index: _versions(module) for index, module in enumerate(modules) if _versions(module)}
+        self._unwritten = {index: now for index, module in enumerate(modules) if (now := _versions(module))}
         """By border, its buffers as the call began."""
 
     @property

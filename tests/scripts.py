@@ -1,4 +1,4 @@
-"""The examples as modules, for tests."""
+"""Scripts of this repository as modules, for tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
 
 
-def load_example(name: str) -> ModuleType:
-    """The example in the file `name`, which is no identifier, so it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+def load_script(path: str) -> ModuleType:
+    """The script at `path` below the repository; a name like 01_train_gpt.py cannot be imported."""
+    spec = importlib.util.spec_from_file_location(f"script_{Path(path).stem}", ROOT / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
