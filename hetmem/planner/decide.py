@@ -66,7 +66,7 @@ def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Ju
     """Judge `asked`, then with the model whole on the device, then with it streamed; return the first that fits. If
     none does, return the refusal that misses the fewest bytes on the tier of the first one."""
     refusal = None
-    for way in (lambda: asked, lambda: whole_device(asked), lambda: not_whole(workload, asked)):
+    for way in _ways(workload, asked):
         found = judged(workload, way(), steps=steps)
         if isinstance(found, Judged):
             return found
@@ -74,6 +74,12 @@ def first_that_fits(workload: Workload, asked: Setting, *, steps: int = 4) -> Ju
         refusal = found if refusal is None or nearer else refusal
     assert refusal is not None
     return refusal
+
+
+def _ways(workload: Workload, asked: Setting) -> tuple[Callable[[], Setting], ...]:
+    """Return what makes `asked`, the same with the model whole on the device, and with it streamed. Each is made only
+    where those before it do not fit, as that takes as long as a test for room."""
+    return lambda: asked, lambda: whole_device(asked), lambda: not_whole(workload, asked)
 
 
 def has_room(workload: Workload, setting: Setting) -> bool:
@@ -296,8 +302,7 @@ def largest_parameters(workload: Workload, asked: Setting, best: Judged | None) 
     for _ in range(7 if upper > lower else 0):
         middle = max((lower + upper) / 2, 0.97 * upper) if lower == 1.0 else (lower + upper) / 2
         larger = larger_by(workload, middle)
-        ways = asked, whole_device(asked), not_whole(larger, asked)
-        fits = any(has_room(larger, way) for way in dict.fromkeys(ways))
+        fits = any(has_room(larger, way()) for way in _ways(larger, asked))
         lower, upper = (middle, upper) if fits else (lower, middle)
     most = int(_LAYERS_DIFFER * workload.numel * lower)
     unit = int(10.0 ** max(0, len(str(most)) - 3))

@@ -6,6 +6,7 @@ Chunks, slots and staging come from `placement.survey`, as in a run. The placeme
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -103,6 +104,7 @@ class Arrangement:
         return self.ground.home_bytes(chunk, "grad")
 
 
+@functools.lru_cache(maxsize=16)
 def ground_of(
     workload: Workload,
     capacities: Capacities,
