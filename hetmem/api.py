@@ -39,6 +39,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
+from hetmem.placing.frozen import Frozen
 from hetmem.schedule.blocks import EvictionPolicy, ahead_at_once
 from hetmem.schedule.placement import Capacities
 from hetmem.schedule.residency import Residency
@@ -63,6 +64,7 @@ class _Options:
     plan: Plan | str | os.PathLike[str] | None = None
     hardware: HardwareProfile | str | os.PathLike[str] | None = None
     activations: ActivationsName = "keep"
+    frozen: Frozen | None = None
 
 
 def manage(
@@ -77,6 +79,7 @@ def manage(
     plan: Plan | str | os.PathLike[str] | None = None,
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     activations: ActivationsName = "keep",
+    frozen: Frozen | None = None,
 ) -> ModuleT:
     """Manage the parameters of `module` within `budget`; return that same instance.
 
@@ -100,12 +103,17 @@ def manage(
     `activations`: "keep" = tensors that autograd saves for backward stay on the device; "offload" = they move to the
     part of `budget.host` left beside weights, gradients and states, and come back for the backward, with the same bits;
     "auto" = only as many move as must for a step to fit.
+    `frozen`: the format in which weights without gradients are kept, "nf4", "nf4-nested", "mxfp4", "fp8" or "int8": as
+    codes and scales, of 0.52 to 1.02 bytes an element, which are decoded as they are copied to the device. Selects
+    weights of two dimensions or more with 4,096 elements or more, except embeddings and output embeddings; a mapping
+    from patterns of names to formats (None = as they are) selects others. Training gives the bits of plain torch over
+    a model that has the decoded values. Such a weight can be read, and not written or trained. None = none.
 
     Raises `ManageError` for a module or options that cannot be managed, `BudgetError` for a budget or a directory that
     does not suffice, `ProfileError` for an invalid profile (all ValueErrors) and `StoreError` for a drive without room.
     An error leaves the module as it was; an interrupt leaves it as it was, or managed.
     """
-    asked = _Options(device, mixed_precision, chunk_bytes, policy, sanitize, plan, hardware, activations)
+    asked = _Options(device, mixed_precision, chunk_bytes, policy, sanitize, plan, hardware, activations, frozen)
     return _manage(module, budget, asked)
 
 
@@ -158,7 +166,14 @@ def _manage(
             how = asked.activations if asked.activations != "keep" or planned is None else planned.activations
             moves = how != "keep"
             memory = build_memory(
-                module, limits, accelerator, mixed_precision, nbytes, moves_activations=moves, built=built
+                module,
+                limits,
+                accelerator,
+                mixed_precision,
+                nbytes,
+                moves_activations=moves,
+                frozen=asked.frozen,
+                built=built,
             )
             undone.callback(memory.close)
             if built is None:  # else the constructor fails, and the program gets no module

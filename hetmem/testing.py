@@ -143,7 +143,10 @@ class Inside:
 
     def home(self, parameter: torch.Tensor | str, role: str = "param") -> torch.Tensor:
         """Return a copy of the value in the home of `role` ("param", "compute", "grad") of `parameter`."""
-        return self._parameter(parameter).view(_role(role)).detach().clone()
+        managed = self._parameter(parameter)
+        if managed.code is not None:
+            return managed.decoded()
+        return managed.view(_role(role)).detach().clone()
 
     def leased(self) -> list[str]:
         """Return the labels of the copies that are in use on any tier."""

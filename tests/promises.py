@@ -21,6 +21,7 @@ WITHIN = "tests/engine/test_writes_within_steps.py::"
 OTHERS = "tests/intercept/test_unmanaged.py::"
 THREADS = "tests/intercept/test_threads.py::"
 EXCHANGED = "tests/engine/test_exchanged_tensors.py::"
+QUANTISED = "tests/engine/test_quantised.py::"
 HOSTILE = "tests/checkpoint/test_hostile.py::"
 EDITS = "tests/optim/test_edits.py::"
 
@@ -48,6 +49,18 @@ PROMISES: dict[str, Mutation | str] = {
         "False\n",
         "tests/intercept/test_autocast.py::test_gradients_of_a_weight_are_added_at_one_cast[around-kept-tied]",
     ),
+    "With `frozen=`": Mutation(
+        "memory/coded.py",
+        "slot[part.offset : part.offset + part.coding.numel]",
+        "slot[: part.coding.numel]",
+        QUANTISED + "test_adapters_train_as_over_the_decoded_values[False-off-third-nf4]",
+    ),
+    "Decoded values are those of bitsandbytes": Mutation(
+        "cuda/dequantise.py",
+        "torch.stack((codes >> 4, codes & 15) if high_first",
+        "torch.stack((codes & 15, codes >> 4) if high_first",
+        "tests/cpu/test_quantised.py::test_nf4_has_the_high_nibble_first_and_a_scale_for_64[dtype0]",
+    ),
     "The same compiled": Mutation(
         "intercept/leases.py",
         "                    show_gradient(parameter, gradient)\n",
@@ -56,6 +69,12 @@ PROMISES: dict[str, Mutation | str] = {
         costly=True,
     ),
     # ---- What a program writes to weights
+    "any to a weight that is quantised": Mutation(
+        "intercept/coded.py",
+        "if value._version != before[key]:",
+        "if False:",
+        QUANTISED + "test_nothing_writes_to_a_quantised_weight[an element]",
+    ),
     "between a step and the next forward": "keep the copies of weights that the user may have written to after a step",
     "before the first forward": Mutation(
         "engine/write_check.py",

@@ -33,7 +33,7 @@ PUBLIC = {
     "chunked_loss": "model head kernel",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
-    "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations",
+    "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen",
     "managed": "budget options",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches checkpointing overlap "
     "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations others",

@@ -198,6 +198,13 @@ def of_model(model: torch.nn.Module) -> ModelState:
             raise CheckpointError(f"{error}, which a checkpoint cannot have: rename that part of the model") from error
         if torch.nn.parameter.is_lazy(value):
             raise CheckpointError(f"{name} has no shape yet: call the model once before")
+        found = registry.of_parameter(value) if isinstance(value, torch.nn.Parameter) else None
+        if found is not None and found[1].code is not None:
+            raise CheckpointError(
+                f"{name} is kept as codes of {found[1].code.coding.format} (frozen=…), which files do not have yet: "
+                f"save what is trained alone (torch.save of the adapters' part of model.state_dict()), or call "
+                f"hetmem.release(model) first"
+            )
         if id(value) not in own:
             state.made[name] = value
         elif id(value) in first:

@@ -108,7 +108,10 @@ class Executor:
 
     def staged(self, chunk: Chunk, role: Role, slot: int) -> torch.Tensor:
         """Return `slot` of staging as a flat tensor of `role`; see `Chunk.over`."""
-        return chunk.over(role, self._memory.host_pool.staged(slot, chunk.role_nbytes(role)))
+        return chunk.over(role, self._staging(chunk, role, slot))
+
+    def _staging(self, chunk: Chunk, role: Role, slot: int) -> memoryview:
+        return self._memory.host_pool.staged(slot, chunk.role_nbytes(role))
 
     # ---- jobs and workers --------------------------------------------------------------------------------------
 
@@ -384,7 +387,7 @@ class Executor:
         chunk, role = self.chunk_of_block[command.block]
         extent = chunk.homes[role].extent
         assert extent is not None, f"{chunk.label(role)} is not on NVMe"
-        memory = self._memory.host_pool.staged(command.slot, chunk.role_nbytes(role))
+        memory = self._staging(chunk, role, command.slot)
         if type(command) is Write:
             self._engine.write(command, extent, memory)
         else:
@@ -397,9 +400,9 @@ class Executor:
         tier = chunk.homes[role].tier
         try:
             if tier is not NVME:
-                source = chunk.flat(role)
+                source = chunk.source(role)
             else:
-                source = self.staged(chunk, role, self._residency.slot(block, Tier.HOST))
+                source = chunk.source(role, self._staging(chunk, role, self._residency.slot(block, Tier.HOST)))
             if not pool.holds_place(slot):
                 self._prepare(slot, chunk.spec.span)
             target, nbytes, now = self._bindings.open_device(chunk, pool, slot), source.nbytes, block == self._urgent

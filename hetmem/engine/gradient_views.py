@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hetmem.base.warning import warn_user
-from hetmem.engine.param_views import get_data, is_shared, references, set_data, storage_address
+from hetmem.engine.param_views import get_data, is_shared, leave_coded, references, set_data, storage_address
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, address_of, stored
 
@@ -56,7 +56,10 @@ def to_host_memory(managed: ManagedParameter) -> None:
     """Make the parameter and its gradient ordinary tensors in host memory, as the model is released."""
     parameter = managed.parameter
     gradient = take_gradient(parameter)
-    parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
+    if managed.code is not None:
+        leave_coded(managed)
+    else:
+        parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
     if gradient is not None and not is_consumed(gradient):
         gradient = stored(gradient).to("cpu", gradient.dtype, copy=True, memory_format=torch.preserve_format)
         parameter.grad = gradient

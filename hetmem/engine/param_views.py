@@ -167,12 +167,18 @@ class Bindings:
             if managed not in self.exposed:
                 managed.parameter.__class__ = managed.watched_kind
 
+    def watch_coded(self) -> None:
+        """Watch quantised parameters from here on, also between calls; their classes are known."""
+        for managed in self.by_id.values():
+            if managed.code is not None:
+                managed.parameter.__class__ = managed.watched_kind
+
     def unwatch(self) -> None:
-        """End `watch`."""
+        """End `watch`, but of quantised parameters, which functions get decoded."""
         if not self._watching:
             return
         for managed in self.by_id.values():
-            if managed.parameter.__class__ is managed.watched_kind:
+            if managed.parameter.__class__ is managed.watched_kind and managed.code is None:
                 managed.parameter.__class__ = managed.kind
         self.exposed, self._watching = {*self.by_id.values()}, False
 
@@ -196,7 +202,10 @@ class Bindings:
                     self.resting.append(managed)
             else:
                 parameter.data = managed.home
-                self.exposed.add(managed)
+                if managed.code is None:
+                    self.exposed.add(managed)
+                else:
+                    parameter.__class__ = managed.watched_kind
             if references(view.storage) > view.references:
                 held = True
         return held
@@ -343,10 +352,17 @@ def hands_out(tensor: torch.Tensor, func: Any, result: Any) -> bool:
 def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the `.data` of `managed` at rest, with operators on `device`: `home`, or its stand-in. The stand-in was
     made at the start, as homes come back from the device when that has no memory left."""
-    if managed.chunk.compute_dtype is managed.chunk.dtype and home.device == device:
+    if managed.chunk.compute_dtype is managed.chunk.dtype and home.device == device and managed.code is None:
         return home
     assert managed.stand_in is not None
     return managed.stand_in
+
+
+def leave_coded(managed: ManagedParameter) -> None:
+    """Make a quantised parameter, whose model is released, an ordinary one with its decoded values."""
+    parameter: Any = managed.parameter
+    parameter.__class__ = managed.kind
+    parameter.data = managed.decoded()
 
 
 def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -364,11 +380,15 @@ def show_cast(cast: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
-    """Make `home`, which has the values of `managed`, its home and `.data`; operators run on `device`."""
+    """Make `home`, which has the values of `managed`, its home and `.data`; operators run on `device`. Of a quantised
+    parameter it only has the shape: a stand-in becomes its home."""
     dtype = managed.chunk.compute_dtype
-    if managed.stand_in is None and (dtype is not managed.chunk.dtype or device.type != "cpu"):
+    coded = managed.code is not None
+    if managed.stand_in is None and (coded or dtype is not managed.chunk.dtype or device.type != "cpu"):
         managed.stand_in = stand_in(home, dtype, device)
-    managed.home, managed.rest = home, rest_of(managed, home, device)
+    if coded:
+        home = stand_in(home, dtype, torch.device("cpu"))
+    managed.home, managed.rest, managed.home_stride = home, rest_of(managed, home, device), home.stride()
     managed.parameter.data = home
     learn_tensor(managed)
     managed.home_storage = storage_address(home)

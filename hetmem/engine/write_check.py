@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import chain, compress
 from operator import attrgetter, is_not, ne
+from typing import NoReturn
 
 import torch
 
@@ -39,7 +40,7 @@ _SHOWN_AND_SEEN: list[tuple[Callable[[torch.Tensor], object], Callable[[ManagedP
     (_VERSION, _VERSION_SEEN),
     (torch.Tensor.data_ptr, attrgetter("home_address")),
     (attrgetter("shape"), attrgetter("shape")),
-    (torch.Tensor.stride, attrgetter("stride")),
+    (torch.Tensor.stride, attrgetter("home_stride")),
 ]
 """Functions of a parameter that a write changes, and of its record as last seen."""
 
@@ -180,6 +181,12 @@ class WriteCheck:
         """Honour a write to `managed` outside compute, also `p.data = t`, `p.set_(t)` and
         `torch.utils.swap_tensors(p, q)`: the home has the values, copies are stale."""
         parameter = managed.parameter
+        if managed.code is not None:
+            replaced = _is_replaced(managed) and parameter.data_ptr() != managed.rest.data_ptr()
+            seen, managed.version = managed.version, managed.counter._version
+            if replaced or seen != managed.version:
+                raise refused_write(managed)
+            return
         resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
         if _is_replaced(managed) and not resting:
             new = parameter.data
@@ -208,6 +215,8 @@ class WriteCheck:
 
     def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Honour `parameter.data = value` within compute: the home gets the value, and the next use reads it."""
+        if managed.code is not None:
+            raise refused_write(managed)
         _refuse_another_kind(managed, value, value.dtype)
         source = self.source_of(value)
         if source not in (None, managed):
@@ -256,6 +265,10 @@ class WriteCheck:
         """Compare the device copy of `managed` with its home; if they differ, write the copy back."""
         device = managed.device
         assert device is not None
+        if managed.code is not None:
+            if not same_bits(device, managed.decoded().to(device)):
+                self._refuse_copy(managed)
+            return
         if not same_bits(device, managed.home.to(device)):
             self.uncounted.add(id(managed))
             self.by_operator(managed)
@@ -263,6 +276,8 @@ class WriteCheck:
     def by_operator(self, managed: ManagedParameter) -> None:
         """Write the device copy of `managed`, which an operator has changed, back to its home now."""
         assert managed.device is not None
+        if managed.code is not None:
+            self._refuse_copy(managed)
         source, home = managed.device, managed.home
         where = managed.chunk.homes[Role.PARAM]
         self._traffic.wait_until_written([where])  # an update must not be written after this
@@ -270,6 +285,21 @@ class WriteCheck:
         managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
+
+    def _refuse_copy(self, managed: ManagedParameter) -> NoReturn:
+        """Raise for a write to the device copy of `managed`, which is quantised; the copy is dropped."""
+        managed.version = managed.counter._version
+        self.touched.add(managed)  # the next forward fetches it anew
+        raise refused_write(managed)
+
+
+def refused_write(managed: ManagedParameter, what: str = "a write to it") -> ManageError:
+    """Return the error for `what`, which the program has done with `managed`, whose home has codes."""
+    assert managed.code is not None
+    return ManageError(
+        f"{managed.name} is frozen, and kept as codes of {managed.code.coding.format}: {what} is not possible. Call "
+        f"hetmem.release(model) first, or leave the weight out of frozen=… (a mapping of name patterns) to train it"
+    )
 
 
 class ParameterMarks:
@@ -362,7 +392,7 @@ def _is_replaced(managed: ManagedParameter) -> bool:
     """Return whether `.data` is another tensor than the home, or another view of it, or the parameter was swapped."""
     parameter = managed.parameter
     at_home = parameter.data_ptr() == managed.home_address and parameter.__dict__ is managed.own
-    return not at_home or parameter.stride() != managed.stride or parameter.shape != managed.shape
+    return not at_home or parameter.stride() != managed.home_stride or parameter.shape != managed.shape
 
 
 def _shared(managed: ManagedParameter, source: ManagedParameter) -> ManageError:

@@ -97,7 +97,7 @@ class Casts:
             cast = self._of(managed)
             if cast is not None and managed.home.device == cast.device:
                 with self._runtime.unwatched():
-                    show_cast(cast, managed.home)
+                    show_cast(cast, managed.home if managed.code is None else None)
 
     def _of(self, managed: ManagedParameter) -> torch.Tensor | None:
         found = self.alive.get(id(managed))

@@ -122,7 +122,7 @@ def refuse_conversion(
                 f"convert it, and manage it again. To compute in 16 bits with such masters there is mixed_precision=…"
             )
     for managed in converted:
-        if _changes_layout(managed.home, convert, device):
+        if _changes_layout(managed.like(), convert, device):
             raise ManageError(
                 f"{managed.name} is managed and cannot get another memory format: call .to(memory_format=…) before "
                 f"hetmem.manage, or call hetmem.release(model) first, convert it, and manage it again"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,9 @@ from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data, works_for
 from hetmem.engine.runtime import Runtime, in_backward
+from hetmem.engine.write_check import refused_write
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
+from hetmem.intercept import coded
 from hetmem.intercept.saved_tensors import SavedTensors
 from hetmem.intercept.watched import Bound, Watched, classes_of, refuse_exchange
 from hetmem.memory.chunk import ManagedParameter
@@ -99,14 +102,20 @@ class Faults:
             dtypes, device = {chunk.compute_dtype for chunk in runtime.chunks}, runtime.memory.device.torch_device
             self._like = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in dtypes}
             """An empty tensor on the device by compute dtype."""
-        kinds: dict[type, tuple[type, type]] = {}
+        kinds: dict[tuple[type, bool], tuple[type, type]] = {}
+        self._coded: dict[int, ManagedParameter] = {}
+        """The quantised parameters, by `id`: see `intercept.coded`."""
         for managed in runtime.parameters:
             managed.kind = type(managed.parameter)
-            if managed.kind not in kinds:
-                kinds[managed.kind] = classes_of(managed.kind, weakref.ref(self))
-            managed.bound_kind, managed.watched_kind = kinds[managed.kind]
+            key = managed.kind, managed.code is not None
+            if key not in kinds:
+                kinds[key] = classes_of(managed.kind, weakref.ref(self), coded=managed.code is not None)
+            managed.bound_kind, managed.watched_kind = kinds[key]
+            if managed.code is not None:
+                self._coded[id(managed.parameter)] = managed
             if managed.kind is torch.nn.Parameter:
                 saved.kinds.add(managed.bound_kind)
+        runtime.bindings.watch_coded()
 
     def _bound(self, parameter: Any) -> ManagedParameter | None:
         """Return what `parameter`, whose `.data` is used, is or is the working weight of; None: nothing managed."""
@@ -141,6 +150,10 @@ class Faults:
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func(*args, **kwargs)`, with a watched parameter among the arguments."""
         computes = self._bindings.away
+        if self._coded and args and (frozen := self._coded.get(id(args[0]))) is not None:
+            if func in _LAYOUT:
+                return func(frozen.like(), *args[1:], **kwargs)
+            coded.refuse_to_train(func, args, kwargs, frozen)
         as_it_is = func in _FACTS or self._runtime.monitor.paused if computes else func in _TELL_NO_VALUES
         if as_it_is:
             if func in _CHANGE_GRADIENTS and id(args[0]) in self._by_id:
@@ -166,7 +179,7 @@ class Faults:
             args, kwargs = _exchanged(args, kwargs, {key: managed.parameter for key, managed in kept.items()})
             return self._at_home(func, args, kwargs, used)
         if func in _LAYOUT or func in _KIND:  # called more often than operators
-            like = used[0].home if func in _LAYOUT else self._like[used[0].chunk.compute_dtype]
+            like = used[0].like() if func in _LAYOUT else self._like[used[0].chunk.compute_dtype]
             return func(like, *args[1:], **kwargs)
         with HELD_BACK:
             return self._operator(func, args, kwargs, used, kept)
@@ -267,6 +280,9 @@ class Faults:
     def _backward_at_rest(
         self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], used: list[ManagedParameter]
     ) -> Any:
+        if any(managed.code is not None for managed in used):  # they require no gradients, as torch says then
+            with _AsItIs():
+                return func(*args, **kwargs)
         with self._runtime.turn.held("reading a weight"):
             self._wait_for(used)
         self._bindings.unwatch()
@@ -287,6 +303,8 @@ class Faults:
         step left them. On another thread than that of the compute this waits for the turn."""
         runtime, bindings, writes = self._runtime, self._bindings, self._runtime.writes
         with runtime.turn.held("reading a weight"):
+            if decoded := [managed for managed in used if managed.code is not None]:
+                return coded.at_home(func, args, kwargs, decoded, partial(_exchanged, args, kwargs))
             if runtime.monitor.paused:  # hetmem's own read
                 with _AsItIs():
                     return func(*args, **kwargs)
@@ -311,6 +329,7 @@ class Faults:
         home, until the engine has looked at it. Raises `ManageError` within compute, and what a read raises."""
         if (managed := self._by_id.get(id(parameter))) is None:  # a copy of a parameter, with its class
             return
+        self.refuse_coded(parameter, "torch.utils.swap_tensors of it")
         with self._runtime.turn.held("exchanging a weight"):
             if self._bindings.away:
                 refuse_exchange()
@@ -318,6 +337,11 @@ class Faults:
             self._bindings.send_home(managed)
             self._bindings.exposed.add(managed)
             self._runtime.writes.touched.add(managed)
+
+    def refuse_coded(self, parameter: torch.Tensor, what: str) -> None:
+        """Raise `ManageError` for `what` if `parameter` is quantised."""
+        if (managed := self._coded.get(id(parameter))) is not None:
+            raise refused_write(managed, what)
 
     def wait_for_update(self, parameter: torch.Tensor) -> None:
         """Wait for the update of `parameter`, if one is still to end after the step."""

@@ -36,6 +36,8 @@ class Watched:
     """The first base of the class of a watched parameter; the second is the parameter's own class."""
 
     hetmem_faults: Callable[[], FaultHandler | None]
+    hetmem_coded = False
+    """Whether parameters of this class are quantised."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,6 +53,11 @@ class Watched:
             return func(*args, **(kwargs or {}))
         faults = cls.hetmem_faults()
         if faults is None:  # the model is gone
+            if cls.hetmem_coded:
+                raise ManageError(
+                    "this weight was quantised by hetmem, and its model, which had its codes, is gone: keep the model, "
+                    "or a clone of the weight"
+                )
             for parameter in tree_leaves((args, kwargs)):
                 if isinstance(parameter, cls):
                     leave_ordinary(parameter)
@@ -79,8 +86,10 @@ class Watched:
     def set_(self: Any, *given: Any, **named: Any) -> Any:
         """Do what torch's method does, which calls no `__torch_function__`. Raises `ManageError` within compute."""
         faults = type(self).hetmem_faults()
-        if faults is not None and faults.computes():
-            refuse_set()
+        if faults is not None:
+            faults.refuse_coded(self, "p.set_(…)")
+            if faults.computes():
+                refuse_set()
         return torch.Tensor.set_(self, *given, **named)
 
     def _use_count(self: Any) -> int:
@@ -135,6 +144,26 @@ class Bound:
         return _call_unbound(self, "__reduce_ex__", protocol)
 
 
+class BoundCoded(Bound):
+    """The same of a quantised parameter, which stays frozen."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """False, whatever it is set to: setting it to True raises `ManageError`."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        faults = self.hetmem_faults()
+        if value and faults is not None:
+            faults.refuse_coded(self, "requires_grad = True")
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Return this parameter. Raises `ManageError` for True."""
+        self.requires_grad = requires_grad
+        return self
+
+
 def refuse_set() -> NoReturn:
     """Raise `ManageError` for `p.set_(…)` within compute."""
     raise ManageError(
@@ -152,15 +181,17 @@ def refuse_exchange() -> NoReturn:
 
 
 def _call_unbound(parameter: Any, method: str, argument: Any) -> Any:
-    """Call `method` of `parameter` while it is of its own class, the base behind `Bound`."""
-    with of_class(parameter, type(parameter).__mro__[2]):
+    """Call `method` of `parameter` while it is of its own class, the last base."""
+    with of_class(parameter, type(parameter).__bases__[-1]):
         return getattr(parameter, method)(argument)
 
 
-def classes_of(kind: type, faults: Callable[[], FaultHandler | None]) -> tuple[type, type]:
-    """Return the classes of bound and of watched parameters whose own class is `kind`."""
+def classes_of(kind: type, faults: Callable[[], FaultHandler | None], *, coded: bool) -> tuple[type, type]:
+    """Return the classes of bound and of watched parameters, `coded` or not, whose own class is `kind`."""
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "hetmem_faults": faults}
-    return type(kind.__name__, (Bound, kind), dict(own)), type(kind.__name__, (Watched, kind), dict(own))
+    own |= {"hetmem_coded": coded}
+    bound = BoundCoded if coded else Bound
+    return type(kind.__name__, (bound, kind), dict(own)), type(kind.__name__, (Watched, kind), dict(own))
 
 
 def detached(parameter: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from hetmem import torch_private
 from hetmem.base.units import round_up
 from hetmem.base.weak import Referable
 from hetmem.memory import host_memory
+from hetmem.memory.coded import CodedHome, CodedPart
 from hetmem.memory.host_memory import PAGE_BYTES
 from hetmem.memory.nvme_store import Extent
 from hetmem.schedule.layout import ChunkSpec
@@ -216,7 +217,8 @@ class Chunk:
     """`numel` elements of `dtype` on their home tier and of `compute_dtype` on the device.
 
     `numel` is what the parameters need, rounded up so that every role is whole 4096-byte pages; only these are copied.
-    A home has room for `capacity` elements.
+    A home has room for `capacity` elements. Of quantised weights (`codes`) the home has bytes instead, that of other
+    roles does not exist, and `dtype` is that of the values.
     """
 
     spec: ChunkSpec
@@ -225,6 +227,7 @@ class Chunk:
     dtype: torch.dtype
     compute_dtype: torch.dtype
     most_parameters: int
+    codes: tuple[CodedPart, ...] = ()
     hides: bool = False
     """Whether updates consume its gradients as they arrive, so that the program cannot read them."""
     gradient_dtype: torch.dtype | None = None
@@ -271,6 +274,8 @@ class Chunk:
         return self.capacity * self.compute_dtype.itemsize
 
     def _bytes(self, role: Role, count: int) -> int:
+        if self.codes and role == Role.PARAM:
+            return self.spec.coded_bytes
         itemsize = self.dtype_of(role).itemsize
         return count * itemsize + (self._scales_nbytes(role) if role.scale_block else 0)
 
@@ -283,6 +288,15 @@ class Chunk:
         """Bytes of the copy that operators use."""
         return self.numel * self.compute_dtype.itemsize
 
+    def source(self, role: Role, memory: RawMemory | None = None) -> torch.Tensor | CodedHome:
+        """Return what a copy to the device is made of: `flat(role)`, or `over(role, memory)`; of quantised weights the
+        `CodedHome`."""
+        if self.codes and role == Role.PARAM:
+            memory = self.homes[role].memory if memory is None else memory
+            with torch.inference_mode(False):
+                return CodedHome(elements(memory, torch.uint8, self.spec.coded_bytes), self.codes)
+        return self.flat(role) if memory is None else self.over(role, memory)
+
     def flat(self, role: Role) -> torch.Tensor:
         """Return the used part of the home of `role` as a 1-D tensor with a storage of its own; cached."""
         home = self.homes[role]
@@ -293,6 +307,7 @@ class Chunk:
 
     def over(self, role: Role, memory: RawMemory) -> torch.Tensor:
         """Return `memory` of `role` as a 1-D tensor: its elements, or its bytes if scales lie behind them."""
+        assert not (self.codes and role == Role.PARAM), f"{self.label(role)} has codes, which are no values"
         if role.scale_block:
             return elements(memory, torch.uint8, self._bytes(role, self.numel))
         return elements(memory, self.dtype_of(role), self.numel)
@@ -341,19 +356,20 @@ NO_VIEW = SlotView()
 class ManagedParameter(Referable):
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
 
-    `home` is `.data` outside compute; `rest` is `.data` between the operators of a forward: the home, or, if that
-    differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address` is the home's
-    address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a view of the slot
-    while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`. `grad_home` is the home of the
-    gradient, and `grad_view` stands in `p.grad` for one that its chunk `hides`; `grad_spare` has both of the last step,
-    to be reused. `version` is the last known version counter of the parameter: another value means that it was written
-    to; `counter` is a tensor without memory that shares the counter and is independent of the parameter's class. `own`
-    is the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges that together with the C++ tensor below.
-    `data_sets` counts assignments to `.data` within a forward or backward, `replaced` those outside of both that went
-    home. `kind` is the parameter's class; it is `bound_kind` while the parameter is bound to its copy, and
-    `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts the module calls that it
-    is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the
-    token of the hetmem optimizer that steps it.
+    `home` is `.data` outside compute, with the strides `home_stride`: of a quantised parameter, whose place in the home
+    of the chunk is `code`, a stand-in with strides of 0. `rest` is `.data` between the operators of a forward: the
+    home, or, if that differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address`
+    is the home's address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a
+    view of the slot while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`. `grad_home` is the
+    home of the gradient, and `grad_view` stands in `p.grad` for one that its chunk `hides`; `grad_spare` has both of
+    the last step, to be reused. `version` is the last known version counter of the parameter: another value means that
+    it was written to; `counter` is a tensor without memory that shares the counter and is independent of the
+    parameter's class. `own` is the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges that together with
+    the C++ tensor below. `data_sets` counts assignments to `.data` within a forward or backward, `replaced` those
+    outside of both that went home. `kind` is the parameter's class; it is `bound_kind` while the parameter is bound to
+    its copy, and `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts the module
+    calls that it is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the token of the
+    hetmem optimizer that steps it.
     """
 
     parameter: torch.nn.Parameter
@@ -365,7 +381,9 @@ class ManagedParameter(Referable):
     stride: tuple[int, ...]
     home: torch.Tensor
     rest: torch.Tensor
+    code: CodedPart | None = None
     stand_in: torch.Tensor | None = None
+    home_stride: tuple[int, ...] = ()
     home_storage: int = 0
     home_references: int = 0
     home_address: int = 0
@@ -451,11 +469,28 @@ class ManagedParameter(Referable):
 
     def view(self, role: Role) -> torch.Tensor:
         """Return the home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
+        assert self.code is None, f"{self.name} has codes at home, which are no values"
         dtype = self.chunk.dtype_of(role)
         flat = elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize)
         view = torch.empty(0, dtype=dtype, device=flat.device)
         view.data = self.shaped(flat)  # a view of `flat` would keep that memory alive when its `.data` is set
         return view
+
+    def decoded(self) -> torch.Tensor:
+        """Return the values of this quantised parameter, in memory of their own in host memory."""
+        found = self.chunk.source(Role.PARAM)
+        assert self.code is not None, f"{self.name} has no codes"
+        assert isinstance(found, CodedHome), f"{self.name} has no codes"
+        with torch.inference_mode(False):
+            flat = torch.empty(self.numel, dtype=self.chunk.dtype, device="cpu")
+            self.code.decode(found.codes, flat)
+            return self.shaped(flat)
+
+    def like(self) -> torch.Tensor:
+        """Return a tensor with the shape, strides and dtype of the values at home, perhaps on `meta`."""
+        if self.code is None:
+            return self.home
+        return torch.empty_strided(self.shape, self.stride, dtype=self.chunk.dtype, device="meta")
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return `flat`, this parameter's elements, in its shape and strides."""

@@ -23,6 +23,7 @@ from hetmem.base.warning import warn_user
 from hetmem.cuda.backend import Backend, backend
 from hetmem.errors import ManageError
 from hetmem.memory.chunk import RawMemory, without_graph
+from hetmem.memory.coded import CodedHome
 from hetmem.memory.device import Device, DevicePool
 from hetmem.memory.host_memory import Mapping, cores_near
 from hetmem.memory.stream_copies import Moves, StreamCopier
@@ -149,8 +150,10 @@ class CudaDevice(Device):
         """The copies of this GPU; made at the first use."""
         return Moves(self.torch_device, self._kernels())
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if self._crosses(source, target):
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor | CodedHome) -> None:
+        if isinstance(source, CodedHome):
+            self.moves.decode_in(target, source)
+        elif self._crosses(source, target):
             self.moves.copy_in(target, source)
         else:
             super().copy_in(target, source)

@@ -14,6 +14,7 @@ import torch
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import RawMemory, SlotView, address_of, elements
+from hetmem.memory.coded import CodedHome
 from hetmem.memory.host_memory import Mapping, free_host_bytes
 from hetmem.memory.transfer import Copier, Finished, Seen, ThreadCopier
 from hetmem.schedule.blocks import Link
@@ -161,10 +162,14 @@ class Device:
         """Return the most bytes that its allocator had at one time between tensors: free, and of no use to others."""
         return 0
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor | CodedHome) -> None:
         """Copy `source`, a home, to `target`, a slot, on the current stream: both 1-D, contiguous and of one length.
-        Casts to the slot's dtype as `Tensor.copy_` does; a NaN stays one, with any payload."""
-        target.copy_(source)  # neither needs a gradient
+        Casts to the slot's dtype as `Tensor.copy_` does; a NaN stays one, with any payload. Decodes quantised
+        weights."""
+        if isinstance(source, CodedHome):
+            source.decode_into(target)
+        else:
+            target.copy_(source)  # neither needs a gradient
 
     def gradient_out(self, target: torch.Tensor, arrived: torch.Tensor, *, add: bool) -> None:
         """Copy `arrived`, a gradient on the device, to `target`, its home, or add it, on the current stream: of one

@@ -28,11 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hetmem.base.units import MIB
+from hetmem.base.units import MIB, round_up
 from hetmem.cuda.backend import Backend
+from hetmem.cuda.dequantise import dequantise_parts, parts_of
 from hetmem.cuda.kernels import CASTS, cast
+from hetmem.memory.coded import CodedHome, CodedPart
 from hetmem.memory.transfer import Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.formats import PIECE_ELEMENTS
 
 _RETAINED = 64
 """Number of events that are retained for marks; older marks use the oldest of them, which is only later."""
@@ -193,6 +196,9 @@ class StreamCopier(Copier):
 
 PIECE_BYTES = 64 * MIB  # about 1.2 ms of a 53 GB/s link, twenty times the host's cost of launching a piece
 _BUFFERS = 2
+CODED_PIECE_ELEMENTS = 1024 * PIECE_ELEMENTS
+"""Elements of a quantised weight that are decoded at once: 8 to 16 MiB of codes."""
+_ALIGNMENT_BYTES = 16
 
 
 class _Buffer:
@@ -288,6 +294,35 @@ class Moves:
         finally:
             if last is not None:
                 copying.wait_event(last.free)  # casts are in order, so later work on this stream finds all of them done
+
+    def decode_in(self, slot: torch.Tensor, home: CodedHome) -> None:
+        """Decode `home`, in host memory, to `slot`, in device memory: the bytes of each weight go through staging, a
+        piece at a time, and one kernel decodes each piece."""
+        copying, last = torch.cuda.current_stream(self._device), None
+        with self._turn:
+            try:
+                for part, target in home.targets(slot):
+                    for piece in _pieces(part.coding.numel, CODED_PIECE_ELEMENTS):
+                        last = self._decode_piece(home, part, target[piece], piece.start, copying)
+            finally:
+                if last is not None:
+                    copying.wait_event(last.free)
+
+    def _decode_piece(
+        self, home: CodedHome, part: CodedPart, target: torch.Tensor, first: int, copying: torch.cuda.Stream
+    ) -> _Buffer:
+        parts = parts_of(part.coding, part.bytes_in(home.codes), first, target.numel())
+        starts = [0, *itertools.accumulate(round_up(each.numel(), _ALIGNMENT_BYTES) for each in parts)]
+        buffer = self._staging["in"].take(copying, max(starts[-1], min(home.nbytes, CODED_PIECE_ELEMENTS)))
+        landed = [buffer.memory[start : start + each.numel()] for start, each in zip(starts, parts, strict=False)]
+        for to, each in zip(landed, parts, strict=True):
+            to.copy_(each, non_blocking=True)
+        buffer.full.record(copying)
+        self._casting.wait_event(buffer.full)
+        codes, scales, nested = landed
+        dequantise_parts(self.kernels, part.coding, codes, scales, nested, target, first, stream=self._casting)
+        buffer.free.record(self._casting)
+        return buffer
 
     # ---- gradients out -----------------------------------------------------------------------------------------
 

@@ -21,12 +21,15 @@ from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import storage_references
 from hetmem.errors import BudgetError, ManageError
 from hetmem.memory.chunk import Chunk, Role
+from hetmem.memory.coded import CodedPart
 from hetmem.memory.device import Device
 from hetmem.memory.host_memory import HostPool
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes
-from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, Layout, ParameterSpec, used_ends
+from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite
+from hetmem.schedule.formats import Coding
+from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, ChunkSpec, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
 from hetmem.schedule.staging import MOST_ROLES
 from hetmem.torch_private import is_traceable_wrapper_subclass
@@ -63,13 +66,19 @@ def compute_dtypes(
     return [narrow if p.dtype is torch.float32 and id(p) not in exempt else p.dtype for p in parameters.values()]
 
 
-def specs(parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtype]) -> list[ParameterSpec]:
+def specs(
+    parameters: Mapping[str, torch.nn.Parameter], compute: list[torch.dtype], codings: Mapping[str, Coding]
+) -> list[ParameterSpec]:
     """Return the specs of `parameters` for a layout: parameters with equal dtypes at home and in compute share chunks,
-    trained and frozen ones apart."""
-    return [
-        ParameterSpec(name, p.numel(), f"{p.dtype} {dtype} {p.requires_grad}", p.itemsize)
-        for (name, p), dtype in zip(parameters.items(), compute, strict=True)
-    ]
+    trained and frozen ones apart, and those with `codings` by format."""
+    found = []
+    for (name, p), dtype in zip(parameters.items(), compute, strict=True):
+        if (coding := codings.get(name)) is not None:
+            spec = ParameterSpec(name, p.numel(), f"{coding.format} {dtype}", dtype.itemsize, coding.nbytes)
+        else:
+            spec = ParameterSpec(name, p.numel(), f"{p.dtype} {dtype} {p.requires_grad}", p.itemsize)
+        found.append(spec)
+    return found
 
 
 _OBJECTS_DEEP = 2
@@ -199,13 +208,17 @@ def build_memory(
     chunk_bytes: int | None,
     *,
     moves_activations: bool = False,
+    frozen: Frozen | None = None,
     built: BuildingMemory | None = None,
 ) -> Memory:
     """Lay `module` out and open the pools, for `move_home`, with host memory for activations if `moves_activations`.
-    `module` is not changed. `built`: the memory that it was built in, which the pools take over."""
+    `module` is not changed. `frozen`: which weights are quantised. `built`: the memory that it was built in, which the
+    pools take over."""
     if built is not None:
         built.hand_over(module)
     parameters = collect(module)
+    codings = choose_codings(module, parameters, frozen)
+    refuse_infinite(parameters, codings)
     check_directories(limits)
     capacities = Capacities(
         _device_bytes(limits, device),
@@ -217,7 +230,7 @@ def build_memory(
     compute = compute_dtypes(module, parameters, mixed_precision)
     try:
         ground = survey(
-            specs(parameters, compute),
+            specs(parameters, compute, codings),
             [dtype.itemsize for dtype in compute],
             [index for index, parameter in enumerate(parameters.values()) if parameter.requires_grad],
             capacities,
@@ -244,7 +257,7 @@ def build_memory(
         slots = ground.device_slots or sum(chunk.span for chunk in ground.layout.chunks)
         memory = Memory(
             ground.layout,
-            _chunks(ground.layout, list(parameters.values()), compute),
+            _chunks(ground.layout, parameters, compute, codings),
             device,
             capacities.device_bytes,
             capacities.chunk_cap_bytes,
@@ -282,16 +295,35 @@ def _device_bytes(limits: Limits, device: Device) -> int:
     return min(asked) if asked else device.available_bytes()
 
 
-def _chunks(layout: Layout, parameters: list[torch.nn.Parameter], compute: list[torch.dtype]) -> list[Chunk]:
-    ends = used_ends(layout)
-    return [
-        Chunk(
-            spec,
-            spec.span * layout.chunk_elements,
-            ends[spec.index],
-            parameters[spec.parameters[0]].dtype,
-            compute[spec.parameters[0]],
-            min(len(parameters), spec.span * layout.chunk_elements // ALIGNMENT_ELEMENTS),
+def _chunks(
+    layout: Layout,
+    parameters: Mapping[str, torch.nn.Parameter],
+    compute: list[torch.dtype],
+    codings: Mapping[str, Coding],
+) -> list[Chunk]:
+    ends, names = used_ends(layout), list(parameters)
+    chunks = []
+    for spec in layout.chunks:
+        first = spec.parameters[0]
+        chunks.append(
+            Chunk(
+                spec,
+                spec.span * layout.chunk_elements,
+                ends[spec.index],
+                compute[first] if spec.coded_bytes else parameters[names[first]].dtype,
+                compute[first],
+                min(len(parameters), spec.span * layout.chunk_elements // ALIGNMENT_ELEMENTS),
+                _codes(layout, spec, names, codings) if spec.coded_bytes else (),
+            )
         )
-        for spec in layout.chunks
-    ]
+    return chunks
+
+
+def _codes(layout: Layout, spec: ChunkSpec, names: list[str], codings: Mapping[str, Coding]) -> tuple[CodedPart, ...]:
+    """Return the quantised weights of a chunk, one behind the other, in the order of their elements."""
+    parts, start = [], 0
+    for index in sorted(spec.parameters, key=lambda index: layout.placements[index].offset):
+        coding = codings[names[index]]
+        parts.append(CodedPart(coding, start, layout.placements[index].offset))
+        start += coding.nbytes
+    return tuple(parts)

@@ -28,10 +28,12 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hetmem import torch_private
 from hetmem.base.config import Limits
 from hetmem.base.units import format_size, round_down, round_up
+from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import is_shared, reside, storage_references
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
+from hetmem.memory.coded import CodedHome, Run
 from hetmem.memory.device import Device
 from hetmem.memory.heap import Freed, untouched
 from hetmem.memory.host_memory import PAGE_BYTES, Mapping, free_host_bytes
@@ -158,13 +160,17 @@ def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | N
         _managed(memory.chunks[placement.chunk], placement.offset, name, parameter)
         for placement, (name, parameter) in zip(memory.layout.placements, parameters.items(), strict=True)
     ]
-    if built is None:
-        for managed in found:
-            HELD_BACK.raise_here()
-            _move(memory, managed, None)
-    else:
-        _move_in_place(memory, found, built)
-        built.clear(memory)
+    workers = WorkerPool(cores=memory.device.cores)
+    try:
+        if built is None:
+            for managed in found:
+                HELD_BACK.raise_here()
+                _move(memory, managed, None, workers.run)
+        else:
+            _move_in_place(memory, found, built, workers.run)
+            built.clear(memory)
+    finally:
+        workers.close()
     for buffer, moved in buffers:
         buffer.data = moved
 
@@ -174,10 +180,11 @@ _NO_HOME = torch.empty(0, device="cpu")  # until the parameter has one
 
 def _managed(chunk: Chunk, offset: int, name: str, parameter: torch.nn.Parameter) -> ManagedParameter:
     data = parameter.data
-    dense = torch.ops.aten.is_non_overlapping_and_dense.default(data)
+    code = next((part for part in chunk.codes if part.offset == offset), None)
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(data) and code is None
     strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
     shape, strides = _shared(data.shape), _shared(strides)
-    return ManagedParameter(parameter, name, chunk, offset, data.numel(), shape, strides, _NO_HOME, _NO_HOME)
+    return ManagedParameter(parameter, name, chunk, offset, data.numel(), shape, strides, _NO_HOME, _NO_HOME, code)
 
 
 @lru_cache(1024, typed=True)
@@ -186,14 +193,14 @@ def _shared(dimensions: _Dimensions) -> _Dimensions:
     return dimensions
 
 
-def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory) -> None:
+def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory, run: Run) -> None:
     """Move parameters within the memory they were built in: see note "in place"."""
     sources = [built.source(managed.parameter.data) for managed in found]
     for index, goes_home in _order(sources, [_target(managed) for managed in found]):
         HELD_BACK.raise_here()
         managed = found[index]
         if goes_home:
-            _move(memory, managed, built)
+            _move(memory, managed, built, run)
         else:
             managed.parameter.data = managed.parameter.data.clone()
     for chunk in memory.chunks:
@@ -201,7 +208,10 @@ def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: Bui
 
 
 def _target(managed: ManagedParameter) -> range:
-    start = address_of(managed.chunk.homes[Role.PARAM].memory) + managed.offset * managed.chunk.dtype.itemsize
+    start = address_of(managed.chunk.homes[Role.PARAM].memory)
+    if managed.code is not None:
+        return range(start + managed.code.start, start + managed.code.start + managed.code.coding.nbytes)
+    start += managed.offset * managed.chunk.dtype.itemsize
     return range(start, start + managed.numel * managed.chunk.dtype.itemsize)
 
 
@@ -232,9 +242,18 @@ def _order(sources: Sequence[range], targets: Sequence[range]) -> Iterator[tuple
                 ready.append(index)
 
 
-def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | None) -> None:
-    data, home = managed.parameter.data, managed.view(Role.PARAM)
+def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | None, run: Run) -> None:
+    data = managed.parameter.data
     source = built.source(data) if built is not None else _NOWHERE
+    if managed.code is not None:
+        values = data.clone() if source else data  # codes may overlap them
+        coded = managed.chunk.source(Role.PARAM)
+        assert isinstance(coded, CodedHome), managed.name
+        managed.code.encode(values.reshape(-1), coded.codes, run)
+        managed.chunk.parameters.append(managed)
+        reside(managed, data, memory.device.torch_device)
+        return
+    home = managed.view(Role.PARAM)
     if built is not None and source and home.device.type == "cpu":
         _copy_bytes(home, data, over_disk=built.on_disk(source.start))
         built.freed.add(home.nbytes)
@@ -266,6 +285,10 @@ def _copy_bytes(home: torch.Tensor, data: torch.Tensor, *, over_disk: bool) -> N
 def _clear_gaps(chunk: Chunk, role: Role, home: memoryview) -> None:
     """Zero the parts of `home` that no parameter uses."""
     memory = np.frombuffer(home, np.uint8)
+    if chunk.codes and role == Role.PARAM:
+        last = chunk.codes[-1]
+        memory[last.start + last.coding.nbytes : chunk.home_nbytes(role)] = 0
+        return
     itemsize, end = chunk.dtype_of(role).itemsize, 0
     for managed in chunk.parameters:
         memory[end : managed.offset * itemsize] = 0

@@ -59,7 +59,7 @@ class MetaTracer:
         self._model = model
         self._parameters = list(named.values())
         compute = compute_dtypes(model, named, mixed_precision)
-        self._specs = tuple(specs(named, compute))
+        self._specs = tuple(specs(named, compute, {}))
         self._mixed = mixed_precision
         for parameter, dtype in zip(self._parameters, compute, strict=True):
             parameter.data = parameter.data.to(dtype, copy=True)

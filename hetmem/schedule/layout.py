@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 from hetmem.base.units import round_down, round_up
 
+PAGE_BYTES = 4096
 PAGE_ELEMENTS = 4096
 """Chunk sizes are multiples of this, so that a role of any itemsize is whole 4096-byte pages (O_DIRECT)."""
 
@@ -51,13 +52,15 @@ _COST_OF_A_DOUBLING = 0.005
 class ParameterSpec:
     """One parameter to place: `numel` elements of `itemsize` bytes in the home copy.
 
-    Parameters of different groups (dtype, trainable or frozen) never share a chunk; a group has one itemsize.
+    Parameters of different groups (dtype, trainable or frozen, quantised or not) never share a chunk; a group has one
+    itemsize. `coded_bytes`: of the home of a quantised one, whose `itemsize` is that of its values; else 0.
     """
 
     name: str
     numel: int
     group: str
     itemsize: int
+    coded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,8 @@ class Placement:
 class ChunkSpec:
     """One chunk: `span * chunk_elements` contiguous elements, of which parameters take `used_elements`.
 
-    `span` is above 1 only for a chunk made for one parameter larger than `chunk_elements`.
+    `span` is above 1 only for a chunk made for one parameter larger than `chunk_elements`. `coded_bytes`: what the home
+    of quantised parameters takes, in whole pages; else 0.
     """
 
     index: int
@@ -83,6 +87,7 @@ class ChunkSpec:
     span: int
     parameters: tuple[int, ...]
     used_elements: int
+    coded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +98,19 @@ class Layout:
     chunks: tuple[ChunkSpec, ...]
     placements: tuple[Placement, ...]
 
+    def home_bytes(self, chunk: ChunkSpec) -> int:
+        """Return the bytes that the home of the parameters of `chunk` takes."""
+        return chunk.coded_bytes or chunk.span * self.chunk_elements * chunk.itemsize
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all chunks' home copies, used or not."""
-        return self.chunk_elements * sum(chunk.span * chunk.itemsize for chunk in self.chunks)
+        return sum(map(self.home_bytes, self.chunks))
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all parameters' home copies."""
-        return sum(chunk.used_elements * chunk.itemsize for chunk in self.chunks)
+        return sum(chunk.coded_bytes or chunk.used_elements * chunk.itemsize for chunk in self.chunks)
 
     @property
     def waste(self) -> float:
@@ -120,10 +129,11 @@ class _OpenChunk:
     free_elements: int
     parameters: list[int] = field(default_factory=list)
     used_elements: int = 0
+    coded_bytes: int = 0
 
     def closed(self) -> ChunkSpec:
-        parameters = tuple(sorted(self.parameters))
-        return ChunkSpec(self.index, self.group, self.itemsize, self.span, parameters, self.used_elements)
+        parameters, coded = tuple(sorted(self.parameters)), round_up(self.coded_bytes, PAGE_BYTES)
+        return ChunkSpec(self.index, self.group, self.itemsize, self.span, parameters, self.used_elements, coded)
 
 
 def build_layout(parameters: Sequence[ParameterSpec], chunk_elements: int) -> Layout:
@@ -155,6 +165,7 @@ def build_layout(parameters: Sequence[ParameterSpec], chunk_elements: int) -> La
         placements[index] = Placement(index, chunk.index, offset, spec.numel)
         chunk.parameters.append(index)
         chunk.used_elements += spec.numel
+        chunk.coded_bytes += spec.coded_bytes
         chunk.free_elements -= padded
     in_order = tuple(placements[index] for index in range(len(parameters)))
     return Layout(chunk_elements, tuple(chunk.closed() for chunk in chunks), in_order)

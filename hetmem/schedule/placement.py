@@ -23,6 +23,7 @@ from hetmem.schedule.layout import (
     build_layout,
     search_chunk_elements,
 )
+from hetmem.schedule.layout import PAGE_BYTES as PAGE_BYTES
 from hetmem.schedule.staging import STAGED_ROLES, never_staged
 from hetmem.schedule.trace import Tier
 
@@ -35,7 +36,6 @@ SCALED_ELEMENTS = 256
 """How many elements of an 8-bit moment share a scale."""
 
 MINIMUM_CHUNK_ELEMENTS = 256 * 1024
-PAGE_BYTES = 4096
 PIECE_BYTES = 64 << 30
 """Drivers page-lock no more than this in one call (r580 fails at 512 GiB). No transfer may cross two such pieces, so no
 home crosses a multiple of it in host memory."""
@@ -142,6 +142,8 @@ class Ground:
 
     def home_bytes(self, chunk: int, role: str) -> int:
         """Return the bytes that a home of `role` of `chunk` takes."""
+        if role == "param":
+            return self.layout.home_bytes(self.chunks[chunk])
         elements = self.chunks[chunk].span * self.layout.chunk_elements
         nbytes = elements * self.role_itemsize(chunk, role)
         if role in MOMENTS and self.moments == "8bit":
@@ -248,14 +250,13 @@ def survey(
     layout = build_layout(specs, elements)
     trained_ones = set(trainable)
     with_states = frozenset(chunk.index for chunk in layout.chunks if not trained_ones.isdisjoint(chunk.parameters))
-    states = sum(
-        chunk.span * elements * chunk.itemsize * (STAGED_ROLES if chunk.index in with_states else 1)
-        for chunk in layout.chunks
-    )
+    role_sizes = {chunk.index: layout.home_bytes(chunk) for chunk in layout.chunks}
+    states = sum(size * (STAGED_ROLES if index in with_states else 1) for index, size in role_sizes.items())
     slot_bytes = elements * compute_itemsize
     total = sum(chunk.span for chunk in layout.chunks)
     whole = states + (total * slot_bytes if copies else 0)
-    resident = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes)
+    coded = any(spec.coded_bytes for spec in specs)  # operators need values beside the codes
+    resident = not coded and fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes)
     if not resident:
         _check_device(layout, slot_bytes, cap, specs)
     uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
@@ -263,7 +264,6 @@ def survey(
     cast = [chunk for chunk in layout.chunks if compute_itemsizes[chunk.parameters[0]] < chunk.itemsize]
     copy_sizes = {chunk.index: chunk.span * elements * COPY_BYTES for chunk in cast}
     copy_bytes = sum(copy_sizes.values())
-    role_sizes = {c.index: c.span * elements * c.itemsize for c in layout.chunks}
     trained_sizes = [role_sizes[index] for index in sorted(with_states)]
     most = states + copy_bytes + sum(trained_sizes)  # a third state, of other optimizers
     copied = not resident and (most <= host_bytes if capacities.home_copies is None else capacities.home_copies)

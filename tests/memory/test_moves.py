@@ -14,7 +14,15 @@ from tests.cuda.shim import GPP, build_all
 from tests.cuda.vectors import assert_same, numbers, ordinary
 from tests.engine.harness import Recipe, Tower, pair, token_batches, train_both
 from tests.memory.fake_cuda import CpuCuda, FakeCuda, LateKernels, Stream, cuda
-from tests.memory.tested import Mapping, stream_copies
+from tests.memory.tested import (
+    FORMATS,
+    PIECE_ELEMENTS,
+    CodedHome,
+    CodedPart,
+    Coding,
+    Mapping,
+    stream_copies,
+)
 
 __all__ = ["cuda"]  # a fixture
 
@@ -26,7 +34,7 @@ PIECE = 4096  # bytes of a staging buffer here
 def libraries() -> dict[str, Path]:
     if GPP is None:
         pytest.skip("g++ is not installed")
-    return build_all(["cast.cu"])
+    return build_all(["cast.cu", "dequantise.cu"])
 
 
 @pytest.fixture(params=["torch", "kernels"])
@@ -79,6 +87,30 @@ def test_weights_arrive_with_torch_s_bits_whichever_stream_is_ahead(
             machine.settle(first)
             assert_same(target, data.to(dtype), f"{source_dtype} to {dtype}, {numel}")
         machine._used = 0
+
+
+@pytest.mark.pairs
+@pytest.mark.parametrize("first", ["copies", "casts"])
+@pytest.mark.parametrize("format_", FORMATS)
+def test_quantised_weights_arrive_decoded_whichever_stream_is_ahead(
+    cuda: FakeCuda, kernels: LateKernels | None, first: str, format_: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of several in one home, in pieces that are larger, smaller and equal to a buffer."""
+    monkeypatch.setattr(stream_copies, "CODED_PIECE_ELEMENTS", PIECE_ELEMENTS)
+    machine, parts, start, offset = Machine(kernels), list[CodedPart](), 0, 0
+    for shape in ((3, 2000), (5, 7001), (128, 128)):
+        parts.append(CodedPart(Coding.of(format_, shape), start, offset))
+        start, offset = start + parts[-1].coding.nbytes, offset + 128 * -(-parts[-1].coding.numel // 128)
+    home = CodedHome(machine.host(torch.zeros(start, dtype=torch.uint8)), tuple(parts))
+    slot, expected = (torch.zeros(offset, dtype=torch.bfloat16) for _ in range(2))
+    for part in parts:
+        part.encode(ordinary(part.coding.numel, seed=2), home.codes)
+    home.decode_into(expected)
+    with torch.cuda.stream(machine.stream):
+        machine.device.copy_in(slot, home)
+    machine.settle(first)
+    assert expected.any()
+    assert_same(slot, expected, format_)
 
 
 @pytest.mark.each

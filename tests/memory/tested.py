@@ -9,6 +9,7 @@ from hetmem.engine.homes import Memory
 from hetmem.intercept import registry
 from hetmem.memory import cuda_device, host_memory, live_bytes, nvme_io, stream_copies
 from hetmem.memory.chunk import HiddenGradient
+from hetmem.memory.coded import CodedHome, CodedPart
 from hetmem.memory.cuda_device import ComputeStream, CudaDevice, CudaStreams
 from hetmem.memory.device import DevicePool, SimDevice
 from hetmem.memory.heap import untouched
@@ -18,16 +19,22 @@ from hetmem.memory.nvme_store import BLOCK_BYTES, Extent, NvmeStore
 from hetmem.memory.stream_copies import StreamCopier
 from hetmem.memory.transfer import Finished, Job, Seen, ThreadCopier, TransferEngine
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.formats import FORMATS, PIECE_ELEMENTS, Coding
 from hetmem.schedule.trace import Tier
 from hetmem.tools.doctor import examine
 
 __all__ = [
     "BLOCK_BYTES",
+    "FORMATS",
     "GIB",
     "HELD_BACK",
     "MIB",
     "PAGE_BYTES",
+    "PIECE_ELEMENTS",
     "Backend",
+    "CodedHome",
+    "CodedPart",
+    "Coding",
     "ComputeStream",
     "CudaDevice",
     "CudaStreams",

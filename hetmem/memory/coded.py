@@ -1,0 +1,63 @@
+"""The home of a chunk of quantised weights: bytes, which are decoded as they are copied to the device.
+
+A type of its own, so that no reader of a home takes codes for values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hetmem.cpu.workers import Task
+from hetmem.quantised.decode import decode_tasks
+from hetmem.quantised.encode import encode, in_turn
+from hetmem.schedule.formats import Coding
+
+Run = Callable[[Sequence[Task]], None]
+"""Runs tasks, in any order and on any threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """One quantised weight of a chunk: its bytes begin at `start` of the home, its elements at `offset` of a copy."""
+
+    coding: Coding
+    start: int
+    offset: int
+
+    def bytes_in(self, home: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of the weight in `home`, the bytes of its chunk."""
+        return home[self.start : self.start + self.coding.nbytes]
+
+    def decode(self, home: torch.Tensor, target: torch.Tensor, run: Run = in_turn) -> None:
+        """Decode the weight from `home` to the flat `target`."""
+        run(decode_tasks(self.coding, self.bytes_in(home), target))
+
+    def encode(self, values: torch.Tensor, home: torch.Tensor, run: Run = in_turn) -> None:
+        """Encode the flat `values` to `home`. Raises `NotFiniteError`."""
+        encode(self.coding, values, self.bytes_in(home), run)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedHome:
+    """The bytes `codes` of a chunk in host memory, and its weights there."""
+
+    codes: torch.Tensor
+    parts: tuple[CodedPart, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a copy to the device reads."""
+        return self.codes.nbytes
+
+    def decode_into(self, slot: torch.Tensor) -> None:
+        """Decode all weights to the flat `slot`, in host memory, on this thread."""
+        for part, target in self.targets(slot):
+            part.decode(self.codes, target)
+
+    def targets(self, slot: torch.Tensor) -> Iterator[tuple[CodedPart, torch.Tensor]]:
+        """Yield each weight and its elements in the flat `slot`."""
+        for part in self.parts:
+            yield part, slot[part.offset : part.offset + part.coding.numel]
