@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.planner.decide import Decision, Judged, arranged, first_that_fits, has_room, judged, not_whole
+from hetmem.planner.decide import AS_FAST, Decision, Judged, arranged, first_that_fits, has_room, judged, not_whole
 from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, LOANED, MARGIN_SHARE, Plan
 from hetmem.planner.plan_shape import TIERS
@@ -251,11 +251,7 @@ def _does_as(setting: Setting, best: Judged) -> bool:
     if ground.resident:
         return best.result.device_peak_bytes <= setting.capacities.device_bytes
     found = judged(workload, setting)
-    if not isinstance(found, Judged) or found.result.seconds > _AS_FAST * best.result.seconds:
+    if not isinstance(found, Judged) or found.result.seconds > AS_FAST * best.result.seconds:
         return False
     one, other = found.result, best.result
     return one.moved_bytes == other.moved_bytes and one.new_bytes == other.new_bytes
-
-
-_AS_FAST = 1.01
-"""The most seconds of a step in the smaller budget, relative to `best`."""

@@ -27,6 +27,9 @@ WORTH = 0.9
 """A setting that is not the default is chosen only if its step takes less than this share of the default's seconds: of
 two plans for a machine the ratio is known that well (`benchmarks/planned_steps.py`)."""
 
+AS_FAST = 1.01
+"""Of two ways whose seconds differ by less than this factor neither is faster."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -52,10 +55,16 @@ def search(workload: Workload, asked: Setting) -> Judged | NoRoom:
 
 
 def faster(best: Judged | NoRoom, other: Judged | NoRoom) -> Judged | NoRoom:
-    """Return `other` if both fit and it is faster by `WORTH`, else `best`."""
+    """Return `other` if both fit and it is faster by `WORTH`, or as fast with less host memory; else `best`."""
     if isinstance(best, NoRoom) or isinstance(other, NoRoom):
         return best
-    return other if _is_worth(other, best) else best
+    is_as_fast = other.result.seconds <= AS_FAST * best.result.seconds
+    takes_less = is_as_fast and _host_bytes(other) < _host_bytes(best)
+    return other if takes_less or _is_worth(other, best) else best
+
+
+def _host_bytes(way: Judged) -> int:
+    return sum(way.arrangement.bytes_by_role(Tier.HOST).values()) + way.result.loaned_bytes
 
 
 def _is_worth(other: Judged, best: Judged) -> bool:
