@@ -25,6 +25,7 @@ import torch
 from hetmem.base import schema
 from hetmem.base.json_files import check_name
 from hetmem.base.schema import anything, or_null, record, shown, whole
+from hetmem.checkpoint.coded import CodedWeight, coded_weight
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, malformed_refused
 from hetmem.errors import CheckpointError
 from hetmem.intercept import registry
@@ -139,11 +140,13 @@ def _decode(value: Any, tensor: Callable[[str], Any]) -> Any:
 @dataclass(frozen=True, slots=True)
 class ModelState:
     """The `state_dict` of a model: its `tensors` by their first names; the first name by each other one (`tied`); and
-    values that its modules make for a state dict (`made`: extra state)."""
+    values that its modules make for a state dict (`made`: extra state). `coded` has the quantised weights, whose
+    `tensors` are their bytes."""
 
     tensors: dict[str, torch.Tensor]
     tied: dict[str, str]
     made: dict[str, Any]
+    coded: dict[str, CodedWeight]
 
     @property
     def names(self) -> set[str]:
@@ -186,7 +189,7 @@ def of_model(model: torch.nn.Module) -> ModelState:
     _refuse_running(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     first: dict[int, str] = {}
-    state = ModelState({}, {}, {})
+    state = ModelState({}, {}, {}, {})
     for name, value in model.state_dict(keep_vars=True).items():
         if name.startswith((OPTIMIZER, EXTRA)) or name == "__metadata__":
             raise CheckpointError(
@@ -198,20 +201,16 @@ def of_model(model: torch.nn.Module) -> ModelState:
             raise CheckpointError(f"{error}, which a checkpoint cannot have: rename that part of the model") from error
         if torch.nn.parameter.is_lazy(value):
             raise CheckpointError(f"{name} has no shape yet: call the model once before")
-        found = registry.of_parameter(value) if isinstance(value, torch.nn.Parameter) else None
-        if found is not None and found[1].code is not None:
-            raise CheckpointError(
-                f"{name} is kept as codes of {found[1].code.coding.format} (frozen=…), which files do not have yet: "
-                f"save what is trained alone (torch.save of the adapters' part of model.state_dict()), or call "
-                f"hetmem.release(model) first"
-            )
         if id(value) not in own:
             state.made[name] = value
         elif id(value) in first:
             state.tied[name] = first[id(value)]
         else:
             first[id(value)] = name
-            state.tensors[name] = detached(value)
+            if (coded := coded_weight(value)) is None:
+                state.tensors[name] = detached(value)
+            else:
+                state.coded[name], state.tensors[name] = coded, coded.codes
     return state
 
 

@@ -58,6 +58,7 @@ def _digits(value: Any) -> None:
 _VALUES: dict[str, Shape] = {
     "tied": table_of(_ANY_TEXT),
     "crc32": table_of(_digits),
+    "codings": table_of(record({"format": text(), "shape": list_of(whole(), most=layout.MAX_DIMENSIONS)})),
     "objects": table_of(anything),
     "extra": anything,
     "optimizer": record(
@@ -129,7 +130,7 @@ def _is_there(name: str, metadata: Mapping[str, str]) -> bool:
     """Return whether `metadata` has `hetmem.<name>`. Raises `SchemaError` if it should."""
     if f"hetmem.{name}" in metadata:
         return True
-    if name == "optimizer":
+    if name in ("optimizer", "codings"):
         return False
     raise SchemaError("is missing").within(f"hetmem.{name}")
 

@@ -20,6 +20,7 @@ import torch
 
 from hetmem.base.schema import shown
 from hetmem.base.units import format_size
+from hetmem.checkpoint.coded import differences, written
 from hetmem.checkpoint.contents import (
     Encoder,
     ModelState,
@@ -86,6 +87,8 @@ def save(
         metadata: dict[str, Any] = {"tied": state.tied}
         if optimizer is not None:
             metadata["optimizer"] = encode_optimizer(optimizer, model, encoder)
+        if state.coded:
+            metadata["codings"] = {name: coded.described() for name, coded in state.coded.items()}
         tensors = dict(state.tensors)
         tensors |= {name: made for name, made in state.made.items() if isinstance(made, torch.Tensor)}
         objects = {name: made for name, made in state.made.items() if name not in tensors}
@@ -143,7 +146,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         made |= {name: decode(value, file.tensor, f"the extra state {name}") for name, value in objects}
         begin = None if optimizer is None else _prepare(optimizer, numbers, file)
         file.fill()
-        with partly_loaded("model and optimizer are"):
+        with partly_loaded("model and optimizer are"), written(state.coded.values()):
             file.read(targets if begin is None else targets + begin())
             if made:
                 model.load_state_dict(made, strict=False)
@@ -218,7 +221,7 @@ def partly_loaded(what: str) -> Iterator[None]:
 def _match_model(state: ModelState, header: Header) -> Targets:
     """Return the stored tensor for each of the model's. Raises `CheckpointError`, which names mismatches."""
     tied: dict[str, str] = header.values["tied"]
-    objects = header.values["objects"]
+    objects, codings = header.values["objects"], header.values.get("codings", {})
     saved = {name for name in header.stored if not name.startswith((OPTIMIZER, EXTRA))} | {*tied, *objects}
     problems = [f"the checkpoint has no {name}" for name in sorted(state.names - saved)]
     problems += [f"the model has no {name}" for name in sorted(saved - state.names)]
@@ -229,7 +232,9 @@ def _match_model(state: ModelState, header: Header) -> Targets:
         sources = dict.fromkeys(tied.get(alias, alias) for alias in aliases if alias in saved)
         sources = {source: None for source in sources if source in header.stored}
         found = [header.stored[source] for source in sources]
-        problems += [problem for one in found for problem in _differences(name, one, tensor)]
+        for one in found:
+            other = [*differences(name, state.coded.get(name), codings.get(one.name))]
+            problems += other or _differences(name, one, tensor)
         if len({tuple(header.checks[source]) for source in sources}) > 1:
             problems.append(f"{' and '.join(sources)} are one tensor in the model, and differ in the checkpoint")
         if not found and not problems:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hetmem.checkpoint.coded import CodedWeight, written
 from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, other_model, refuse_half_stepped
 from hetmem.checkpoint.disk import OpenFile, Source, read_names, read_tensors
 from hetmem.checkpoint.layout import Stored
@@ -53,7 +54,8 @@ def load_weights(
     Values go block by block to their homes: the model is never in host memory as a whole. A parameter that transformers
     merges from several saved tensors (experts of a layer) is in host memory with them, one parameter at a time. Casts
     to wider dtypes (bfloat16 files into float32 masters) are exact; a cast that rounds is refused unless
-    `rounding=True`. The states of an optimizer stay as they are.
+    `rounding=True`. Quantised weights (`frozen=` of `manage`) are encoded as they are read, one at a time. The states
+    of an optimizer stay as they are.
 
     Raises `CheckpointError` (a ValueError; names the tensors) and `StoreError` (an OSError; path, offset and bytes).
     Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later,
@@ -70,7 +72,7 @@ def load_weights(
             problems += [f"the model has no {name}" for name in keys.unexpected_keys]
             raise other_model("the weights are", problems, "rename= translates names, strict=False loads what matches")
         targets = _targets(state, made, rounding)
-        with partly_loaded("the model is"):
+        with partly_loaded("the model is"), written(state.coded.values()):
             _read(targets)
     return keys
 
@@ -101,13 +103,21 @@ def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
     return made
 
 
-def _read(targets: list[tuple[_Made, torch.Tensor]]) -> None:
-    """Fill the tensors in the order of the files."""
+_Target = torch.Tensor | CodedWeight
+
+
+def _read(targets: list[tuple[_Made, _Target]]) -> None:
+    """Fill the tensors in the order of the files; quantised weights one by one."""
     files: dict[OpenFile, list[tuple[Stored, torch.Tensor]]] = {}
-    converted: dict[Conversion, dict[str, torch.Tensor]] = {}
-    for made, tensor in targets:
+    converted: dict[Conversion, dict[str, _Target]] = {}
+    for made, tensor in sorted(targets, key=lambda target: target[0].sources[0].stored.start):
         if made.conversion is not None:
             converted.setdefault(made.conversion, {})[made.name] = tensor
+        elif isinstance(tensor, CodedWeight):
+            source = made.sources[0]
+            values = torch.empty(source.stored.shape, dtype=source.stored.dtype, device="cpu")
+            read_tensors(source.file, [(source.stored, values)])
+            tensor.encode(values)
         else:
             files.setdefault(made.sources[0].file, []).append((made.sources[0].stored, tensor))
     for file, mine in files.items():
@@ -122,18 +132,20 @@ def _compared(state: ModelState, made: dict[str, _Made], declared: Declared) -> 
     return LoadedWeights(*declared.wanted(missing, sorted(made.keys() - state.names)))
 
 
-def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[tuple[_Made, torch.Tensor]]:
+def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[tuple[_Made, _Target]]:
     """Return the sources with the tensors to fill. Raises `CheckpointError`, which names mismatches."""
     problems: list[str] = []
-    targets: list[tuple[_Made, torch.Tensor]] = []
+    targets: list[tuple[_Made, _Target]] = []
     several: list[list[str]] = []
     for name, aliases in state.aliases.items():
         present = [alias for alias in aliases if alias in made]
         if len(present) > 1:
             several.append(present)
         for alias in present:
-            problems += _differences(made[alias], state.tensors[name], rounding)
-        targets += [(made[alias], state.tensors[name]) for alias in present[:1]]
+            coded = state.coded.get(name)
+            tensor = state.tensors[name] if coded is None else coded.managed.like()
+            problems += _differences(made[alias], tensor, rounding or coded is not None, memory=coded is None)
+        targets += [(made[alias], state.coded.get(name, state.tensors[name])) for alias in present[:1]]
     problems += [f"{name} is not a tensor in the model" for name in state.made if name in made]
     if problems:
         raise other_model("the weights are", problems)
@@ -149,9 +161,11 @@ def _values(made: _Made) -> tuple[object, ...]:
     return tuple((source.stored.dtype, *read_tensors(source.file, [(source.stored, None)])) for source in made.sources)
 
 
-def _differences(made: _Made, tensor: torch.Tensor, rounding: bool) -> Iterator[str]:
+def _differences(made: _Made, tensor: torch.Tensor, rounding: bool, *, memory: bool) -> Iterator[str]:
+    """Yield why `tensor`, which has `memory` to load into unless it is quantised, cannot have the values of `made`."""
     name = made.name
-    yield from cannot_fill(name, tensor)
+    if memory:
+        yield from cannot_fill(name, tensor)
     if made.shape != tuple(tensor.shape):
         of = "" if made.conversion is None else f", made of {shown(made.conversion.names)}"
         yield f"{name} has the shape {made.shape} in the files{of}, and {tuple(tensor.shape)} in the model"
@@ -200,15 +214,18 @@ class Conversion:
         except Exception as error:
             raise CheckpointError(f"{self.name} cannot be made of {shown(self.names)}: {error}") from error
 
-    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+    def fill(self, targets: Mapping[str, torch.Tensor | CodedWeight]) -> None:
         """Convert the sources into `targets`, by name; takes the memory of both in host memory."""
         tensors = [torch.empty(one.stored.shape, dtype=one.stored.dtype, device="cpu") for one in self.sources]
         for source, tensor in zip(self.sources, tensors, strict=True):
             read_tensors(source.file, [(source.stored, tensor)])
         with torch.no_grad():
             made = self._convert(tensors)
-            for name, tensor in targets.items():
-                tensor.copy_(made[name])
+            for name, target in targets.items():
+                if isinstance(target, CodedWeight):
+                    target.encode(made[name])
+                else:
+                    target.copy_(made[name])
 
     def _convert(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         converter = copy.deepcopy(self.converter)

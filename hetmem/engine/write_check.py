@@ -286,6 +286,10 @@ class WriteCheck:
         self.noticed.add(id(managed))
         self._supersede(managed, but_device=True)
 
+    def by_loading(self, managed: ManagedParameter) -> None:
+        """Honour codes that were written to the home of `managed`, which is quantised."""
+        self._supersede(managed)
+
     def _refuse_copy(self, managed: ManagedParameter) -> NoReturn:
         """Raise for a write to the device copy of `managed`, which is quantised; the copy is dropped."""
         managed.version = managed.counter._version
