@@ -125,7 +125,7 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "any, with another mode, from the second step on": Mutation(
         "optim/step.py",
-        "            self.runtime.uses.rest_again(members.managed)",
+        "            self.runtime.uses.begin_update(members.managed)",
         "            (members.managed)",
         EDITS + "test_a_hook_of_a_module_reads_the_weights_of_the_forward_or_is_refused[backward-host]",
     ),

@@ -68,6 +68,7 @@ WRITES_TOO = {
     "grad": {
         "hetmem.engine.param_views",  # a gradient from before the parameter was managed
         "hetmem.optim.elementwise",  # the parameter of one tile
+        "hetmem.optim.update_pass",  # of an update's arguments
         "hetmem.planner.meta_trace",
         "hetmem.tools.difference",
     },

@@ -199,9 +199,15 @@ MUTATIONS = {
     ),
     "step with a gradient that the program has zeroed since": Mutation(
         "optim/members.py",
-        "[home and not is_zeroed(each) for home",
-        "[home for home",
+        "at_home = [*map(and_, at_home, map(not_, zeroed))]",
+        "at_home = [*map(and_, at_home, map(bool, at_home))]",
         "tests/optim/test_clipping.py::test_a_norm_counts_gradients_that_are_dropped_zeroed_or_replaced_behind_the_backward",
+    ),
+    "update from where the gradients of the step before were": Mutation(
+        "cpu/adamw.py",
+        "table[:, _GRADIENT_COLUMN] += shifts[owner]",
+        "table[:, _GRADIENT_COLUMN] += 0 * shifts[owner]",
+        "tests/engine/test_gathered_gradients.py::test_chunks_that_get_other_gradients_have_the_bits_of_torch",
     ),
     "let a gradient in lent memory be summed in 16 bits": Mutation(
         "engine/gradients.py",
@@ -282,8 +288,8 @@ MUTATIONS = {
     ),
     "leave a tile out": Mutation(
         "cpu/adamw.py",
-        "np.zeros(1, np.int64), *samples), runs)",
-        "np.ones(1, np.int64), *samples), runs)",
+        "np.zeros(1, np.int64), *samples), self._runs)",
+        "np.ones(1, np.int64), *samples), self._runs)",
         "tests/cpu/test_kernels.py::test_tiles_and_threads_do_not_change_a_bit[1]",
     ),
     "update no 16-bit copy at home": Mutation(

@@ -19,7 +19,7 @@ PUBLIC = {
     "Budget": "device device_chunks home_copies host limits nvme nvme_dir",
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate allocated_bytes available_bytes captures copier copy_in cores forget_peak "
-    "fragment_bytes gradient_out peak_bytes pin pool remarks tell_refusals torch_device watched",
+    "fragment_bytes gradient_out gradients_out peak_bytes pin pool remarks tell_refusals torch_device watched",
     "Plan": "activation_bytes activation_choices activations advice approximations as_asked at_peak best binding "
     "budget budget_bytes "
     "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "

@@ -2,10 +2,10 @@
 
 from hetmem.cpu.adamw import (
     AdamWStep,
+    PreparedRuns,
     adamw_on_device,
     adamw_tasks,
     kernel_name,
-    prepare_runs,
 )
 from hetmem.cpu.norm import square_sum_tasks, total
 from hetmem.cpu.small_states import GROUP_ELEMENTS, prepare_small
@@ -15,11 +15,11 @@ __all__ = [
     "GROUP_ELEMENTS",
     "TILE_ELEMENTS",
     "AdamWStep",
+    "PreparedRuns",
     "Task",
     "adamw_on_device",
     "adamw_tasks",
     "kernel_name",
-    "prepare_runs",
     "prepare_small",
     "square_sum_tasks",
     "total",

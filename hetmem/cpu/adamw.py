@@ -18,7 +18,7 @@ a vector depends on the CPU and on how torch was built, so for the device it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -38,6 +38,9 @@ from hetmem.cuda.backend import Backend, TorchBackend, backend
 # alike alone and within the whole: see note "tail".
 WIDEST_VECTOR = 16
 _SCALED_BYTES = 64 << 20
+
+_GRADIENT_COLUMN = 5
+"""Where a row of tiles has the address of the gradient: see `loops.adamw_tiles`."""
 
 SHARED_TILE_ELEMENTS = 64 * 1024
 """Elements of a tile of `loops.adamw_tiles`: some hundred microseconds, as the last ones keep single threads busy."""
@@ -84,59 +87,76 @@ def adamw_tasks(
     `param.to(compute_copy.dtype)`, bit for bit (a NaN is a NaN of any payload). Compiles on first use.
     """
     copies = () if compute_copy is None else (compute_copy,)
-    return prepare_runs([(param, grad, exp_avg, exp_avg_sq, *copies)])([step])
+    return PreparedRuns([(param, grad, exp_avg, exp_avg_sq, *copies)])([step])
 
 
 Flats = tuple[torch.Tensor, ...]
 """The flat tensors of one parameter: itself, its gradient, two moments and, if there is one, its 16-bit copy."""
 
 
-def prepare_runs(runs: Sequence[Flats]) -> Callable[[Sequence[AdamWStep]], list[Task]]:
-    """Return a function that makes the `adamw_tasks` of all `runs` (parameter, gradient, two moments, and perhaps a
-    copy) for a step of each; call it once a step, when the tasks of the last one have ended. It holds the memory.
+class PreparedRuns:
+    """Makes the `adamw_tasks` of all `runs` (parameter, gradient, two moments, and perhaps a copy) for a step of each;
+    call it once a step, when the tasks of the last one have ended. It holds the memory.
 
     Runs of one kind are updated by a few tasks, which share their tiles: see `loops.adamw_tiles`.
     """
-    tables: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[tuple[int, ...]]] = {}
-    owners: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[int]] = {}
-    rest: list[tuple[int, list[Any]]] = []
-    for number, flats in enumerate(runs):
-        check_flat(*flats)
-        param, grad, exp_avg, exp_avg_sq, *copies = flats
-        kind = param.dtype, grad.dtype, copies[0].dtype if copies else None
-        body = 0 if isinstance(_verified_loop(*kind), str) else round_down(param.numel(), WIDEST_VECTOR)
-        rest += [
-            (number, cut(flats, slice(body + tile.start, body + tile.stop), [1] * len(flats)))
-            for tile in tiles_of(param.numel() - body)
-        ]
-        if body:
-            bases = [(flat.data_ptr(), flat.itemsize) for flat in (param, exp_avg, exp_avg_sq, grad, *copies)]
-            tiles = [(start, min(SHARED_TILE_ELEMENTS, body - start)) for start in range(0, body, SHARED_TILE_ELEMENTS)]
-            tables.setdefault(kind, []).extend(
-                (0, size, *(base + start * itemsize for base, itemsize in bases), *(() if copies else (0,)))
-                for start, size in tiles
-            )
-            owners.setdefault(kind, []).extend([number] * len(tiles))
-    shared = [
-        (_verified_loop(*kind), np.array(table, np.int64), np.array(owners[kind]), *_samples(kind))
-        for kind, table in tables.items()
-    ]
 
-    def tasks(steps: Sequence[AdamWStep]) -> list[Task]:
-        made: list[Task] = [partial(update_by_torch, steps[number], *tile) for number, tile in rest]
+    def __init__(self, runs: Sequence[Flats]) -> None:
+        self._runs = [*runs]
+        self._gradients = np.array([run[1].data_ptr() for run in runs])
+        tables: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[tuple[int, ...]]] = {}
+        owners: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[int]] = {}
+        self._rest: list[tuple[int, slice, list[Any]]] = []
+        for number, flats in enumerate(runs):
+            check_flat(*flats)
+            param, grad, exp_avg, exp_avg_sq, *copies = flats
+            kind = param.dtype, grad.dtype, copies[0].dtype if copies else None
+            body = 0 if isinstance(_verified_loop(*kind), str) else round_down(param.numel(), WIDEST_VECTOR)
+            for tile in tiles_of(param.numel() - body):
+                place = slice(body + tile.start, body + tile.stop)
+                self._rest.append((number, place, cut(flats, place, [1] * len(flats))))
+            if body:
+                bases = [(flat.data_ptr(), flat.itemsize) for flat in (param, exp_avg, exp_avg_sq, grad, *copies)]
+                starts = range(0, body, SHARED_TILE_ELEMENTS)
+                tables.setdefault(kind, []).extend(
+                    (
+                        0,
+                        min(SHARED_TILE_ELEMENTS, body - start),
+                        *(base + start * itemsize for base, itemsize in bases),
+                        *(() if copies else (0,)),
+                    )
+                    for start in starts
+                )
+                owners.setdefault(kind, []).extend([number] * len(starts))
+        self._shared = [
+            (_verified_loop(*kind), np.array(table, np.int64), np.array(owners[kind]), *_samples(kind))
+            for kind, table in tables.items()
+        ]
+
+    def gradients_in(self, grads: Sequence[torch.Tensor]) -> None:
+        """Read the gradients of the next steps from `grads`, tensors like those before."""
+        addresses = np.array([*map(torch.Tensor.data_ptr, grads)])
+        shifts, self._gradients = addresses - self._gradients, addresses
+        self._runs = [(run[0], grad, *run[2:]) for run, grad in zip(self._runs, grads, strict=True)]
+        for _, table, owner, *_ in self._shared:
+            table[:, _GRADIENT_COLUMN] += shifts[owner]
+        for number, place, tile in self._rest:
+            tile[1] = grads[number][place]
+
+    def __call__(self, steps: Sequence[AdamWStep]) -> list[Task]:
+        """Return the tasks for `steps`, one for each run."""
+        made: list[Task] = [partial(update_by_torch, steps[number], *tile) for number, _, tile in self._rest]
         numbers = {step: at for at, step in enumerate(dict.fromkeys(steps))}
         scalars = np.array([scalars_of(step) for step in numbers], np.float32)
         which = None if len(numbers) == 1 else np.array([numbers[step] for step in steps])
-        for loop, table, owner, *samples in shared:
+        for loop, table, owner, *samples in self._shared:
             if which is not None:
                 table[:, 0] = which[owner]
             elif len(scalars) == 1:
                 table[:, 0] = 0
-            task = SharedTiles(loop, (scalars, table, np.zeros(1, np.int64), *samples), runs)
+            task = SharedTiles(loop, (scalars, table, np.zeros(1, np.int64), *samples), self._runs)
             made += [task] * min(len(table), most_threads())
         return made
-
-    return tasks
 
 
 class SharedTiles:

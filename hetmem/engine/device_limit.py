@@ -58,7 +58,8 @@ class DeviceRoom(ChunkLimit):
         self._peak_seen = self._grown_bytes = 0
         """The allocator's peak at the last look; and the most bytes of tensors counted since then."""
         memory.device.forget_peak()  # earlier allocations of the process are no need of this model
-        traffic.gradients.sent = WeakMethod(self.gradient_sent)
+        traffic.gradients.sent = WeakMethod(self.gradients_sent)
+        traffic.gradients.beside = WeakMethod(self.room_for_gradients)
 
     # ---- needs ------------------------------------------------------------------------------------------------
 
@@ -168,22 +169,28 @@ class DeviceRoom(ChunkLimit):
         if needed <= self._harmless and not self._tracer.measured:
             self._left = homes
 
-    def gradient_sent(self) -> None:
-        """Note that a gradient was sent home, and of a measured segment the live bytes beside it."""
+    def room_for_gradients(self) -> int:
+        """Return how many device bytes gradients may take in the moment that runs, until they are at home."""
+        known = self._memory.device.watched and not self._tracer.measured
+        activations = sum(self.leaving.values()) + sum(self.ahead.values())
+        return self.beside_chunks() - activations if known else self._memory.device_bytes
+
+    def gradients_sent(self, count: int) -> None:
+        """Note that `count` gradients were sent home, and of a measured segment the live bytes beside them."""
         if self._memory.device.watched:
             if self._tracer.measured:
                 live_bytes = self.monitor.live_bytes  # read first: those in flight may be freed any time
                 self._tracer.sent(live_bytes - self.leaving_bytes)
             else:
-                self._tracer.gradients_sent += 1
+                self._tracer.gradients_sent += count
             if self._traffic.gradients.leaving or self.leaving or self.ahead:
                 self._wait_for_leaving()
 
     @property
     def leaving_bytes(self) -> int:
-        """Device bytes of gradients and activations in flight, or fetched ahead."""
+        """Device bytes of gradients that are gathered, of gradients and activations in flight, or fetched ahead."""
         gradients = self._traffic.gradients
-        leaving = gradients.leaving_bytes if gradients.leaving else 0
+        leaving = (gradients.leaving_bytes if gradients.leaving else 0) + gradients.gathered_bytes
         return leaving + sum(self.leaving.values()) + sum(self.ahead.values())
 
     def _wait_for_leaving(self) -> None:
@@ -192,6 +199,8 @@ class DeviceRoom(ChunkLimit):
         if not self._memory.device.watched or self._tracer.measured:
             return
         room = self.beside_chunks()
+        if self._traffic.gradients.gathered_bytes and self.leaving_bytes > room:
+            self._traffic.gradients.send_gathered()
         while 0 < self.leaving_bytes > room:  # activations fetched ahead last: they would be fetched again
             if self._traffic.gradients.under_way or self.leaving or not self._give_way():
                 self._traffic.wait_for_one()
@@ -263,6 +272,7 @@ class DeviceRoom(ChunkLimit):
     def _wait_for_room(self, missing_bytes: int) -> bool:
         if self._let_activations_go(missing_bytes) or self._give_way():
             return True
+        self._traffic.gradients.send_gathered()
         leaves = self._anything_leaves()
         if leaves:
             self._traffic.wait_for_one()

@@ -6,7 +6,7 @@ The one writer of `p.grad`. Also lends memory to gradients that an update consum
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from itertools import repeat
 from operator import and_, attrgetter, eq, is_
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from hetmem.engine.param_views import get_data, is_shared, leave_coded, referenc
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, address_of, stored
 
-_GRADIENT = attrgetter("grad")
+_GRADIENT, _STORED = attrgetter("grad"), attrgetter("gradient")
 _GRAD_HOME, _GRAD_ADDRESS = attrgetter("grad_home"), attrgetter("grad_address")
 
 
@@ -40,16 +40,13 @@ def show_gradient(parameter: torch.Tensor, gradient: torch.Tensor | None) -> Non
         parameter.data = home
 
 
-def show_first_gradient(managed: ManagedParameter, weight: torch.Tensor) -> None:
-    """Set `p.grad` to the gradient's home, whose value is on its way, and take the gradient of `weight`, the working
-    weight from which it comes, away."""
-    parameter, home = managed.parameter, managed.grad_home
-    assert home is not None
+def show_first_gradient(parameter: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Set `p.grad` to `gradient`, which takes the place of the gradient of `weight`, a working weight."""
     weight.grad = None
-    if parameter.dtype is home.dtype and parameter.device == home.device:
-        parameter.grad = home
+    if gradient.device == parameter.device and gradient.dtype is parameter.dtype:
+        parameter.grad = gradient
     else:
-        show_gradient(parameter, home)
+        show_gradient(parameter, gradient)
 
 
 def to_host_memory(managed: ManagedParameter) -> None:
@@ -100,7 +97,11 @@ def is_home(gradient: torch.Tensor, managed: ManagedParameter) -> bool:
 
 def are_home(gradients: Sequence[torch.Tensor], managed: Sequence[ManagedParameter]) -> list[bool]:
     """Return `is_home` of each of `gradients`, of a chunk in C alone."""
-    tensors = [*map(stored, gradients)] if HiddenGradient in set(map(type, gradients)) else gradients
+    tensors: Any = gradients
+    if (kinds := set(map(type, gradients))) == {HiddenGradient}:
+        tensors = [*map(_STORED, gradients)]
+    elif HiddenGradient in kinds:
+        tensors = [*map(stored, gradients)]
     same = map(is_, tensors, map(_GRAD_HOME, managed))
     in_place = map(eq, map(torch.Tensor.data_ptr, tensors), map(_GRAD_ADDRESS, managed))
     return [*map(and_, same, in_place)]
@@ -128,6 +129,22 @@ def show_revealed(managed: ManagedParameter) -> None:
     managed.grad_view = None
     if managed.parameter.grad is view:
         show_gradient(managed.parameter, managed.grad_home)
+
+
+_NUMEL, _PLACE = attrgetter("numel"), (attrgetter("shape"), attrgetter("stride"), attrgetter("offset"))
+
+
+def open_hidden_homes(chunk: Chunk) -> None:
+    """Do `open_grad_home` for all parameters of `chunk`, which hides their gradients, at once: mostly in C. Their homes
+    share the storage of its `flat`, as the program cannot hold them. Without effect unless all have spare ones."""
+    parameters, flat = chunk.parameters, chunk.flat(Role.GRAD)
+    views = [None if each.grad_spare is None else each.grad_spare[1] for each in parameters]
+    if any(map(is_, views, repeat(None))) or not flat.is_cpu or 0 in map(_NUMEL, parameters):
+        return
+    homes = [*map(torch.as_strided, repeat(flat), *(map(which, parameters) for which in _PLACE))]
+    addresses = map(torch.Tensor.data_ptr, homes)
+    for managed, home, address, view in zip(parameters, homes, addresses, views, strict=True):
+        managed.grad_home, managed.grad_address, managed.grad_view, managed.grad_spare = home, address, view, None
 
 
 _alone = SimpleNamespace(grad_home=object())
@@ -161,7 +178,10 @@ def is_held(managed: ManagedParameter) -> bool:
     if (sys.getrefcount(managed.grad_view) if view else sys.getrefcount(managed.grad_home)) > _REFERENCES:
         return managed.grad_home is not None
     home = managed.grad_home
-    return home is not None and references(home.untyped_storage()._cdata) > 2  # as `is_shared`
+    if home is None or references(storage_address(home)) <= 1:  # asked first, as Python's own handle would be a second
+        return False
+    held: bool = references(home.untyped_storage()._cdata) > 2  # as `is_shared`
+    return held
 
 
 Given = tuple[ManagedParameter, torch.Tensor, torch.Tensor | None, int, bool]
@@ -319,13 +339,14 @@ class GradientLoans:
         """Give gradients of `chunk` a home for good, unless they have one."""
         self._runtime.traffic.ensure_homes([chunk], [Role.GRAD])
 
-    def retire(self, chunk: Chunk, used: Container[ManagedParameter]) -> None:
+    def retire(self, chunk: Chunk, used: Collection[ManagedParameter]) -> None:
         """End the loan of `chunk`, unless its update has not used all its gradients; `used`: those that it has."""
         if chunk not in self.lent:
             return
-        shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
-        if any(managed not in used for managed in shown):
-            return
+        if not {*chunk.parameters}.issubset(used):
+            shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
+            if any(managed not in used for managed in shown):
+                return
         for managed in chunk.parameters:
             managed.close_grad_home(unused=True)
         self.lent.discard(chunk)

@@ -7,8 +7,9 @@ Writes matter to gradients of which hetmem has a copy in staging that a write ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -170,10 +171,19 @@ class GradientCopies:
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
         self.loss_listeners: Iterable[Any] = ()
         """The `GradientListener`s, whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
-        self.sent: Callable[[], Callable[[], None] | None] = lambda: None
-        """A weak reference to the function that is called after each gradient sent."""
-        self.leaving: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.sent: Callable[[], Callable[[int], None] | None] = lambda: None
+        """A weak reference to the function that is called after gradients were sent, with their number."""
+        self.beside: Callable[[], Callable[[], int] | None] = lambda: None
+        """A weak reference to the function that returns the device bytes that gradients may take in the moment that
+        runs."""
+        self.beside_bytes = -1
+        """What that has returned; -1: another moment has begun since."""
+        self.leaving: dict[int, list[weakref.ref[torch.UntypedStorage]]] = {}
         """The device memory of gradients in flight, by number of the send."""
+        self.gathered_bytes = 0
+        """Device bytes of gradients that wait there until their chunk has all of them: see `gathered_gradients`."""
+        self.send_gathered: Callable[[], None] = lambda: None
+        """Sends them, as their memory, or their values at home, are needed."""
 
     def send_now(self, home: Home, work: Callable[[], None], nbytes: int) -> None:
         """Run `work`, which copies `nbytes` from the device to `home`, on this thread."""
@@ -182,8 +192,8 @@ class GradientCopies:
         else:
             self._engine.copy_now(Link.DEVICE_TO_HOST, work, nbytes)
 
-    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradient: torch.Tensor) -> None:
-        """Run `work`, which copies `gradient`, of `nbytes` at home, to the home of `chunk`: a small one on this thread,
+    def send(self, chunk: Chunk, work: Callable[[], None], nbytes: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Run `work`, which copies `gradients`, of `nbytes` at home, to the home of `chunk`: few bytes on this thread,
         others while the backward goes on. Then end the lease of the staged role, if it is on NVMe."""
         home = chunk.homes[Role.GRAD]
         if home.tier is Tier.DEVICE or (self._unlimited and nbytes < SMALL_BYTES and not self.sends.on_their_way):
@@ -196,17 +206,16 @@ class GradientCopies:
                 if home.tier is Tier.NVME:
                     self._end_lease(home)
             if (sent := self.sent()) is not None:
-                sent()
+                sent(len(gradients))
             if home.tier is Tier.NVME:
                 self._write_back(chunk, home)
             return
-        memory = weakref.ref(gradient.untyped_storage())
         send = self.sends.send(chunk, nbytes)
-        self.leaving[send.number] = memory
+        self.leaving[send.number] = [*map(weakref.ref, map(torch.Tensor.untyped_storage, gradients))]
         ended = partial(weakly(self._arrived), chunk, send)
         self._executor.copy_beside(Link.DEVICE_TO_HOST, partial(_without_functions, work), nbytes, ended)
         if (sent := self.sent()) is not None:
-            sent()
+            sent(len(gradients))
         self.sends.wait_for_room()
 
     def _arrived(self, chunk: Chunk, send: Send, error: BaseException | None) -> None:
@@ -234,6 +243,12 @@ class GradientCopies:
             assert home.block is not None
             self._executor.execute(self._residency.settle(home.block))
 
+    def room_bytes(self) -> int:
+        """Return how many device bytes may be gathered beside the gradients in flight."""
+        if self.beside_bytes < 0 and (beside := self.beside()) is not None:
+            self.beside_bytes = max(0, beside())
+        return self.sends.room_bytes(self.beside_bytes)
+
     @property
     def under_way(self) -> bool:
         """Whether any gradient is in flight."""
@@ -244,9 +259,11 @@ class GradientCopies:
         """Device bytes that gradients in flight still take; one that has arrived is free before its end is handled."""
         if not self.leaving:
             return 0
-        storages = [memory() for memory in self.leaving.values()]
+        storages = [memory() for memory in chain.from_iterable([*self.leaving.values()])]
         return sum({id(storage): storage.nbytes() for storage in storages if storage is not None}.values())
 
     def wait(self) -> None:
-        """Wait until every gradient has arrived; then raise the first error, if there was one."""
+        """Send all that are gathered, and wait until every gradient has arrived; then raise the first error, if there
+        was one."""
+        self.send_gathered()
         self._executor.wait_while(lambda: self.sends.under_way)

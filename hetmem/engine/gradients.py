@@ -114,9 +114,10 @@ class GradientSink:
             self.runtime.bindings.end_rest()
         if type(parameter) is managed.watched_kind:
             self.send_home(managed)
+        if managed.chunk in self.working.gathered.chunks:
+            self.working.gathered.send(managed.chunk)
         if self.notifies or self.runtime.traffic.updating:
-            for listener in self.listeners:
-                listener.coming(managed)
+            self.tell_coming(managed)
         if parameter.grad is not None:
             clear_consumed(parameter)
         if managed not in self.taken:
@@ -181,8 +182,17 @@ class GradientSink:
         if len(parameter._post_accumulate_grad_hooks) > 1:
             self.wait_until_home()
         if self.notifies or self.runtime.traffic.updating:
-            for listener in self.listeners:
-                listener.arrived(managed)
+            self.tell_arrived([managed])
+
+    def tell_coming(self, managed: ManagedParameter) -> None:
+        """Tell listeners that a gradient of `managed` will be sent home."""
+        for listener in self.listeners:
+            listener.coming(managed)
+
+    def tell_arrived(self, together: list[ManagedParameter]) -> None:
+        """Tell listeners that gradients of `together`, of one chunk, were sent home."""
+        for listener in self.listeners:
+            listener.arrived(together)
 
     def send_home(self, managed: ManagedParameter) -> None:
         """Make `managed` its home, and an ordinary parameter, for hooks of the program that run now."""
@@ -234,7 +244,7 @@ class GradientSink:
         met, bindings.met = bindings.met | bindings.exposed, set()
         hooks = map(_HOOKS, [managed.parameter for managed in met])
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
-        self.working.begin()
+        self.working.gathered.begin()
         for managed in met:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 if managed.parameter.requires_grad:
@@ -259,7 +269,10 @@ class GradientSink:
                     previous = self.taken.pop(managed)
                     if managed.parameter.grad is None:
                         show_gradient(managed.parameter, previous)
-        self.wait_until_home()
+        try:
+            self.working.gathered.end()
+        finally:
+            self.wait_until_home()
         self.notifies, self.is_simple = True, False
         if not self.runtime.bindings.away:  # the model's weights are in a graph that none of its forwards has made
             self.runtime.bindings.exposed.update(self.sent_home)
@@ -322,6 +335,18 @@ class GradientSink:
         """Send `arrived` to the home of the gradient of `managed`; `adds`: add it there, else overwrite. Return whether
         its home may lack it for a while."""
         chunk = managed.chunk
+        if Role.GRAD not in chunk.homes or chunk.hides or chunk.gradient_dtype is not None:
+            self.prepare_home(managed, arrived, adds=adds)
+        if not adds and managed.grad_home is not None and is_held(managed):
+            leave_gradient_to_holders(managed, self._warned)
+        home, shown = managed.grad_home, managed.grad_view is None
+        if home is None or home.data_ptr() != managed.grad_address or shown is chunk.hides:
+            managed.open_grad_home()
+        return self.send_to(managed, arrived, adds=adds)
+
+    def prepare_home(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> None:
+        """Give gradients of the chunk of `managed` a home, if they have none, that can take `arrived`, or its sum."""
+        chunk = managed.chunk
         if Role.GRAD not in chunk.homes:
             if self.loans.lends and chunk.hides:
                 self._sends.find_place(chunk, self.loans)
@@ -332,12 +357,6 @@ class GradientSink:
         dtype = chunk.gradient_dtype  # 16 bits: a sum may not be exact
         if dtype is not None and (adds or arrived.dtype is not dtype or not chunk.hides):
             self.loans.widen(chunk)
-        if not adds and managed.grad_home is not None and is_held(managed):
-            leave_gradient_to_holders(managed, self._warned)
-        home, shown = managed.grad_home, managed.grad_view is None
-        if home is None or home.data_ptr() != managed.grad_address or shown is chunk.hides:
-            managed.open_grad_home()
-        return self.send_to(managed, arrived, adds=adds)
 
     def send_to(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> bool:
         """Do `_send` to `grad_home`."""
@@ -353,7 +372,7 @@ class GradientSink:
             self._sends.complete.add(chunk, id(managed), _awaited)
         target = self._open(managed, adds=adds) if tier is Tier.NVME else managed.grad_home
         work = partial(self.runtime.memory.device.gradient_out, target, arrived, add=adds)
-        traffic.gradients.send(chunk, work, managed.grad_home.nbytes, arrived)
+        traffic.gradients.send(chunk, work, managed.grad_home.nbytes, (arrived,))
         return tier is Tier.NVME or (tier is Tier.HOST and bool(self._sends.on_their_way))
 
     def open_homes(self, fresh: list[ManagedParameter]) -> None:

@@ -82,7 +82,9 @@ class Uses:
         """Begin a moment; the caller then moves the schedule on to its use of `blocks`. Returns whether it is the usual
         one: nothing is measured, and no bytes in flight off the device count."""
         tracer, room, gradients = self._tracer, self._room, self._gradients
-        usual = not (tracer.measured or room.leaving or room.ahead or (gradients.leaving and self._watched))
+        gradients.beside_bytes = -1
+        leaving = (gradients.leaving or gradients.gathered_bytes) and self._watched
+        usual = not (tracer.measured or room.leaving or room.ahead or leaving)
         if usual:
             moment = tracer.moment(operator, blocks, self._buffer_bytes)
         else:
@@ -352,12 +354,18 @@ class Uses:
             self._traffic.wait_for_update(managed.chunk)
             self._traffic.wait_until_written([managed.chunk.homes[Role.PARAM]])
 
+    def begin_update(self, used: Collection[ManagedParameter]) -> None:
+        """Have `used`, which are as hetmem left them and will be updated, rest, so that a use is seen."""
+        self._bindings.exposed.update(used)
+        if self._bindings.away:
+            self._bindings.rest(used)
+
     def rest_again(self, used: Iterable[ManagedParameter]) -> None:
         """Have `used`, which were at home for the user, rest again, and honour writes there."""
         used = list(used)
         self._bindings.exposed.update(used)
         with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
-            for managed in used:
+            for managed in self._writes.all_counted(used):
                 set_anew = self._bindings.is_elsewhere(managed)
                 if set_anew or managed.counter._version != managed.version:
                     managed.data_sets += set_anew

@@ -7,18 +7,18 @@ here, at the moments at which torch would call them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.gradient_views import are_own, clear_consumed, show_first_gradient, show_gradient, take_gradient
+from hetmem.engine.gathered_gradients import GatheredGradients
+from hetmem.engine.gradient_views import clear_consumed, take_gradient
 from hetmem.memory.chunk import ManagedParameter
 
-_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_HOOKS_BEHIND = attrgetter("_post_accumulate_grad_hooks")
 
 Sink = Any
 """The `GradientSink` that takes the gradients; it imports this module."""
@@ -41,28 +41,11 @@ class WorkingGradients:
     def __init__(self, sink: Sink, hooks: ArrivalHooks) -> None:
         self._sink: Callable[[], Sink] = weakref.ref(sink)
         self._hooks = hooks
-        self._own: dict[ManagedParameter, None] = {}
-        """Parameters without hooks of the program, or a gradient, whose gradient's home only hetmem holds: those of the
-        backward that runs, until a gradient arrives."""
+        self.gathered = GatheredGradients(sink)
 
     def hook(self, managed: ManagedParameter) -> Callable[[torch.Tensor], None]:
         """Return a hook for the working weight of `managed`, for after a gradient of it."""
         return self._hooks.working(self._sink(), managed)
-
-    def begin(self) -> None:
-        """Begin a backward. Call it without `__torch_function__`."""
-        sink = self._sink()
-        self._own = self._find_own(sink.runtime.parameters) if sink.runtime.all_copies.leased else {}
-
-    @staticmethod
-    def _find_own(managed_ones: list[ManagedParameter]) -> dict[ManagedParameter, None]:
-        parameters = [managed.parameter for managed in managed_ones]
-        if max(map(len, filter(None, chain.from_iterable(map(which, parameters) for which in _HOOKS))), default=0) > 1:
-            return {}
-        own = [each for each in managed_ones if each.grad_home is not None and each.parameter.grad is None]
-        narrow = any(each.chunk.hides or each.chunk.gradient_dtype is not None for each in own)
-        found = are_own([managed.grad_home for managed in own], [managed.grad_address for managed in own])
-        return dict.fromkeys(own) if found and not narrow else {}
 
     def arrived(self, managed: ManagedParameter, weight: torch.Tensor) -> None:
         """Send the gradient of `weight`, a working weight of `managed`, home, and call the user's hooks of
@@ -75,19 +58,13 @@ class WorkingGradients:
                 return
             if not sink.runtime.in_backward:
                 sink.segments.on_backward()
-            if managed in self._own and parameter.grad is None:
-                del self._own[managed]
-                told = sink.notifies or sink.runtime.traffic.updating or sink.runtime.bindings.met
-                dense = arrived.layout is torch.strided and not arrived.requires_grad
-                if dense and sink.segments.unseen and not told:
-                    show_first_gradient(managed, weight)
-                    try:
-                        if sink.send_to(managed, arrived, adds=False):
-                            sink.flights.begin(managed)
-                    except BaseException:
-                        show_gradient(parameter, None)
-                        raise
+            gathered = self.gathered
+            if managed in gathered.fresh and parameter.grad is None and arrived.layout is torch.strided:
+                plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
+                if plain and gathered.take(managed, weight, arrived):
                     return
+            if managed.chunk in gathered.chunks:
+                gathered.send(managed.chunk)
             take_gradient(weight)
             before = _of_the_user(parameter._backward_hooks)
             later = _of_the_user(parameter._post_accumulate_grad_hooks)
@@ -99,8 +76,7 @@ class WorkingGradients:
             arrived = _result(hook, arrived)
         with torch_private.NoFunctionsOfSubclasses():
             if sink.notifies or sink.runtime.traffic.updating:
-                for listener in sink.listeners:
-                    listener.coming(managed)
+                sink.tell_coming(managed)
             if parameter.grad is not None:
                 clear_consumed(managed.parameter)
             sink.add(managed, arrived, parameter.grad)
@@ -133,3 +109,8 @@ def has_hooks_of_the_user(parameter: torch.Tensor) -> bool:
     """Return whether hooks of the program may change gradients of `parameter` as they arrive."""
     hooks: Any = parameter._post_accumulate_grad_hooks  # None where it is frozen
     return hooks is not None and len(hooks) > 1
+
+
+def have_hooks_of_the_user(parameters: Iterable[torch.Tensor]) -> bool:
+    """Return whether `has_hooks_of_the_user` of any of `parameters`. In C alone."""
+    return max(map(len, filter(None, map(_HOOKS_BEHIND, parameters))), default=0) > 1

@@ -137,7 +137,10 @@ class WriteCheck:
         """Return those of `parameters` that are `counted`. Runs for all before each forward and step, so in C."""
         tensors = [managed.parameter for managed in parameters]
         exchanged = [*map(is_not, map(_OWN, tensors), map(_OWN_SEEN, parameters))]
-        if all([*map(shown, tensors)] == [*map(seen, parameters)] for shown, seen in _SHOWN_AND_SEEN):
+        for shown, seen in _SHOWN_AND_SEEN:
+            if [*map(shown, tensors)] != [*map(seen, parameters)]:
+                break
+        else:
             return [*compress(parameters, exchanged)]  # usually none
         facts = [map(ne, map(shown, tensors), map(seen, parameters)) for shown, seen in _SHOWN_AND_SEEN]
         return list(compress(parameters, map(any, zip(exchanged, *facts, strict=True))))
@@ -160,8 +163,7 @@ class WriteCheck:
 
     def notice_counted(self, chunk: Chunk) -> None:
         """Honour the writes to `chunk` that are `counted`, and clear its parameters in `noticed`."""
-        found = list(filter(self.counted, chunk.parameters))
-        if found:
+        if found := self.all_counted(chunk.parameters):
             refuse_common_memory(self.touched.union(found), self._parameters)  # the others may be in other chunks
             self.by_users(found)
         self.noticed.difference_update(map(id, chunk.parameters))

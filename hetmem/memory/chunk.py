@@ -301,7 +301,10 @@ class Chunk:
         """Return the used part of the home of `role` as a 1-D tensor with a storage of its own; cached."""
         home = self.homes[role]
         if home.flat is None:
-            with torch.inference_mode(False):
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    home.flat = self.over(role, home.memory)
+            else:
                 home.flat = self.over(role, home.memory)
         return home.flat
 

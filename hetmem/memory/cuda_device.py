@@ -165,6 +165,10 @@ class CudaDevice(Device):
         with without_graph():
             self.moves.gradient_out(target, arrived, add=add)
 
+    def gradients_out(self, targets: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
+        for target, each in zip(targets, arrived, strict=True):
+            self.gradient_out(target, each, add=False)
+
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
         """Report refusals by an observer of torch's allocator, which cannot prevent them."""
         _observe_allocator()

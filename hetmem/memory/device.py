@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from hetmem import torch_private
 from hetmem.base.units import parse_size
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import RawMemory, SlotView, address_of, elements
@@ -181,6 +182,14 @@ class Device:
             target.add_(arrived)
         else:
             target.copy_(arrived)
+
+    def gradients_out(self, targets: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
+        """Do `gradient_out` for each of `targets`, of one dtype, with that of `arrived`, also of one; none is added."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.gradients_out(targets, arrived)
+        else:
+            torch_private.foreach_copy(targets, arrived)
 
     def tell_refusals(self, refused: Callable[[int, int], None]) -> None:
         """Call `refused`, a method that is held weakly, whenever the device's allocator refuses memory to this process,

@@ -15,9 +15,9 @@ from hetmem.base.config import Budget, OverlapName
 from hetmem.cpu import (
     GROUP_ELEMENTS,
     AdamWStep,
+    PreparedRuns,
     Task,
     adamw_on_device,
-    prepare_runs,
     prepare_small,
 )
 from hetmem.cpu.adamw import adamw_as_on_host, equals_host
@@ -32,7 +32,7 @@ Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _STATES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-_KIND = attrgetter("device.type", "dtype")
+_KIND, _GRADIENT = attrgetter("device.type", "dtype"), attrgetter("grad")
 _step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters use the same one
 
 
@@ -219,7 +219,9 @@ class AdamWRule(Rule):
         """Return the tasks of one pass over parameters, gradients and states."""
         steps, first = _count(updates), updates[0]
         if first.kernel is None:
-            first.kernel = prepare_runs([*map(_flats, updates)]) if self.seed is None else self._prepare_small(updates)
+            first.kernel = PreparedRuns([*map(_flats, updates)]) if self.seed is None else self._prepare_small(updates)
+        elif type(first.kernel) is PreparedRuns:
+            first.kernel.gradients_in([*map(_GRADIENT, updates)])
         made: list[Task] = first.kernel(steps)
         return made
 

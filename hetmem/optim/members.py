@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, is_not
+from operator import and_, attrgetter, is_, is_not, not_
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -148,7 +148,8 @@ class Members:
         options_of = {group: group.now(dtype) for group in self._distinct}
         at_home = are_home(gradients, self.managed)
         if HiddenGradient in set(map(type, gradients)):
-            at_home = [home and not is_zeroed(each) for home, each in zip(at_home, gradients, strict=True)]
+            zeroed = map(getattr, gradients, repeat("zeroed"), repeat(False))
+            at_home = [*map(and_, at_home, map(not_, zeroed))]
         fields = zip(self.managed, map(options_of.__getitem__, self._groups), gradients, at_home, strict=True)
         return [
             Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields

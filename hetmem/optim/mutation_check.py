@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import ge
 from typing import Any
 
 from hetmem.engine.write_check import WriteCheck
@@ -34,6 +36,8 @@ class Arrivals:
     def __init__(self, *, sees_all: bool) -> None:
         self._now: Counter[int] = Counter()
         self._most: Counter[int] = Counter()
+        self._most_of_any = 1
+        """That is usual for a parameter that never had a gradient."""
         self._expected: dict[int, int] = {}
         """Counts after which the running backward has no more, if that is known: see `intercept.backward`."""
         self._sees_all = sees_all
@@ -51,24 +55,27 @@ class Arrivals:
         """Expect `more` gradients of `managed` in the backward that begins."""
         self._expected[id(managed)] = self._now[id(managed)] + more
 
-    def count(self, managed: ManagedParameter) -> None:
-        """Count a gradient of `managed` that has arrived."""
-        self._now[id(managed)] += 1
+    def count(self, arrived: Iterable[ManagedParameter]) -> None:
+        """Count a gradient of each of those that have `arrived`."""
+        self._now.update(map(id, arrived))
 
     def of(self, managed: ManagedParameter) -> int:
         """Return how many gradients of `managed` this step has."""
         return self._now[id(managed)]
 
-    def complete(self, managed: ManagedParameter) -> bool:
-        """Return whether as many gradients of `managed` have arrived as any step had, and all that are expected."""
-        usual = self._most[id(managed)] or max(self._most.values(), default=1)  # for one that never had any
-        return self._now[id(managed)] >= max(usual, self._expected.get(id(managed), 0))
+    def complete(self, managed: Iterable[ManagedParameter]) -> bool:
+        """Return whether as many gradients of each of `managed` have arrived as any step had, and all that are
+        expected. Runs for each chunk in each step: in C alone."""
+        keys = [*map(id, managed)]
+        now, usual = map(self._now.get, keys, repeat(0)), map(self._most.get, keys, repeat(self._most_of_any))
+        return all(map(ge, now, map(max, usual, map(self._expected.get, keys, repeat(0)))))
 
     def end_step(self, *, sees_all: bool) -> None:
         """Learn from the counts of the step that ends; another begins."""
         if self._sees_all:
             for key, count in self._now.items():
                 self._most[key] = max(self._most[key], count)
+            self._most_of_any = max(self._most.values(), default=1)
         self._sees_all = sees_all
         self._now.clear()
         self._expected.clear()

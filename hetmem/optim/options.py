@@ -24,8 +24,8 @@ class ParameterUpdate:
     has not the parameter's shape (a step count). The `fresh` ones among `states` are new and zero. `number` is the
     parameter's index in the optimizer. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new
     parameter, rounded. A rule that `has_kernel` gets adjacent parameters of one group and step count as one; `also` has
-    the states of the others. The rule gets the same objects in the next step as long as tensors and states are the
-    same, and may cache what it derives from them in `counts` and `kernel` of the first.
+    the states of the others. The rule gets the same objects in the next step as long as states, and tensors but `grad`,
+    are the same, and may cache what it derives from them in `counts` and `kernel` of the first.
     """
 
     group: dict[str, Any]

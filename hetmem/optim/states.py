@@ -74,11 +74,15 @@ class States:
         """Return whether the optimizer steps `managed`."""
         return managed.stepped_by is self.token
 
+    def steps_all(self, parameters: Collection[ManagedParameter]) -> bool:
+        """Return whether the optimizer steps all of `parameters`. In C alone."""
+        return [*map(_STEPPED_BY, parameters)].count(self.token) == len(parameters)
+
     def check(self, parameters: Iterable[ManagedParameter]) -> None:
         """Raise RuntimeError if another optimizer steps any of `parameters`; this one steps those that none did."""
         parameters = [*parameters]
-        if [*map(_STEPPED_BY, parameters)].count(self.token) == len(parameters):
-            return  # the usual case, in C alone
+        if self.steps_all(parameters):
+            return
         for managed in parameters:
             if managed.stepped_by is None:
                 managed.stepped_by = self.token

@@ -12,14 +12,15 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.gradient_views import consume, updated_by_another
-from hetmem.engine.working_gradients import has_hooks_of_the_user
+from hetmem.engine.working_gradients import have_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
@@ -40,6 +41,8 @@ from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
 from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
+
+_PARAMETER = attrgetter("parameter")
 
 ChunkWork = dict[Chunk, Members]
 """Parameters with gradients, by chunk."""
@@ -124,19 +127,19 @@ class Stepper:
             self._drop(managed.chunk)  # its norm lacks this gradient
         self.runtime.traffic.wait_for_update(managed.chunk)
 
-    def arrived(self, managed: ManagedParameter) -> None:
-        """Count a gradient of `managed` that is in flight home, and begin its chunk's update if it was the last."""
+    def arrived(self, together: list[ManagedParameter]) -> None:
+        """Count gradients of `together`, of one chunk, in flight home, and begin its update if they were the last."""
         if not self._arrivals:
             optimizer = self._optimizer
             self._groups = optimizer.groups_by_parameter()
             self._members = (self._all_members() or {}).get(self, {}) if self.begins_early else {}
             optimizer.states.look()
-        if id(managed.parameter) not in self._groups:
+        mine = [*compress(together, map(self._groups.__contains__, map(id, map(_PARAMETER, together))))]
+        if not mine:
             return
-        self._arrivals.count(managed)
-        knows = self._arrivals.learned or self._hurries
-        if self.begins_early and knows and self._complete(managed.chunk):
-            self._begin_early(managed.chunk)
+        self._arrivals.count(mine)
+        if (self._arrivals.learned or self._hurries) and self.begins_early and self._complete(mine[0].chunk):
+            self._begin_early(mine[0].chunk)
         self._updates.pump()
 
     def backward_raised(self, error: BaseException) -> None:
@@ -207,34 +210,29 @@ class Stepper:
 
     def _complete(self, chunk: Chunk) -> bool:
         """Return whether all gradients of `chunk` that any step had have arrived and can no longer be changed."""
-        if chunk in self._progress or not chunk.hides:
+        members = self._members.get(chunk)
+        if members is None or chunk in self._progress or not chunk.hides:
             return False
-        groups, arrivals, optimizer = self._groups, self._arrivals, self._optimizer
-        shared = self.runtime.writes.shared
-        for managed in chunk.parameters:  # runs at each arrival: the last gradient often comes first here
-            parameter = managed.parameter
-            if id(parameter) in groups and not arrivals.complete(managed) and parameter.requires_grad:
-                return False
-        for managed in chunk.parameters:
-            parameter = managed.parameter
-            if id(parameter) not in groups or not parameter.requires_grad:
-                continue
-            if has_hooks_of_the_user(parameter) or managed in shared or not optimizer.states.steps(managed):
-                return False
-        return True
+        trained = [managed for managed in members.managed if managed.parameter.requires_grad]
+        if not self._arrivals.complete(trained):  # the last gradient often comes first
+            return False
+        parameters = [managed.parameter for managed in trained]
+        is_shared = not self.runtime.writes.shared.isdisjoint(trained)
+        return not is_shared and not have_hooks_of_the_user(parameters) and self._optimizer.states.steps_all(trained)
 
     def _begin_early(self, chunk: Chunk) -> None:
+        optimizer = self._optimizer
         self.runtime.writes.notice_counted(chunk)  # later writes are refused
-        members = self._members[chunk].with_gradients(type(self._optimizer).__name__)
+        members = self._members[chunk].with_gradients(type(optimizer).__name__)
         assert members is not None, "one has just arrived"
-        if self._optimizer.states.handed_out and any(members.incomplete(self._optimizer.states.shown)):
+        if optimizer.states.handed_out and any(members.incomplete(optimizer.states.shown)):
             return  # the step refuses it
         update = self._progress[chunk] = ChunkUpdate(members, members.parts())
         self._passes.notice_states(chunk)
-        if self._optimizer.needs_all_gradients:
+        if optimizer.needs_all_gradients:
             self._add_sums(update)
         else:
-            self.runtime.uses.rest_again(members.managed)  # so that a hook that reads one is refused
+            self.runtime.uses.begin_update(members.managed)  # so that a hook that reads one is refused
             self._add_update(update, 1.0)
 
     # ---- within a step -----------------------------------------------------------------------------------------

@@ -37,13 +37,16 @@ class Prepared:
     ) -> None:
         self.updates = updates
         self._members, self._flats = update.members, update.flats
+        self._gradient = update.chunk.flat(Role.GRAD)
         self._entries, self._counts, self._sizes = entries, _counts(entries), [*map(len, entries)]
+        ends = [(update.parts[run.start].managed, update.parts[run.stop - 1].managed) for run in runs]
+        self._places = [slice(first.offset, last.offset + last.numel) for first, last in ends]
         self._firsts = [run.start for run in runs for _ in range(run.start, run.stop)]
 
     def renew(self, update: ChunkUpdate) -> bool:
         """Make `updates` those of `update`; False if memory, parameters or step counts are other objects, or step
         counts differ within a run. Runs for each chunk in each step: mostly in C."""
-        same = update.members is self._members and are_same(update.flats, self._flats)
+        same = update.members is self._members and (are_same(update.flats, self._flats) or self._follow(update))
         same = same and are_same(_counts(self._entries), self._counts) and [*map(len, self._entries)] == self._sizes
         if not (same and all(map(_AT_HOME, update.parts))):
             return False
@@ -53,6 +56,20 @@ class Prepared:
         update.numbers = [*zip(self._counts, ages, strict=True)]
         for first, each in zip(dict.fromkeys(self._firsts), self.updates, strict=True):
             each.group, each.grad_scale = update.parts[first].group, update.scale
+        return True
+
+    def _follow(self, update: ChunkUpdate) -> bool:
+        """Take over that the gradients of `update`, of one chunk, are in other memory than before, if nothing else is:
+        each loan may be of another buffer."""
+        before, now = self._gradient, update.chunk.flat(Role.GRAD)
+        others, flats = [flat for flat in self._flats if flat is not before], update.flats
+        if len(update.chunks) > 1 or now.dtype is not before.dtype or now.device != before.device:
+            return False
+        if not are_same([flat for flat in flats if flat is not now], others):
+            return False
+        self._gradient, self._flats = now, flats
+        for place, each in zip(self._places, self.updates, strict=True):
+            each.grad = now[place]
         return True
 
 

@@ -87,14 +87,15 @@ class Notes(ChunkLimit):
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
 
-    def all_at_once(self, blocks: Iterable[int]) -> None:
+    def all_at_once(self, blocks: Iterable[int]) -> bool:
         """Count what the segment that has begun needs beside chunks, at most, with all copies if each of `blocks` has
-        one: they are leased until it ends."""
+        one: they are leased until it ends. Return whether they are."""
         moment = self._tracer.all_ahead(())
         if moment is None or not self._traffic.residency.all_on_device(blocks):
-            return
+            return False
         if self.missing_bytes(moment.non_model_bytes) <= 0:
             self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
+        return True
 
     def acquire(self, block: int, live_bytes: int) -> None:
         """Use `block` on the device in the moment that began with `live_bytes`. If there is no room, try again with
@@ -298,7 +299,7 @@ class SimulatedGradients:
     A chunk of `arrangement.lent` borrows a home for gradients from their first arrival to their update. `new_bytes`, by
     tier: permanent homes that gradients got during the run. `hurry` begins updates in the first step, if it may: see
     `schedule.gradients.GradientMemory`. A chunk's gradients are written to NVMe once those of its `awaited` parameters
-    have arrived; None: when the backward is over.
+    have arrived; None: when the backward is over. `most` returns how many gradients a chunk gets in a backward.
     """
 
     def __init__(
@@ -309,9 +310,11 @@ class SimulatedGradients:
         arrangement: Arrangement,
         awaited: Callable[[int], Collection[int]] | None,
         hurry: Callable[[], bool],
+        most: Callable[[int], int],
     ) -> None:
         self.arrangement = arrangement
         self._traffic, self._notes, self._blocks, self._awaited = traffic, notes, blocks, awaited
+        self._most = most
         self.arrivals: Counter[int] = Counter()
         self.new_bytes: Counter[Tier] = Counter()
         self._lending = Lending(arrangement.set_aside)
@@ -322,6 +325,11 @@ class SimulatedGradients:
         self.loaned_bytes = 0
         """The most of that, beside `new_bytes`, at one time."""
         self.hurry = hurry
+        self.gathers = False
+        """Whether gradients of a chunk wait on the device until they are all there: those of working weights."""
+        self.gathered: dict[int, tuple[int, int, int]] = {}
+        """By chunk, how many are missing, and the bytes at home and on the device of those that wait."""
+        self._allowed = 0
 
     def send(self, parameter: int, device_bytes: int) -> None:
         """Send a gradient of `parameter`, of `device_bytes` on the device, home. Raises `NoRoom` if no home can be
@@ -339,7 +347,7 @@ class SimulatedGradients:
         nbytes = arrangement.elements[parameter] * ground.role_itemsize(chunk, arrangement.gradient(chunk))
         tier = arrangement.homes["grad"][chunk]
         if tier is Tier.HOST:
-            self._traffic.send_gradient(chunk, nbytes, device_bytes)
+            self._send_to_host(chunk, nbytes, device_bytes)
         if tier is not Tier.NVME:
             return
         block = self._blocks["grad", chunk]
@@ -349,6 +357,27 @@ class SimulatedGradients:
         self._notes.staged(block, reads=load)
         self._traffic.open_staged(block, load=load)
         self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
+
+    def _send_to_host(self, chunk: int, nbytes: int, device_bytes: int) -> None:
+        """Send a gradient of `chunk`; where they are gathered, all of them with the last: see `gathered_gradients`."""
+        traffic = self._traffic
+        if not self.gathers:
+            traffic.send_gradient(chunk, nbytes, device_bytes)
+            return
+        if chunk not in self.gathered:
+            self._allowed = traffic.gradients.room_bytes(max(0, self._notes.beside_chunks()))
+        missing, at_home, on_device = self.gathered.get(chunk, (self._most(chunk), 0, 0))
+        self.gathered[chunk] = missing - 1, at_home + nbytes, on_device + device_bytes
+        traffic.gathered_bytes += device_bytes
+        if missing == 1 or traffic.gathered_bytes > self._allowed:
+            self.send_gathered([chunk] if missing == 1 else [*self.gathered])
+
+    def send_gathered(self, chunks: Collection[int]) -> None:
+        """Send the gradients of `chunks` that wait for others."""
+        for chunk in chunks:
+            _, nbytes, device_bytes = self.gathered.pop(chunk)
+            self._traffic.gathered_bytes -= device_bytes
+            self._traffic.send_gradient(chunk, nbytes, device_bytes)
 
     def _staged(self, chunk: int, block: int) -> None:
         """Release `block`, now that a gradient of `chunk` is in it in staging, and write it if it is complete."""

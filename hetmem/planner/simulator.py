@@ -122,6 +122,8 @@ class SimulatedTraffic:
         self.gradients: GradientSends[int] = GradientSends(self, in_flight_bytes(device_bytes))
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
+        self.gathered_bytes = 0
+        """Device bytes of gradients that wait there for the others of their chunk."""
         self.ahead_bytes = 0
         """Bytes of activations fetched to the device, until their use."""
         self._commands: deque[tuple[Fetch | Write, bool]] = deque()
@@ -292,10 +294,11 @@ class SimulatedTraffic:
         arrived()
 
     def gradient_bytes(self) -> int:
-        """Return the device bytes of gradients and activations in flight, and of activations fetched ahead of use."""
+        """Return the device bytes of gradients that are gathered, of gradients and activations in flight, and of
+        activations fetched ahead of use."""
         while self._gradient_ends and self._gradient_ends[0][0] <= self.now:
             self._gradient_bytes -= self._gradient_ends.popleft()[1]
-        return self._gradient_bytes + self.ahead_bytes
+        return self._gradient_bytes + self.gathered_bytes + self.ahead_bytes
 
     def wait_for_gradients(self) -> None:
         """Wait until every gradient is at home."""

@@ -71,7 +71,9 @@ class Rehearsal:
         self._begun: set[int] = set()
         self._updates = SimulatedUpdates(self._traffic, hardware.host, self._notes)
         awaited = None if self._how.overlapped else self._members
-        self._sink = SimulatedGradients(self._traffic, self._notes, self._blocks, arrangement, awaited, self._hurry)
+        self._sink = SimulatedGradients(
+            self._traffic, self._notes, self._blocks, arrangement, awaited, self._hurry, self._trained
+        )
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
         self._steps = 0
@@ -155,8 +157,9 @@ class Rehearsal:
                 self._notes.begin(FORWARD)
             case Kind.BACKWARD:
                 self._notes.begin(BACKWARD)
-                if self._blocks:
-                    self._notes.all_at_once(set(map(self._block_of, range(len(self.arrangement.chunk_of)))))
+                self._sink.gathers = bool(self._blocks) and self._notes.all_at_once(
+                    set(map(self._block_of, range(len(self.arrangement.chunk_of))))
+                )
                 self._traffic.gradients.complete.begin()
                 self._sink.prepare_sums(self._begun)
             case Kind.USE | Kind.SAVED if self._blocks:
@@ -257,6 +260,7 @@ class Rehearsal:
     def _arrive(self) -> None:
         """End a backward: wait until every gradient is at home, and written if that is NVMe."""
         if self._blocks:
+            self._sink.send_gathered([*self._sink.gathered])
             self._traffic.wait_for_gradients()
             self._traffic.wait_until_written(self._on_nvme("grad"))
 
@@ -296,6 +300,10 @@ class Rehearsal:
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
         self._sink.arrangement = moved(arrangement, chosen)
+
+    def _trained(self, chunk: int) -> int:
+        """Return how many gradients `chunk` gets in a backward."""
+        return sum(self._gradients.get(member, 0) for member in self._members(chunk))
 
     def _members(self, chunk: int) -> set[int]:
         """Return the parameters of `chunk` that an update changes."""
@@ -344,7 +352,7 @@ class Rehearsal:
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
             0 if on_device else nbytes,
             nbytes / hardware.device.bytes_per_second if on_device else 0.0,
-            ready=lambda: not self._traffic.gradients.arriving(chunk),
+            ready=lambda: not self._traffic.gradients.arriving(chunk) and chunk not in self._sink.gathered,
             done=lambda: self._sink.retire(chunk),
         )
         self._updates.add(update)

@@ -100,16 +100,17 @@ class GradientSends(Generic[ChunkT]):
     """Decides for the gradients of one model. At most `most_bytes` are in flight to their homes, or one gradient."""
 
     def __init__(self, waiting: Waiting, most_bytes: int) -> None:
-        self._waiting, self._most_bytes = waiting, most_bytes
+        self._waiting, self.most_bytes = waiting, most_bytes
         self._numbers = count()
         self.on_their_way: Counter[ChunkT] = Counter()
-        self._bytes = 0
+        self.nbytes = 0
+        """Bytes in flight, as they are at home."""
         self.complete: Complete[ChunkT] = Complete()
 
     def send(self, chunk: ChunkT, nbytes: int) -> Send:
         """Return the command for a gradient of `chunk` that was made and takes `nbytes` at home."""
         self.on_their_way[chunk] += 1
-        self._bytes += nbytes
+        self.nbytes += nbytes
         return Send(next(self._numbers), nbytes)
 
     def at_once(self, nbytes: int) -> bool:
@@ -118,7 +119,7 @@ class GradientSends(Generic[ChunkT]):
 
     def arrived(self, chunk: ChunkT, send: Send) -> None:
         """Record that `send`, of a gradient of `chunk`, has ended."""
-        self._bytes -= send.nbytes
+        self.nbytes -= send.nbytes
         self.on_their_way[chunk] -= 1
         if not self.on_their_way[chunk]:
             del self.on_their_way[chunk]
@@ -139,8 +140,13 @@ class GradientSends(Generic[ChunkT]):
     def wait_for_room(self) -> None:
         """Process gradients that have arrived, so that updates begin; wait while too many bytes are in flight."""
         self._waiting.poll()
-        while self._bytes > self._most_bytes and self.on_their_way.total() > 1:
+        while self.nbytes > self.most_bytes and self.on_their_way.total() > 1:
             self._waiting.wait_for_one()
+
+    def room_bytes(self, beside: int) -> int:
+        """Return how many device bytes of gradients may be gathered: beside those in flight, in `beside` bytes that
+        copies and all else leave; see `engine.gathered_gradients`."""
+        return min(beside, self.most_bytes) - self.nbytes
 
     # ---- places ------------------------------------------------------------------------------------------------
 

@@ -322,6 +322,10 @@ class Failing(hetmem.SimDevice):
             self._fails(arrived)
         super().gradient_out(target, arrived, add=add)
 
+    def gradients_out(self, targets: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
+        for target, each in zip(targets, arrived, strict=True):
+            self.gradient_out(target, each, add=False)
+
 
 @pytest.mark.each
 @pytest.mark.parametrize("speed", [None, "400MB"], ids=["by the caller", "beside compute"])

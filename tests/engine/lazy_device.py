@@ -236,6 +236,10 @@ class ClockedDevice(LazyDevice):
         super().gradient_out(target, arrived, add=add)
         self.clock.copied_bytes += target.nbytes
 
+    def gradients_out(self, targets: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
+        super().gradients_out(targets, arrived)
+        self.clock.copied_bytes += sum(target.nbytes for target in targets)
+
     def runs(self, seconds: float, *, launch: float = 0.0) -> None:
         """The host takes `launch` to ask for something that takes compute `seconds`."""
         self.clock.host += launch

@@ -1,0 +1,173 @@
+"""Sends the gradients of a chunk home together, in one transfer: each waits on the device, as autograd made it, until
+the chunk has all of them.
+
+It takes the first gradient of a parameter in a backward, from a working weight, where nothing reads gradients as they
+arrive. All others are sent alone, behind those that wait here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from hetmem import torch_private
+from hetmem.base.weak import weakly
+from hetmem.engine.gradient_views import are_own, is_held, open_hidden_homes, show_first_gradient, show_gradient
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.schedule.trace import Tier
+
+_HOOKS = attrgetter("parameter._backward_hooks"), attrgetter("parameter._post_accumulate_grad_hooks")
+_TRAINS, _NBYTES = attrgetter("parameter.requires_grad"), attrgetter("nbytes")
+
+Sink = Any
+"""The `GradientSink` that takes the gradients; it imports this module."""
+
+
+class Gathered:
+    """Gradients of one chunk, of `dtype`, and their places at home; `missing` more are expected."""
+
+    __slots__ = ("arrived", "dtype", "hides", "managed", "missing", "places")
+
+    def __init__(self, dtype: torch.dtype, missing: int, *, hides: bool) -> None:
+        self.dtype, self.missing, self.hides = dtype, missing, hides
+        self.managed: list[ManagedParameter] = []
+        self.places: list[torch.Tensor] = []
+        self.arrived: list[torch.Tensor] = []
+
+
+class GatheredGradients:
+    """The gathered gradients of one model. How many a chunk gets is learned from the backward before."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink: Callable[[], Sink] = weakref.ref(sink)
+        copies = sink.runtime.traffic.gradients
+        self._copies: Callable[[], Any] = weakref.ref(copies)
+        copies.send_gathered = weakly(self.send_all)
+        self.fresh: dict[ManagedParameter, None] = {}
+        """Parameters that may be gathered: without hooks of the program, a gradient, or one that the program holds."""
+        self.chunks: dict[Chunk, Gathered] = {}
+        """Chunks some of whose gradients wait: another gradient of one is sent behind them."""
+        self._counts: dict[Chunk, int] = {}
+        """How many gradients of each chunk were gathered in this backward."""
+        self._usual: dict[Chunk, int] = {}
+        self._allowed = 0
+        """Bytes that may be gathered: as many as had room when the first gradient of the last chunk came."""
+
+    def begin(self) -> None:
+        """Begin a backward. Call it without `__torch_function__`."""
+        sink = self._sink()
+        self.send_all()
+        self._counts.clear()
+        sink.runtime.traffic.gradients.beside_bytes = -1
+        self.fresh = self._find_fresh() if sink.runtime.all_copies.leased else {}
+
+    def _find_fresh(self) -> dict[ManagedParameter, None]:
+        runtime = self._sink().runtime
+        managed_ones = runtime.parameters
+        hooks = [max(map(len, filter(None, map(which, managed_ones))), default=0) for which in _HOOKS]
+        if max(hooks) > 1:
+            managed_ones = [each for each in managed_ones if max(len(which(each) or ()) for which in _HOOKS) < 2]
+        elsewhere = {chunk for chunk in runtime.chunks if _is_elsewhere(chunk)}
+        found = [each for each in managed_ones if each.parameter.grad is None and each.chunk not in elsewhere]
+        shown = [each for each in found if each.grad_home is not None and each.grad_view is None]
+        if not are_own([each.grad_home for each in shown], [each.grad_address for each in shown]):
+            found = [each for each in found if not is_held(each)]
+        elif len(shown) < len(found):
+            found = [each for each in found if each.grad_view is None or not is_held(each)]
+        return dict.fromkeys(found)
+
+    def end(self) -> None:
+        """End a backward: send what waits, and learn how many gradients each chunk had."""
+        self.send_all()
+        self._usual.update(self._counts)
+        self.fresh = {}
+
+    def take(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
+        """Take `arrived`, a dense gradient of `weight`, which works for `managed`, one of `fresh`, and show its home.
+        Return False, with nothing changed, if it is to be sent alone."""
+        chunk = managed.chunk
+        gathered = self.chunks.get(chunk)
+        if gathered is None and (gathered := self._begin(managed, arrived)) is None:
+            return False
+        hides = chunk.hides
+        if arrived.dtype is not gathered.dtype or hides is not gathered.hides:
+            return False
+        if hides and managed.stepped_by not in self._sink().loans.consumers:
+            return False
+        del self.fresh[managed]
+        view = managed.grad_view
+        if managed.grad_home is None or (view is None) is hides:
+            managed.open_grad_home()
+            view = managed.grad_view
+        elif view is not None:
+            view.begin(managed.grad_home)
+        home: Any = managed.grad_home
+        show_first_gradient(managed.parameter, weight, home if view is None else view)
+        if view is None:
+            self._sink().flights.begin(managed)
+        gathered.managed += (managed,)
+        gathered.places += (home,)
+        gathered.arrived += (arrived,)
+        gathered.missing -= 1
+        copies = self._copies()
+        copies.gathered_bytes += arrived.nbytes
+        if not gathered.missing:
+            self.send(chunk)
+        elif copies.gathered_bytes > self._allowed:
+            self.send_all()
+        return True
+
+    def _begin(self, managed: ManagedParameter, arrived: torch.Tensor) -> Gathered | None:
+        """Begin to gather gradients of the chunk of `managed`; None if it is not to be."""
+        sink, chunk = self._sink(), managed.chunk
+        if sink.notifies or sink.runtime.traffic.updating:
+            sink.tell_coming(managed)
+        sink.prepare_home(managed, arrived, adds=False)
+        if _is_elsewhere(chunk):
+            return None
+        if chunk.hides and chunk in sink.lent and managed.grad_home is None:
+            open_hidden_homes(chunk)
+        copies = self._copies()
+        self._allowed = copies.room_bytes()
+        missing = self._usual.get(chunk, 0) or sum(map(_TRAINS, chunk.parameters))
+        gathered = Gathered(arrived.dtype, max(1, missing - self._counts.get(chunk, 0)), hides=chunk.hides)
+        self.chunks[chunk] = gathered
+        return gathered
+
+    def send_all(self) -> None:
+        """Send everything that is gathered."""
+        if not self.chunks:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._sink().runtime.unwatched())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(torch_private.NoFunctionsOfSubclasses())
+            while self.chunks:
+                self.send(next(iter(self.chunks)))
+
+    def send(self, chunk: Chunk) -> None:
+        """Send what is gathered of `chunk`, and tell listeners that it has arrived."""
+        gathered, sink, copies = self.chunks.pop(chunk), self._sink(), self._copies()
+        arrived = gathered.arrived
+        copies.gathered_bytes -= sum(map(_NBYTES, arrived))
+        self._counts[chunk] = self._counts.get(chunk, 0) + len(arrived)
+        work = partial(sink.runtime.memory.device.gradients_out, gathered.places, arrived)
+        try:
+            copies.send(chunk, work, sum(map(_NBYTES, gathered.places)), arrived)
+        except BaseException:
+            for managed in gathered.managed:
+                show_gradient(managed.parameter, None)
+            raise
+        if sink.notifies or sink.runtime.traffic.updating:
+            sink.tell_arrived(gathered.managed)
+
+
+def _is_elsewhere(chunk: Chunk) -> bool:
+    """Return whether gradients of `chunk` have a home that is not in host memory."""
+    return Role.GRAD in chunk.homes and chunk.homes[Role.GRAD].tier is not Tier.HOST
