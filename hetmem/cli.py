@@ -128,7 +128,13 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="what operators compute in; default: bfloat16 with --hf-config, else float32",
     )
     parser.add_argument("--chunk-bytes", metavar="SIZE", help="of a chunk at home; default: searched")
-    parser.add_argument("--micro-batches", type=int, default=1, help="forwards and backwards in a step; default: 1")
+    parser.add_argument("--micro-batches", type=int, help="forwards and backwards in a step; default: 1")
+    parser.add_argument(
+        "--accumulate", action="store_true", help="micro-batches pass layer by layer, as hetmem.accumulate has them do"
+    )
+    parser.add_argument(
+        "--tokens", type=int, help="of a step: in as few micro-batches, of the batch or a part of its rows, as fit"
+    )
     parser.add_argument(
         "--checkpointing", action="store_true", help="activations of every repeated layer are computed again"
     )
@@ -202,7 +208,7 @@ def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
     chunk_bytes = None if options.chunk_bytes is None else parse_size(options.chunk_bytes, "--chunk-bytes")
     offline = planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext()
     scale = options.loss_scale
-    same = "micro_batches checkpointing overlap max_grad_norm real moments stochastic_rounding inference new_tokens"
+    same = "micro_batches accumulate tokens checkpointing overlap max_grad_norm real moments stochastic_rounding"
     key = plan_cache.key_of(vars(options), profile)
     plan = plan_cache.kept(key)
     with offline:  # tracing too may make transformers fetch what it computes with
@@ -216,7 +222,7 @@ def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:
                 nvme_directories=tuple(options.nvme_dir or ()),
                 on_stage=begin,
                 loss_scale=scale if scale in (None, "dynamic") else float(scale),
-                **{name: getattr(options, name) for name in [*same.split(), "activations"]},
+                **{name: getattr(options, name) for name in [*same.split(), "inference", "new_tokens", "activations"]},
             )
             plan_cache.keep(key, plan)
         if options.output:

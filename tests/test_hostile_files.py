@@ -21,7 +21,7 @@ import hetmem
 from hetmem import planner
 from hetmem.cli import main
 from hetmem.errors import HetmemError, printable
-from hetmem.planner.plan import _digest
+from hetmem.planner.plan_shape import digest_of
 from hetmem.report import files, live
 from tests.planner.test_damaged_files import fitting
 from tests.report.sample import EMPTY_TIMELINE, SAMPLE
@@ -95,7 +95,7 @@ def sealed(plan: Any) -> Any:
     if isinstance(plan, dict):
         plan.pop("digest", None)
         sealed(plan.get("combined"))
-        plan["digest"] = _digest(plan)
+        plan["digest"] = digest_of(plan)
     return plan
 
 

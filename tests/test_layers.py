@@ -30,8 +30,8 @@ ORDER = (
     "placing",  # brings parameters to their homes
     "activations",  # moves what autograd saves
     "intercept",  # tells the engine what torch uses
-    "optim losses",  # trains, and what is trained for
-    "checkpoint report planner distributed accumulation",  # saves, tells, plans, takes turns
+    "optim losses accumulation",  # trains, what is trained for, and how batches take turns
+    "checkpoint report planner distributed",  # saves, tells, plans
     "api",  # what users call
     "__init__",
     "tools",  # measures, compares
@@ -45,7 +45,7 @@ DECIDES = {"schedule"}
 # Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {
     f"hetmem.planner.{name}"
-    for name in ("decide inexact reservation workload simulated_engine simulator step_program").split()
+    for name in ("decide in_turns inexact reservation workload simulated_engine simulator step_program").split()
 }
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
 WRITERS = {

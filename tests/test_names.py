@@ -20,13 +20,15 @@ PUBLIC = {
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate allocated_bytes available_bytes captures copier copy_in cores forget_peak "
     "fragment_bytes gradient_out gradients_out peak_bytes pin pool remarks tell_refusals torch_device watched",
-    "Plan": "activation_bytes activation_choices activations advice approximations as_asked at_peak best binding "
+    "Plan": "accumulate activation_bytes activation_choices activations advice approximations as_asked at_peak best "
+    "binding "
     "budget budget_bytes "
-    "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_rows constructor "
+    "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_micro_batches "
+    "compute_bound_rows constructor "
     "device_chunks device_update_share fits flops from_dict generation hardware home_copies inference keywords "
     "largest_parameters "
     "layers link_bytes load logits_bytes loss micro_batches missing_bytes mixed_precision model "
-    "nvme_directories optimizer overlap parameters peak_bytes peak_operator prediction "
+    "nvme_directories optimizer other_order overlap parameters peak_bytes peak_operator prediction "
     "reasons recomputed_flops role_bytes rows save setup slot_bytes stall_seconds step_seconds "
     "terms to_dict tokens tokens_per_second with_nvme",
     "accumulate": "model batches forward loss borders generator",
@@ -35,7 +37,8 @@ PUBLIC = {
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen",
     "managed": "budget options",
-    "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches checkpointing overlap "
+    "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches accumulate tokens "
+    "checkpointing overlap "
     "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations others",
     "progress": "model",
     "release": "module",

@@ -16,7 +16,7 @@ from hetmem.errors import ManageError
 from hetmem.intercept.diagnostics import NOT_TRACED
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.live_bytes import is_unseen
-from hetmem.schedule.trace import STEP
+from hetmem.schedule.trace import STEP, Turns
 from hetmem.torch_private import tree_leaves, tree_map
 
 _FORWARDS = 32
@@ -216,7 +216,7 @@ class StepSegments:
         if joined is not None:
             if joined.began:
                 return joined.measured
-            joined.began, key, size = True, (*key, joined.count), size * joined.count
+            joined.began, key, size = True, (*key, Turns(joined.count)), size * joined.count
         self.settle()
         tracer = self._runtime.tracer
         if tracer.key == self.backward_key():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -30,18 +30,24 @@ from hetmem.optim.options import Overlap, check_max_grad_norm, choice, refuse_ot
 from hetmem.optim.options import loss_scale as scale_of
 from hetmem.placing.build import Precision, precision_of
 from hetmem.planner.activations import moving
-from hetmem.planner.answer import activation_choices, moved_and_kept, plan_of
-from hetmem.planner.decide import Variant, cheapest_mix, combined, decide
+from hetmem.planner.answer import (
+    activation_choices,
+    compute_bound_micro_batches,
+    moved_and_kept,
+    other_order,
+    plan_of,
+)
+from hetmem.planner.decide import Decision, Judged, Variant, cheapest_mix, combined, decide, first_that_fits
 from hetmem.planner.generation import planned_generation
 from hetmem.planner.hugging_face.call import hugging_face_call
 from hetmem.planner.hugging_face.offline import Offline
+from hetmem.planner.in_turns import in_turns
 from hetmem.planner.inexact import RANK, approximations
 from hetmem.planner.meta_results import Results
 from hetmem.planner.model import (
     Builder,
     TracedCall,
     checkpointed,
-    divided,
     in_bfloat16,
     repeated_layers,
     trace,
@@ -49,9 +55,10 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
-from hetmem.planner.ways import Change, cheapest_way
+from hetmem.planner.variants import changes_of, chunked_variants, of_tokens, variants_of
+from hetmem.planner.ways import cheapest_way
 from hetmem.planner.wording import LOGITS_SHARE
-from hetmem.planner.workload import Setting, Updating, Workload, smaller
+from hetmem.planner.workload import Kind, Setting, Updating, Workload
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
@@ -82,7 +89,9 @@ def plan(
     loss: Callable[[Any], torch.Tensor] | Literal["chunked"] | None = None,
     mixed_precision: Precision | None = None,
     chunk_bytes: int | str | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | None = None,
+    accumulate: bool = False,
+    tokens: int | None = None,
     checkpointing: bool = False,
     overlap: OverlapName = "off",
     max_grad_norm: float | None = None,
@@ -103,15 +112,17 @@ def plan(
     `budget`: as for `manage`; a tier it leaves open gets the memory that `hardware` has, and the device never gets
     more than that. `loss`: a function from the model's output to the scalar to differentiate (None: the output's
     `.loss`, or the output itself), or "chunked" for that of `hetmem.chunked_loss`. `micro_batches`: forwards and
-    backwards in a step. `checkpointing`: plan every repeated layer as checkpointed, for a model that is built without
-    (one that checkpoints by itself is planned as it is). `overlap`, `max_grad_norm`, `loss_scale`, `moments`,
-    `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a model in bfloat16). `inference`: forwards
-    alone, under `torch.no_grad()`. `new_tokens`: with `inference`, text generated after the batch, a prompt:
-    `.generation` has the cache, and the seconds of the prompt and of a token, and a step is all of it. `activations`:
-    as for `manage`; with other than "keep" `.activation_choices` says for each choice whether it fits, the seconds of a
-    step, and how many times as large a batch or sequence would fit. `real`: run one forward and backward on this
-    machine's CPU instead of tracing on `meta`, for a model whose control flow depends on values. Other keywords are as
-    for `manage`.
+    backwards in a step (None: 1), which are of `batch` each; `accumulate`: they pass the model layer by layer, as
+    `hetmem.accumulate` has them do. `tokens`, in place of `micro_batches`: those of a step; the fewest micro-batches
+    that fit have them together, of `batch` or an equal part of its rows. `checkpointing`: plan every repeated layer as
+    checkpointed, for a model that is built without (one that checkpoints by itself is planned as it is). `overlap`,
+    `max_grad_norm`, `loss_scale`, `moments`, `stochastic_rounding`: arguments of `hetmem.AdamW` (the last one for a
+    model in bfloat16). `inference`: forwards alone, under `torch.no_grad()`. `new_tokens`: with `inference`, text
+    generated after the batch, a prompt: `.generation` has the cache, and the seconds of the prompt and of a token, and
+    a step is all of it. `activations`: as for `manage`; with other than "keep" `.activation_choices` says for each
+    choice whether it fits, the seconds of a step, and how many times as large a batch or sequence would fit. `real`:
+    run one forward and backward on this machine's CPU instead of tracing on `meta`, for a model whose control flow
+    depends on values. Other keywords are as for `manage`.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, or for options that exclude each
     other; `ProfileError` for a bad profile; and `ManageError` or `BudgetError` for a budget, a precision or
@@ -134,6 +145,8 @@ def plan(
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
         chunk_bytes=None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes"),
         micro_batches=micro_batches,
+        accumulate=accumulate,
+        tokens=tokens,
         checkpointing=checkpointing,
         overlap=overlap,
         max_grad_norm=max_grad_norm,
@@ -153,7 +166,9 @@ class _Request:
     refuse, or that cannot be planned."""
 
     chunk_bytes: int | None = None
-    micro_batches: int = 1
+    micro_batches: int | None = None
+    accumulate: bool = False
+    tokens: int | None = None
     checkpointing: bool = False
     overlap: OverlapName = "off"
     max_grad_norm: float | None = None
@@ -166,16 +181,24 @@ class _Request:
     activations: ActivationsName = "keep"
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.micro_batches, int) and self.micro_batches >= 1):
-            raise PlanError(f"micro_batches must be an int, at least 1, got {self.micro_batches!r}")
+        for name in ("micro_batches", "tokens", "new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise PlanError(f"{name} must be an int, at least 1, got {value!r}")
+        if self.tokens is not None and self.micro_batches is not None:
+            raise PlanError("tokens= finds the number of micro-batches: leave micro_batches= out")
+        if self.tokens is not None and self.inference:
+            raise PlanError("tokens= are those of a training step: leave it out with inference=True")
+        if self.accumulate and self.inference:
+            raise PlanError("accumulate=True adds gradients, and forwards alone have none: leave one of them out")
+        if self.accumulate and self.tokens is None and self.micro_batches in (None, 1):
+            raise PlanError("accumulate=True takes several micro-batches: micro_batches=, at least 2, or tokens=")
         if self.checkpointing not in (True, False):
             raise PlanError(f"checkpointing must be True or False, got {self.checkpointing!r}")
         if self.checkpointing and self.real:
             raise PlanError("a real step is traced as the model is: have the model checkpoint its layers by itself")
         if self.checkpointing and self.inference:
             raise PlanError("forwards alone keep nothing that could be computed again: leave checkpointing out")
-        if self.new_tokens is not None and not (isinstance(self.new_tokens, int) and self.new_tokens >= 1):
-            raise PlanError(f"new_tokens must be an int, at least 1, got {self.new_tokens!r}")
         if self.new_tokens is not None and (self.real or not self.inference):
             raise PlanError("new_tokens are generated by forwards alone, traced on meta: inference=True, without real")
         refuse_activations(self.activations)
@@ -211,23 +234,13 @@ def plan_within(
     `on_stage` is called with the name of each stage before it begins. `compares`: also judge other ways to run the same
     training, and advise the better ones."""
     how = _Request(**options)
-    asked = Setting(capacities, how.chunk_bytes, hardware, how.micro_batches, how.updating())
+    asked = Setting(capacities, how.chunk_bytes, hardware, how.micro_batches or 1, how.updating())
     inference, activations, checkpointing = how.inference, how.activations, how.checkpointing
     on_stage("tracing the model")
     results = Results(fuses_dropout=not hardware.host_to_device.by_the_caller)
     if how.new_tokens is not None:
         as_inference = functools.partial(plan_of, call=call, nvme_directories=nvme_directories, inference=True)
         return planned_generation(call, results, asked, how.new_tokens, as_inference)
-    call = checkpointed(call) if checkpointing else call
-    base = trace(call, results, inference=inference, real=how.real)
-    peaks = {"with checkpointing" if checkpointing else "as written": base.peak_live_bytes}
-    base_light = base if checkpointing else None
-    if compares and not (checkpointing or how.real or inference):
-        on_stage("tracing it with checkpointed layers")
-        base_light = traced(checkpointed(call), results)
-        if base_light is not None and base_light.peak_live_bytes < base.peak_live_bytes:
-            peaks["with checkpointing"] = base_light.peak_live_bytes
-
     alone = hardware.host_to_device.by_the_caller
 
     def moved(base: Workload, how: str = activations) -> Workload:
@@ -235,6 +248,21 @@ def plan_within(
         if how == "keep" or inference:
             return base
         return moving(base, capacities, all_leave=how == "offload", by_the_caller=alone)
+
+    call = checkpointed(call) if checkpointing else call
+    for part, count in of_tokens(call, how.tokens) if how.tokens is not None else ((call, asked.micro_batches),):
+        call = replace(part, micro_batches=None if count == 1 else count if how.accumulate else 1)
+        base = trace(call, results, inference=inference, real=how.real)
+        asked = replace(asked, micro_batches=count // base.micro_batches)
+        if how.tokens is None or isinstance(first_that_fits(moved(base), asked, steps=2), Judged):
+            break
+    peaks = {"with checkpointing" if checkpointing else "as written": base.peak_live_bytes}
+    base_light = base if checkpointing else None
+    if compares and not (checkpointing or how.real or inference):
+        on_stage("tracing it with checkpointed layers")
+        base_light = traced(checkpointed(call), results)
+        if base_light is not None and base_light.peak_live_bytes < base.peak_live_bytes:
+            peaks["with checkpointing"] = base_light.peak_live_bytes
 
     workload, light = moved(base), base_light and moved(base_light)
     mix = None
@@ -245,19 +273,19 @@ def plan_within(
     on_stage("searching for the fastest way to run it")
     found: tuple[Variant, ...] = ()
     if compares and not (how.real or inference):
-        found = tuple(_variants(call, None if checkpointing else base_light, base, results, asked, moved))
+        found = tuple(variants_of(call, None if checkpointing else base_light, base, results, asked, moved))
     lead = any(of and of.logits_bytes > LOGITS_SHARE * of.peak_live_bytes for of in (base, base_light))
     if compares and lead and call.loss is None and not inference:
-        found = (*found, *_chunked(call, results, how.micro_batches, moved))
+        found = (*found, *chunked_variants(call, results, asked.micro_batches, moved))
     if mix is not None:
         recomputed, mixed = mix
         mixes = {"of": of, "count": count, "recomputed": recomputed, **moved_and_kept(mixed.workload)}
         text = f"checkpoint the first {recomputed} of the {count} layers"
-        found = (Variant("mix", text, lambda: mixed.workload, how.micro_batches), *found)
+        found = (Variant("mix", text, lambda: mixed.workload, asked.micro_batches), *found)
     if activations == "keep" and not inference and base.saved and compares:
         text = 'give manage activations="auto", which moves to host memory what the device lacks room for'
-        found = (*found, Variant("move", text, lambda: moved(base, "auto"), how.micro_batches))
-    changes = _changes(base, None if checkpointing or len(peaks) == 1 else base_light, moved, activations)
+        found = (*found, Variant("move", text, lambda: moved(base, "auto"), asked.micro_batches))
+    changes = changes_of(base, None if checkpointing or len(peaks) == 1 else base_light, moved, activations)
     way = cheapest_way(workload, asked, changes) if compares and not inference else None
     decision = decide(workload, asked, found) if way is None else way.decision
     keywords = {"checkpointing": checkpointing, "activations": activations, **((way and way.keywords) or {})}
@@ -273,6 +301,10 @@ def plan_within(
         return made
     if way is not None:
         made = replace(made, changes=way.changes, as_asked=way.as_asked)
+    if base.micro_batches * asked.micro_batches > 1:
+        on_stage("comparing the orders of micro-batches")
+        written = base_light if keywords["checkpointing"] and base_light else base
+        made = replace(made, **_orders(decision, written, functools.partial(moved, how=keywords["activations"])))
     on_stage("combining what is faster")
     lighter = light if not checkpointing and len(peaks) > 1 and decision.workload is workload else None
     others: list[tuple[Workload, Capacities | None]] = [] if lighter is None else [(lighter, None)]
@@ -297,20 +329,21 @@ def plan_within(
     return replace(made, approximations=tuple(asdict(choice) for choice in inexact))
 
 
-def _changes(
-    base: Workload, light: Workload | None, moved: Callable[..., Workload], activations: str
-) -> Sequence[Change]:
-    """Return the changes of the program that keep the bits, the cheapest first, for a model that is traced as `base`,
-    and as `light` with every layer checkpointed."""
-    found = []
-    if light is not None:
-        found.append(Change("every layer checkpointed", functools.partial(moved, light), {"checkpointing": True}))
-    if activations == "keep" and base.saved:
-        auto = {"activations": "auto"}
-        found.append(Change('activations="auto"', functools.partial(moved, base, "auto"), auto))
-        if light is not None:
-            text = 'every layer checkpointed, activations="auto"'
-            found.append(Change(text, functools.partial(moved, light, "auto"), {"checkpointing": True, **auto}))
+def _orders(decision: Decision, base: Workload, moved: Callable[[Workload], Workload]) -> dict[str, Any]:
+    """Return what the step of `decision`, of several micro-batches, takes in the other order, and how many of them make
+    compute bind in turns. `base`: its workload before any activations are `moved`."""
+    of, asked, best = decision.workload, decision.asked, decision.candidate
+    if not any(event.kind is Kind.BORDER for event in of.events):
+        return {}
+    if of.alone is None:
+        turned = moved(in_turns(base, asked.micro_batches))
+        return {"other_order": other_order(turned, replace(asked, micro_batches=1))}
+    found: dict[str, Any] = {"other_order": other_order(of.alone, replace(asked, micro_batches=of.micro_batches))}
+    if best is not None and not best.arrangement.ground.resident:
+        fewer = of.micro_batches // 2 if of.micro_batches > 3 else of.micro_batches + 2
+        second = first_that_fits(moved(in_turns(base.alone or base, fewer)), asked)
+        if isinstance(second, Judged) and not second.arrangement.ground.resident:
+            found["compute_bound_micro_batches"] = compute_bound_micro_batches(best, second)
     return found
 
 
@@ -326,65 +359,6 @@ def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
         limits.device_chunk_bytes,
         int(hardware.device.allocator_share * device),
         limits.home_copies,
-    )
-
-
-_PARTS = (2, 4, 8, 16)
-
-
-def _variants(
-    call: TracedCall,
-    light: Workload | None,
-    base: Workload,
-    results: Results,
-    asked: Setting,
-    moved: Callable[[Workload], Workload],
-) -> Iterator[Variant]:
-    """Yield ways to train the same tokens a step in less device memory: more micro-batches, checkpointing (`light`)."""
-
-    def cut(of: TracedCall, parts: int) -> Workload | None:
-        workload = traced(divided(of, parts), results)
-        return workload and moved(workload)
-
-    micro_batches = asked.micro_batches
-    again = "checkpoint the activations of every layer (a third more compute)"
-    ways = [("", "divide", call, base)]
-    if light is not None:
-        yield Variant("checkpoint", again, functools.partial(moved, light), micro_batches)
-        ways.append((f"{again}, and ", "divide and checkpoint", checkpointed(call), light))
-    for how, kind, of, whole in ways:
-        for parts in _PARTS:
-            if base.rows % parts == 0:
-                size = f"{parts} micro-batches of {base.rows // parts}"
-                text = f"{how}split the batch into {size} and accumulate gradients"
-                workload = functools.cache(functools.partial(cut, of, parts))
-                about = functools.partial(lambda whole, parts: moved(smaller(whole, parts)), whole, parts)
-                yield Variant(kind, text, workload, micro_batches * parts, about)
-
-
-def _chunked(
-    call: TracedCall, results: Results, micro_batches: int, moved: Callable[..., Workload]
-) -> Iterator[Variant]:
-    """Yield ways without the logits of all tokens, which keep the mathematics and not each bit."""
-
-    def made(of: TracedCall, *activations: str) -> Workload | None:
-        workload = traced(of, results)
-        return workload and moved(workload, *activations)
-
-    chunks, text = (
-        replace(call, loss="chunked"),
-        "take hetmem.chunked_loss(model), equal but for rounding (--loss chunked)",
-    )
-    again = "checkpoint the activations of every layer"
-    yield Variant("loss", text, functools.partial(made, chunks), micro_batches)
-    yield Variant(
-        "loss and checkpoint", f"{text}, and {again}", functools.partial(made, checkpointed(chunks)), micro_batches
-    )
-    yield Variant(
-        "loss and checkpoint and move",
-        f'{text}, {again}, and give manage activations="auto"',
-        functools.partial(made, checkpointed(chunks), "auto"),
-        micro_batches,
     )
 
 

@@ -27,7 +27,8 @@ def moving(workload: Workload, capacities: Capacities, *, all_leave: bool, by_th
     chosen = range(len(saved)) if all_leave else sorted(to_leave(saved, needed, room, lag))
     moves = (Move(max(0, events[saved[at].free_at] - 1), events[saved[at].used_at], saved[at].nbytes) for at in chosen)
     made = without(workload, tuple(move for move in moves if move.leaves_at < move.used_at))
-    return replace(made, fills_device=bool(made.moves) and not all_leave)
+    alone = workload.alone and moving(workload.alone, capacities, all_leave=all_leave, by_the_caller=by_the_caller)
+    return replace(made, fills_device=bool(made.moves) and not all_leave, alone=alone)
 
 
 def _worth_moving(workload: Workload, least_bytes: int) -> tuple[list[SavedInterval], list[int], list[int]]:

@@ -14,7 +14,17 @@ from itertools import product
 from typing import Any
 
 from hetmem.base.units import GIB, MIB, round_up
-from hetmem.planner.decide import AS_FAST, Decision, Judged, arranged, first_that_fits, has_room, judged, not_whole
+from hetmem.planner.decide import (
+    AS_FAST,
+    Decision,
+    Judged,
+    arranged,
+    as_run,
+    first_that_fits,
+    has_room,
+    judged,
+    not_whole,
+)
 from hetmem.planner.model import TracedCall
 from hetmem.planner.plan import KEPT, LOANED, MARGIN_SHARE, Plan
 from hetmem.planner.plan_shape import TIERS
@@ -63,6 +73,37 @@ def activation_choices(
     return tuple(found)
 
 
+def other_order(workload: Workload, asked: Setting) -> dict[str, Any]:
+    """Return `Plan.other_order` for `workload`, the micro-batches of a step in the other order."""
+    found = first_that_fits(workload, asked)
+    if not isinstance(found, Judged):
+        return {"step_seconds": None, "device_peak_bytes": 0, "link_bytes": {}}
+    result = found.result
+    peak, links = result.device_peak_bytes, dict(result.bytes)
+    return {"step_seconds": result.seconds, "device_peak_bytes": peak, "link_bytes": links}
+
+
+def compute_bound_micro_batches(one: Judged, other: Judged) -> int | None:
+    """Return about how many micro-batches that take turns make compute bind, from two numbers of them; None if as many
+    as there may be would not: gradients and activations on a link grow as compute does."""
+    counts = one.workload.micro_batches, other.workload.micro_batches
+    grows, least = {}, 1.0
+    for name in one.result.terms:
+        first, second = one.result.terms[name], other.result.terms[name]
+        grows[name] = (second - first) / (counts[1] - counts[0])
+    for name, slope in grows.items():
+        fixed = (
+            one.result.terms[name] - slope * counts[0] - (one.result.terms["compute"] - grows["compute"] * counts[0])
+        )
+        if name != "compute" and fixed > 0:
+            if slope >= grows["compute"]:
+                return None
+            least = max(least, fixed / (grows["compute"] - slope))
+        elif slope > grows["compute"]:
+            return None
+    return math.ceil(least)
+
+
 def moved_and_kept(workload: Workload) -> dict[str, int]:
     """Return the bytes that autograd saves: those that are offloaded, and those that stay on the device."""
     moves = sum(move.nbytes for move in workload.moves)
@@ -82,7 +123,7 @@ def plan_of(
 ) -> Plan:
     """Return `decision` about `call` as a `Plan`."""
     workload, best, asked = decision.workload, decision.candidate, decision.asked
-    count, capacities = asked.micro_batches, asked.capacities
+    count, capacities = asked.micro_batches * workload.micro_batches, asked.capacities
     roles = _roles(decision)
     peaks = {name: sum(sizes.values()) for name, sizes in roles.items()}
     terms = {"compute": asked.compute_seconds(workload)}
@@ -99,6 +140,8 @@ def plan_of(
         rows=workload.rows,
         tokens=workload.tokens,
         micro_batches=count,
+        accumulate=workload.micro_batches > 1,
+        other_order=None,
         checkpointing=checkpointing,
         mixed_precision=None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch."),
         fits=best is not None,
@@ -111,8 +154,8 @@ def plan_of(
         terms=dict(terms),
         binding=binding,
         link_bytes=dict(best.result.bytes) if best else {},
-        flops=workload.flops * count,
-        recomputed_flops=workload.recomputed_flops * count,
+        flops=workload.flops * asked.micro_batches,
+        recomputed_flops=workload.recomputed_flops * asked.micro_batches,
         activations=activations,
         activation_bytes=activation_bytes,
         activation_choices=(),
@@ -136,6 +179,7 @@ def plan_of(
         peak_operator=workload.peak_operator,
         logits_bytes=workload.logits_bytes,
         compute_bound_rows=bound_rows,
+        compute_bound_micro_batches=None,
         largest_parameters=decision.largest_parameters,
         missing_bytes=dict(decision.missing_bytes),
         reasons=decision.reasons,
@@ -195,7 +239,9 @@ def _compute_bound_rows(terms: Mapping[str, float], rows: int, work: float) -> i
 def needed(best: Judged, peaks: Mapping[str, int]) -> tuple[Capacities, int | None]:
     """Return the smallest capacities with a margin in which a run does the same as `best`, and the chunk size to pass
     with them (None: the default is right)."""
-    ground, capacities = best.arrangement.ground, best.setting.capacities
+    workload, setting = as_run(best.workload, best.setting)
+    best = replace(best, workload=workload, setting=setting)
+    ground, capacities = best.arrangement.ground, setting.capacities
     share = capacities.device_fragment_bytes / max(1, capacities.device_bytes)
     device = min(capacities.device_bytes, _rounded(peaks["device"] / (1 - MARGIN_SHARE - IDLE_SHARE - share)))
     rooms = [(max(peaks["host"], ground.state_bytes if ground.resident else 0), peaks["nvme"])]

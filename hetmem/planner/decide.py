@@ -94,22 +94,34 @@ def _ways(workload: Workload, asked: Setting) -> tuple[Callable[[], Setting], ..
 def has_room(workload: Workload, setting: Setting) -> bool:
     """Return whether all homes and each single operator have room: a quick test before `judged`."""
     with suppress(NoRoom):
+        workload, setting = as_run(workload, setting)
         check_device(workload, arranged(workload, setting), setting.capacities)
         return True
     return False
 
 
+def as_run(workload: Workload, setting: Setting) -> tuple[Workload, Setting]:
+    """Return `workload` and `setting`, or those of a loop, which a model that is whole on the device is run by."""
+    if workload.alone is not None:
+        loop = replace(setting, micro_batches=setting.micro_batches * workload.micro_batches)
+        with suppress(NoRoom):
+            if arranged(workload.alone, loop).ground.resident:
+                return workload.alone, loop
+    return workload, setting
+
+
 def judged(workload: Workload, setting: Setting, *, steps: int = 4) -> Judged | NoRoom:
     """Rehearse `setting` for `steps` steps (the first two have no trace, and need most); return result or refusal."""
     try:
-        arrangement = arranged(workload, setting)
-        check_device(workload, arrangement, setting.capacities)
+        run, with_setting = as_run(workload, setting)
+        arrangement = arranged(run, with_setting)
+        check_device(run, arrangement, setting.capacities)
     except NoRoom as refusal:
         return refusal.with_traceback(None)
-    seen = replace(setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
-    result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.may_borrow()), seen, steps)
+    seen = replace(with_setting.within(host_bytes=0, nvme_bytes=0, home_copies=None), chunk_bytes=None)
+    result = _rehearsed(run, arrangement.as_rehearsed(arrangement.may_borrow()), seen, steps)
     if arrangement.lent and isinstance(result, NoRoom) and result.tier is not Tier.DEVICE:  # gradients need own homes
-        result = _rehearsed(workload, arrangement.as_rehearsed(arrangement.left), seen, steps)
+        result = _rehearsed(run, arrangement.as_rehearsed(arrangement.left), seen, steps)
     return result if isinstance(result, NoRoom) else Judged(workload, setting, arrangement, result)
 
 
@@ -168,7 +180,8 @@ def _copies(best: Judged, asked: Setting) -> Setting | None:
 def arranged(workload: Workload, setting: Setting) -> Arrangement:
     """Return what a run with `setting` reserves. Raises `NoRoom`."""
     how = setting.updating
-    made = arrange(workload, setting.capacities, setting.chunk_bytes, how, sums=setting.micro_batches > 1)
+    sums = setting.micro_batches * workload.micro_batches > 1
+    made = arrange(workload, setting.capacities, setting.chunk_bytes, how, sums=sums)
     if how.on_host_only and (made.ground.resident or made.ground.staying):
         nbytes = sum(made.bytes_by_role(Tier.DEVICE).values())
         raise NoRoom("small states are updated by the host alone, and have no room there", Tier.HOST, nbytes)

@@ -18,12 +18,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from hetmem.accumulation.order import Graph
 from hetmem.memory.live_bytes import operator_of
 from hetmem.placing.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
 from hetmem.schedule.saved import LOOKED_AT, SavedRound
-from hetmem.torch_private import TorchDispatchMode, storage_references, tree_leaves, tree_map
+from hetmem.torch_private import TorchDispatchMode, next_node_number, storage_references, tree_leaves, tree_map
 
 _NAMED_BYTES = 1 << 16
 """Smaller tensors are not listed at the peak."""
@@ -84,6 +85,8 @@ class MetaTracer:
         self._uses = _Uses(self)
         self._depth = 0
         self._in_backward = False
+        self._starts: list[int] = []
+        """Autograd's number of the next node behind each border."""
         self._recomputed_flops = 0
         self._round = SavedRound()
         """The tensors that autograd saves, recorded as in a run."""
@@ -101,17 +104,20 @@ class MetaTracer:
         kwargs: dict[str, Any],
         loss_of: Callable[[Any], torch.Tensor] | None,
         call: Callable[..., Any] | None = None,
+        borders: Sequence[torch.nn.Module] = (),
     ) -> Workload:
         """Trace `loss_of(model(*args, **kwargs)).backward()`, or without `loss_of` a forward alone. `call`: what is
-        called in place of the model, and calls it. The model and the
-        tensors are on one device: `meta`, or one where control flow sees values. Errors of the model propagate;
-        `results.last` is then the operator that was called last."""
+        called in place of the model, and calls it. `borders`: modules at whose calls micro-batches take turns. The
+        model and the tensors are on one device: `meta`, or one where control flow sees values. Errors of the model
+        propagate; `results.last` is then the operator that was called last."""
         handles: list[Any] = [
             p.register_post_accumulate_grad_hook(self._gradient) for p in self._parameters if p.requires_grad
         ]
         handles.append(register_module_forward_pre_hook(self._enter))
         handles.append(register_module_forward_hook(self._leave, always_call=True))
+        handles += [border.register_forward_pre_hook(self._come_to, prepend=True) for border in borders]
         buffers = sum(buffer.numel() * buffer.itemsize for buffer in self._model.buffers())
+        kept = list[_What]()
         if self._mixed is not None:
             args, kwargs = tree_map(lambda value: _cast(value, self._mixed), (args, kwargs))
         try:
@@ -124,7 +130,10 @@ class MetaTracer:
                 else:
                     with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                         loss = loss_of((call or self._model)(*args, **kwargs))
+                    if borders:
+                        self._note_borders(Graph.of(loss, self._starts))
                     self._boundary(Kind.BACKWARD, "backward")
+                    kept = [*self._named.values()]
                     self._in_backward = True
                     loss.backward()
                     self._boundary(Kind.END, "end of backward")
@@ -142,9 +151,10 @@ class MetaTracer:
             *rows_and_tokens((args, kwargs)),
             self._dtypes.most_common(1)[0][0] if self._dtypes else "float32",
             *self._at_peak(),
-            self._recomputed_flops,
+            recomputed_flops=self._recomputed_flops,
             saved=tuple(self._round.intervals.values()),
             ticks=tuple(zip(self._event_at, self._round.needed_bytes, strict=True)),
+            kept_logits_bytes=self._logits_of(kept),
         )
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
@@ -158,6 +168,18 @@ class MetaTracer:
         self._depth -= 1
         if self._depth == 0:
             self._uses.__exit__(None, None, None)
+
+    # ---- borders -----------------------------------------------------------------------------------------------
+
+    def _come_to(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._in_backward:  # else it is computed again
+            self._boundary(Kind.BORDER, "border")
+            self._starts.append(next_node_number())
+
+    def _note_borders(self, graph: Graph) -> None:
+        """Have the backward behind `graph` come to the same borders."""
+        for stretch in sorted(graph.first, reverse=True)[1:]:
+            graph.first[stretch][1].register_prehook(lambda _: self._boundary(Kind.BORDER, "border"))
 
     # ---- uses --------------------------------------------------------------------------------------------------
 
@@ -309,12 +331,15 @@ class MetaTracer:
         kinds: Counter[str] = Counter()
         for nbytes, operator, shape, dtype in self._peak[1]:
             kinds[f"{operator} {'x'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"] += nbytes
+        return tuple(kinds.most_common(_KINDS)), self._logits_of(self._peak[1])
+
+    def _logits_of(self, tensors: Iterable[_What]) -> int:
+        """Return the bytes of those of `tensors` that are as wide as the vocabulary."""
         largest = max(
             (home.shape for home in self._homes if home.dim() == 2), key=lambda shape: shape.numel(), default=()
         )
         vocabulary = largest[0] if largest and largest[0] > _WIDE * largest[1] else -1
-        logits = sum(nbytes for nbytes, _, shape, _ in self._peak[1] if shape and shape[-1] == vocabulary)
-        return tuple(kinds.most_common(_KINDS)), logits
+        return sum(nbytes for nbytes, _, shape, _ in tensors if shape and shape[-1] == vocabulary)
 
     def called(self) -> None:
         """Count a call of a module, or of a function of torch within one, which costs time in a managed run."""

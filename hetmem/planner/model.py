@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +22,11 @@ from torch.nn.modules.module import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from hetmem.accumulation.borders import repeated_blocks, with_buffers
 from hetmem.errors import ManageError
 from hetmem.losses import chunked_loss
 from hetmem.placing.filling import as_written
+from hetmem.planner.in_turns import in_turns
 from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
 from hetmem.planner.meta_trace import MetaTracer
 from hetmem.planner.plan import PlanError
@@ -51,6 +53,9 @@ class TracedCall:
     """Lines of code that precede `manage` in the program, for the plan to show."""
     recomputed: int | None = 0
     """How many of the repeated layers, the first ones, are checkpointed; None: all."""
+    micro_batches: int | None = None
+    """How many of `batch` pass the model in turns, as `hetmem.accumulate` has them do; None: one passes it alone, and
+    no borders are looked for."""
 
     def __post_init__(self) -> None:
         if isinstance(self.batch, Mapping):  # as tokenizers return it: torch's pytrees know only a dict
@@ -73,11 +78,11 @@ def trace(
     may change the keywords of an inference's call, and returns tensors that are on the device before it.
     """
     device, results = "cpu" if real else "meta", results or Results()
-    model, made = _build(call.build_model, device), call.loss
+    model, loss = _build(call.build_model, device), call.loss
     if call.recomputed != 0:
         checkpoint_layers(model, call.recomputed)
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
-    loss_of = default_loss if made is None or made == "chunked" else lambda output: _scalar(made(output))
+    loss_of = default_loss if loss is None or loss == "chunked" else lambda output: _scalar(loss(output))
     try:
         if inference:
             model.eval().requires_grad_(False)
@@ -85,14 +90,28 @@ def trace(
             tracer = MetaTracer(model, call.mixed_precision, results)
             tracer.count(prepare(model, kwargs) if prepare is not None else (), "cache")
             return tracer.run(args, kwargs, None)
-        chunked = call_in_chunks(model, args) if made == "chunked" else None
-        return MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of, chunked)
+        chunked = call_in_chunks(model, args) if loss == "chunked" else None
+        count = call.micro_batches
+        borders = _borders(model, count) if count else ()
+        made = MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of, chunked, borders)
+        return in_turns(made, count or 1)
     except PlanError:
         raise
     except Exception as error:
         raise PlanError(
             f"{type(error).__name__}: {error}. {_hint(error, results.last, model, args, kwargs)}"
         ) from error
+
+
+def _borders(model: nn.Module, count: int) -> Sequence[nn.Module]:
+    """Return the modules at whose calls `count` micro-batches take turns. Raises `PlanError` if several have none."""
+    blocks = repeated_blocks(model)
+    if count > 1 and not blocks:
+        raise PlanError(
+            f"accumulate=True: {type(model).__name__} has no ModuleList or Sequential with several blocks of one "
+            f"class, so hetmem.accumulate computes one micro-batch after the other: leave accumulate (--accumulate) out"
+        )
+    return with_buffers(model, blocks) if blocks else ()
 
 
 def call_in_chunks(model: nn.Module, args: tuple[Any, ...]) -> Callable[..., torch.Tensor]:

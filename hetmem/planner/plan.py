@@ -5,7 +5,6 @@ The text says whether it fits, which resource binds, what to change, and has a b
 
 from __future__ import annotations
 
-import hashlib
 import html
 import json
 import os
@@ -21,21 +20,24 @@ from hetmem.base.schema import SchemaError, shown
 from hetmem.base.units import format_seconds, format_size
 from hetmem.base.whole_files import write_whole
 from hetmem.errors import BudgetError, HetmemError, printable
-from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan
+from hetmem.planner.plan_shape import RESOURCES, TIERS, check_plan, digest_of
 from hetmem.planner.wording import (
     LOGITS_SHARE,
     TIMES,
+    as_source,
     cache_line,
+    choice_line,
     drive_life,
     drive_line,
     generation_lines,
     logits_line,
+    other_order_line,
     speed,
 )
 from hetmem.planner.wording import count as _count
 from hetmem.planner.wording import wrapped as _wrapped
 
-PLAN_VERSION = 13
+PLAN_VERSION = 14
 KEPT = "kept for homes on the device"
 LOANED = "gradients until their update"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
@@ -61,7 +63,11 @@ class Plan:
     (`activations` are everything on the device that is not chunks). `terms`: the busy seconds of each resource in
     a step; `binding` names the largest; `step_seconds` is the simulated time of a step (None if it does not fit).
     `flops` of matrix operators in a step, of which `recomputed_flops` by checkpoints.
-    `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits.
+    `compute_bound_rows`: about the batch from which on compute binds, whether or not it fits; where micro-batches
+    `accumulate`, `compute_bound_micro_batches`: so many of this one, None if compute would bind with no number of them.
+    `accumulate`: whether the micro-batches pass the model layer by layer, as `hetmem.accumulate` has them do.
+    `other_order`: of a step of several, `step_seconds` (None if it does not fit), `device_peak_bytes` and `link_bytes`
+    of the loop, or, of a plan of the loop, of `hetmem.accumulate`; else None.
     `budget_bytes[tier]`: the budget for the run, the peak and a margin of `MARGIN_SHARE` (on the device a little more,
     which is never filled); where it does not fit, the `capacity_bytes` that it was planned within.
     `at_peak`: the largest kinds of tensors on the device beside chunks at their peak, in `peak_operator`: `what` and
@@ -92,6 +98,8 @@ class Plan:
     rows: int
     tokens: int
     micro_batches: int
+    accumulate: bool
+    other_order: dict[str, Any] | None
     checkpointing: bool
     mixed_precision: str | None
     fits: bool
@@ -129,6 +137,7 @@ class Plan:
     peak_operator: str
     logits_bytes: int
     compute_bound_rows: int | None
+    compute_bound_micro_batches: int | None
     largest_parameters: int
     missing_bytes: dict[str, int]
     reasons: tuple[str, ...]
@@ -167,10 +176,10 @@ class Plan:
     @property
     def keywords(self) -> tuple[str, ...]:
         """The arguments of `manage` and `managed` for a run as planned, as Python source."""
-        limits = (f"{name}={_python(value)}" for name, value in self._limits().items())
+        limits = (f"{name}={as_source(value)}" for name, value in self._limits().items())
         written = {
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
-            "chunk_bytes": None if self.chunk_bytes is None else _python(self.chunk_bytes),
+            "chunk_bytes": None if self.chunk_bytes is None else as_source(self.chunk_bytes),
             "activations": None if self.activations == "keep" else json.dumps(self.activations),
         }
         options = (f"{name}={value}" for name, value in written.items() if value is not None)
@@ -183,7 +192,7 @@ class Plan:
 
     def _options(self) -> tuple[str, ...]:
         written = {"bfloat16": "torch.bfloat16"}
-        options = (f"{name}={written.get(value) or _python(value)}" for name, value in self.optimizer.items())
+        options = (f"{name}={written.get(value) or as_source(value)}" for name, value in self.optimizer.items())
         return "model.parameters()", *options
 
     def code(self) -> str:
@@ -210,6 +219,10 @@ class Plan:
         elif not self.inference:
             lines += ["optimizer = hetmem.AdamW(", *(f"    {option}," for option in self._options()), ")"]
         lines += ["loss_of = hetmem.chunked_loss(model)  # loss_of(**batch).backward()"] if self.loss else []
+        if self.accumulate:
+            of = f"lambda model, batch: loss_of(**batch) / {self.micro_batches}" if self.loss else ""
+            call = f"losses = hetmem.accumulate(model, batches{f', {of}' if of else ''})"
+            lines += [f"# a list of {self.micro_batches} batches, whose mean loss is differentiated:", call]
         return "\n".join(lines)
 
     @property
@@ -233,7 +246,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain numbers, lists and dicts, with a version and a digest of the rest."""
         data = {"version": PLAN_VERSION, **json.loads(json.dumps(asdict(self)))}
-        return {**data, "digest": _digest(data)}
+        return {**data, "digest": digest_of(data)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to `path` as JSON. The file appears whole or not at all; raises OSError with the old one as it
@@ -266,7 +279,7 @@ class Plan:
                 f"{what}: version: expected {PLAN_VERSION}, got {shown(given.get('version'))}: another hetmem made it; "
                 f"plan again with this one"
             )
-        if given.pop("digest", None) != _digest(given):
+        if given.pop("digest", None) != digest_of(given):
             raise PlanError(
                 f"{what}: digest: it was changed since hetmem made it: plan again, or give manage the keywords that "
                 f"the plan says, with other values, in its place"
@@ -301,20 +314,6 @@ class Plan:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def _digest(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _python(value: int | bool | str | list[str]) -> str:
-    """Return `value` as Python source; whole KiB, MiB or GiB as a string with the unit."""
-    if isinstance(value, bool):
-        return str(value)
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if isinstance(value, int) and value and value % size == 0:
-            return f'"{value // size}{unit}"'
-    return json.dumps(value)
-
-
 # ---- as text -----------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +321,9 @@ def _head(plan: Plan) -> Iterator[str]:
     precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
     kind = "rows" if plan.tokens == plan.rows else "tokens"
     size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} {kind} a batch"
+    if plan.micro_batches > 1:
+        batch = f"{plan.micro_batches} micro-batches of {plan.tokens} {kind} a step"
+    batch += ", layer by layer" if plan.accumulate else ""
     batch += ", every layer checkpointed" if plan.checkpointing else ""
     batch += ", inference" if plan.inference else ""
     if plan.generation is not None:
@@ -367,13 +369,7 @@ def _tiers(plan: Plan) -> Iterator[str]:
     others = [f"{how} {format_size(nbytes)}" for how, nbytes in plan.activation_bytes.items()]
     yield _wrapped(f"activations: {', '.join(others)}")
     for each in plan.activation_choices:
-        seconds = each["step_seconds"]
-        how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
-        moved = f"{format_size(each['moved_bytes'])} moved"
-        moved += f", {format_size(each['nvme_bytes'])} of it to NVMe" if each["nvme_bytes"] else ""
-        most = f"batches or sequences up to {each['times']:.2f} times as large fit: {each['rows']:,} rows"
-        most += f", or a sequence of {each['sequence']:,}" if plan.tokens > plan.rows else ""
-        yield _wrapped(f"activations={each['choice']}: {how}, {moved}, {format_size(each['kept_bytes'])} kept; {most}")
+        yield choice_line(each, plan.tokens > plan.rows)
     largest = ", ".join(f"{each['what']} {format_size(each['bytes'])}" for each in plan.at_peak[:_SHOWN])
     if largest:
         yield _wrapped(f"most at {plan.peak_operator}: {largest}")
@@ -404,7 +400,11 @@ def _time(plan: Plan) -> Iterator[str]:
         )
     if plan.link_bytes.get("nvme_write"):
         yield drive_line(plan.link_bytes["nvme_write"], seconds, plan.capacity_bytes["nvme"])
-    if plan.compute_bound_rows is not None:
+    if plan.other_order is not None:
+        yield other_order_line(plan.other_order, seconds, accumulates=plan.accumulate)
+    if plan.compute_bound_micro_batches is not None:
+        yield f"compute binds from m = {plan.compute_bound_micro_batches} micro-batches on (now {plan.micro_batches})"
+    elif plan.compute_bound_rows is not None:
         yield f"compute binds from a batch of about {plan.compute_bound_rows} (now {plan.rows})"
     yield f"the largest model of this shape would have about {_count(plan.largest_parameters)} parameters"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -56,6 +58,16 @@ _PLAN = record(
         "rows": _COUNT,
         "tokens": _COUNT,
         "micro_batches": whole(1, 10**9),
+        "accumulate": FLAG,
+        "other_order": or_null(
+            record(
+                {
+                    "step_seconds": or_null(_SECONDS),
+                    "device_peak_bytes": _BYTES,
+                    "link_bytes": table_of(_BYTES, _LINKS),
+                }
+            )
+        ),
         "checkpointing": FLAG,
         "mixed_precision": one_of(None, "bfloat16", "float16"),
         "fits": FLAG,
@@ -128,6 +140,7 @@ _PLAN = record(
         "peak_operator": text(),
         "logits_bytes": _BYTES,
         "compute_bound_rows": or_null(_COUNT),
+        "compute_bound_micro_batches": or_null(_COUNT),
         "largest_parameters": _COUNT,
         "missing_bytes": table_of(_BYTES, TIERS),
         "reasons": list_of(text()),
@@ -139,6 +152,11 @@ _FITS = record(
     {"step_seconds": number(1e-12, 1e12, "seconds"), "stall_seconds": _SECONDS, "binding": one_of(*RESOURCES)},
     others=True,
 )
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """Return what tells these fields of a plan from others."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def check_plan(data: Mapping[str, Any]) -> None:

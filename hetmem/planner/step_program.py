@@ -28,7 +28,7 @@ from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, Setting, StepResult, Workload
 from hetmem.schedule.blocks import Block, in_flight_bytes
 from hetmem.schedule.placement import COPY_BYTES, NoRoom
-from hetmem.schedule.trace import STEP, Tier
+from hetmem.schedule.trace import STEP, Tier, Turns
 
 UPDATE_BYTES = 28
 """Memory traffic of the update of one float32 parameter: 16 bytes read, 12 written."""
@@ -66,6 +66,7 @@ class Rehearsal:
         ]
         self._held: dict[int, int] = {}
         self._gone: list[int] = []
+        self._turns = Turns(workload.micro_batches)
         self._gradients = workload.gradients()
         self._usual = {number: micro_batches * count for number, count in self._gradients.items()}
         self._begun: set[int] = set()
@@ -154,9 +155,9 @@ class Rehearsal:
         self._gone += event.let_go
         match event.kind:
             case Kind.FORWARD:
-                self._notes.begin(FORWARD)
+                self._notes.begin((*FORWARD, self._turns))
             case Kind.BACKWARD:
-                self._notes.begin(BACKWARD)
+                self._notes.begin((*BACKWARD, self._turns))
                 self._sink.gathers = bool(self._blocks) and self._notes.all_at_once(
                     set(map(self._block_of, range(len(self.arrangement.chunk_of))))
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,16 @@ def count(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f}"
+
+
+def as_source(value: int | bool | str | list[str]) -> str:
+    """Return `value` as Python source; whole KiB, MiB or GiB as a string with the unit."""
+    if isinstance(value, bool):
+        return str(value)
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if isinstance(value, int) and value and value % size == 0:
+            return f'"{value // size}{unit}"'
+    return json.dumps(value)
 
 
 def speed(flops: int, recomputed: int, seconds: float) -> str:
@@ -78,3 +89,26 @@ def logits_line(model: str, nbytes: int) -> str:
     if model.endswith(("ForCausalLM", "LMHeadModel")):
         how = "hetmem.chunked_loss(model) in place of the model's own loss avoids them (--loss chunked)"
     return wrapped(f"logits and their gradients are {format_size(nbytes)} of that: {how}")
+
+
+def choice_line(choice: Mapping[str, Any], of_tokens: bool) -> str:
+    """Return what one of `Plan.activation_choices` takes and lets fit; `of_tokens`: rows are sequences."""
+    seconds = choice["step_seconds"]
+    how = "does not fit" if seconds is None else f"{format_seconds(seconds)} a step"
+    moved = f"{format_size(choice['moved_bytes'])} moved"
+    moved += f", {format_size(choice['nvme_bytes'])} of it to NVMe" if choice["nvme_bytes"] else ""
+    most = f"batches or sequences up to {choice['times']:.2f} times as large fit: {choice['rows']:,} rows"
+    most += f", or a sequence of {choice['sequence']:,}" if of_tokens else ""
+    kept = format_size(choice["kept_bytes"])
+    return wrapped(f"activations={choice['choice']}: {how}, {moved}, {kept} kept; {most}")
+
+
+def other_order_line(other: Mapping[str, Any], seconds: float, *, accumulates: bool) -> str:
+    """Return what `other`, `Plan.other_order` of a plan of `seconds` a step that `accumulates` or not, takes."""
+    name = "a loop over the micro-batches" if accumulates else "hetmem.accumulate (--accumulate)"
+    if other["step_seconds"] is None:
+        return wrapped(f"{name} does not fit")
+    times, peak = other["step_seconds"] / seconds, format_size(other["device_peak_bytes"])
+    moved = format_size(other["link_bytes"]["host_to_device"])
+    took = f"{format_seconds(other['step_seconds'])} a step, {times:.2f} times this"
+    return wrapped(f"{name}: {took}; {peak} of the device, {moved} a step to it")

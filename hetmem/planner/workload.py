@@ -29,6 +29,7 @@ class Kind(Enum):
     SAVED = auto()  # autograd asks for a parameter that it saved
     GRADIENT = auto()  # the gradient of a parameter has been made
     END = auto()  # the backward is over
+    BORDER = auto()  # micro-batches that take turns pass on to the next one
 
 
 @dataclass(slots=True)
@@ -102,7 +103,7 @@ class Workload:
     """One training step without the optimizer. `compute_itemsizes[i]`: bytes per element of parameter i on the device.
 
     `rows` is the batch size, `tokens` the unit of throughput (elements of the largest integer input, or rows), `dtype`
-    that of most matrix work. `events` cover one micro-batch.
+    that of most matrix work, all of one micro-batch.
     """
 
     name: str
@@ -119,6 +120,8 @@ class Workload:
     """The largest kinds of tensors alive beside parameters at their peak, and the bytes of each kind."""
     logits_bytes: int = 0
     """Bytes at the peak of tensors whose last dimension is the vocabulary's."""
+    kept_logits_bytes: int = 0
+    """Bytes of such tensors that are kept between forward and backward."""
     recomputed_flops: int = 0
     """Floating-point operations that checkpoints repeat in the backward."""
     saved: tuple[SavedInterval, ...] = ()
@@ -131,6 +134,10 @@ class Workload:
     """The peak of offloaded bytes, in whole pages."""
     fills_device: bool = False
     """Whether the first step of a run, which has no trace yet, offloads nothing before the device is full."""
+    micro_batches: int = 1
+    """How many the `events` cover, in turns."""
+    alone: Workload | None = None
+    """One of several such micro-batches."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.dtype, self.rows, len(self.parameters), len(self.events)))  # of thousands
@@ -176,7 +183,8 @@ def resized(workload: Workload, of_bytes: Callable[[int], int]) -> Workload:
     events = tuple(event.resized(of_bytes) for event in workload.events)
     saved = tuple(replace(each, nbytes=of_bytes(each.nbytes)) for each in workload.saved)
     ticks = tuple((event, of_bytes(nbytes)) for event, nbytes in workload.ticks)
-    return replace(workload, events=events, saved=saved, ticks=ticks)
+    alone = workload.alone and resized(workload.alone, of_bytes)
+    return replace(workload, events=events, saved=saved, ticks=ticks, alone=alone)
 
 
 def larger_by(workload: Workload, times: float) -> Workload:
@@ -198,6 +206,7 @@ def larger_by(workload: Workload, times: float) -> Workload:
         parameters=(*workload.parameters, *(workload.parameters[at] for at in more)),
         compute_itemsizes=(*workload.compute_itemsizes, *(workload.compute_itemsizes[at] for at in more)),
         trainable=workload.trainable | trained,
+        alone=workload.alone and larger_by(workload.alone, times),
     )
 
 

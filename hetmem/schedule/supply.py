@@ -30,7 +30,6 @@ class Supply:
         self._blocks = ledger.blocks
         self._caches = ledger.caches
         self.lookahead = lookahead
-        self._fed_ahead = _FED_AHEAD * lookahead
         self._at_once = at_once
         self.waiting: list[tuple[Tier, int]] = []
         """Requests, the oldest first."""
@@ -98,7 +97,7 @@ class Supply:
         """Return whether staging has a VALID copy of `block` to feed the device from; request one if it has none."""
         staging = self._caches[HOST]
         staged = staging.copies.get(block)
-        self._caches[DEVICE].fed_ahead = self._fed_ahead
+        self._caches[DEVICE].fed_ahead = _FED_AHEAD * self._lookahead(self._caches[DEVICE])
         if staged is None:
             staged = staging.add(block, Copy(WAITING))
         elif staged.state is STALE:
@@ -137,8 +136,9 @@ class Supply:
             self._scan(cache, commands)
         else:
             on_device, at_once = cache is not staging, cache.at_once
+            lookahead = self._lookahead(cache)
             cache.exhausted = False
-            for block in cache.missing(self.lookahead):
+            for block in cache.missing(lookahead):
                 if len(cache.unused) + cache.loading >= at_once and self._has_enough(cache, at_once):
                     break
                 if not on_device and self._comes_later(block):
@@ -148,12 +148,16 @@ class Supply:
                 if on_device and cache.exhausted and cache.slots.used >= cache.limit:
                     break  # no room for the next block: try at the next use
             else:
-                cache.prefetch_at = cache.complete - self.lookahead + 1
+                cache.prefetch_at = cache.complete - lookahead + 1
             cache.prefetched_at = self._ledger.tick + (not cache.is_known)  # see `Cache.prefetch_at`
         if staging.slots.count:
             cache.prefetch_at = 0  # reads that end make room at any time
             if cache is not staging:  # reads that `_comes_later` has postponed
                 self.prefetch(staging, commands)
+
+    def _lookahead(self, cache: Cache) -> int:
+        """Return how many uses ahead to look: of micro-batches that take turns those of each come in a row."""
+        return self.lookahead * cache.schedule.turns
 
     def _has_enough(self, cache: Cache, at_once: int) -> bool:
         """Return whether `at_once` copies are ahead of their use. On the device prefetched copies count until used, so
@@ -161,7 +165,7 @@ class Supply:
         busy."""
         if cache.tier is HOST:
             return cache.loading >= at_once
-        return len(cache.unused) >= at_once and cache.fetched_ahead(self.lookahead) >= at_once
+        return len(cache.unused) >= at_once and cache.fetched_ahead(self._lookahead(cache)) >= at_once
 
     def _scan(self, cache: Cache, commands: list[Command]) -> None:
         """Fetch what the device lacks as far ahead as the streaming slots allow: see note "scans" in `cache`."""
@@ -173,7 +177,7 @@ class Supply:
     def _comes_later(self, block: int) -> bool:
         """Return whether staging feeds the device at present and the use of `block` in host memory is far away."""
         device, staging = self._caches
-        return device.fed_ahead > 0 and staging.needed(block) - 2 * self.lookahead > staging.clock()
+        return device.fed_ahead > 0 and staging.needed(block) - 2 * self._lookahead(device) > staging.clock()
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
         """Begin to bring `block` to `tier` without a use, if it has no copy and nothing of more use is evicted."""
@@ -193,7 +197,7 @@ class Supply:
         elif on_device:
             if block in self._suspended:
                 return True
-            cache.fed_ahead = self._fed_ahead
+            cache.fed_ahead = _FED_AHEAD * self._lookahead(cache)
             staging = self._caches[HOST]
             staged = staging.copies.get(block)
             if staged is None:

@@ -161,7 +161,9 @@ class Schedule:
     `position` counts the uses reached. The first `segment` uses belong to the running segment (all, if not given): only
     among those can the next use differ from the expected one. Blocks used after `barrier` (an index of `uses`) are
     rewritten before: these uses count for eviction, but nothing is prefetched for them. `scan`: all is used in the same
-    order again and again, as by forwards without backwards. `next_use` and `reach` are O(log uses).
+    order again and again, as by forwards without backwards. `turns`: so many micro-batches use each block in turns,
+    before the next one is used, so that prefetching looks as many times as far ahead. `next_use` and `reach` are O(log
+    uses).
     """
 
     def __init__(
@@ -171,9 +173,10 @@ class Schedule:
         barrier: int | None = None,
         segment: int = NEVER,
         scan: bool = False,
+        turns: int = 1,
     ) -> None:
         known = uses if isinstance(uses, UseSequence) else UseSequence(uses)
-        self.known, self.scan = known, scan
+        self.known, self.scan, self.turns = known, scan, turns
         self.uses = known.blocks
         self.count = len(self.uses)
         self.barrier = (NEVER if barrier is None else barrier) if self.count else 0
@@ -300,6 +303,17 @@ def segment_name(key: Hashable) -> str:
     return str(key[0]) if isinstance(key, tuple) else str(key)
 
 
+class Turns(int):
+    """How many micro-batches take turns in a segment: a part of its key."""
+
+
+def turns_of(key: Hashable) -> int:
+    """Return how many micro-batches take turns in a segment with `key`, or in the forwards that it names; else 1."""
+    if isinstance(key, tuple):
+        return max(map(turns_of, key), default=1)
+    return key if isinstance(key, Turns) else 1
+
+
 def infers(key: Hashable | None) -> bool:
     """Return whether the segment with `key` is a forward without gradients; its key has the module, its mode, and
     whether gradients are enabled."""
@@ -368,8 +382,9 @@ class TraceBook:
             before += len(trace.moments)
         first = len(chain[0].moments) if chain else 0
         scan = all(segment_name(trace.key) == "forward" for trace in chain)
-        on_device = Schedule(device, barrier=barrier, segment=first, scan=scan)
-        return {Tier.DEVICE: on_device, Tier.HOST: Schedule(host)}
+        turns = max((turns_of(trace.key) for trace in chain), default=1)
+        on_device = Schedule(device, barrier=barrier, segment=first, scan=scan, turns=turns)
+        return {Tier.DEVICE: on_device, Tier.HOST: Schedule(host, turns=turns)}
 
     def _uses_of(self, key: Hashable, chain: list[SegmentTrace]) -> tuple[UseSequence, UseSequence]:
         """Return the uses of `chain`, which starts with `key`, on the device and in host staging; cached."""

@@ -17,7 +17,8 @@ import torch
 from hetmem.base.units import format_seconds
 from hetmem.errors import HetmemError
 from hetmem.planner import Plan, TracedCall
-from hetmem.planner.model import repeated_layers
+from hetmem.planner.meta_results import rows_of
+from hetmem.planner.model import divided, repeated_layers
 
 MOST_LINES = 30
 """The most lines of code, without empty ones."""
@@ -54,6 +55,7 @@ def script(plan: Plan, call: TracedCall, source: ModelOrigin) -> str:
     if plan.budget_bytes["nvme"] and not plan.nvme_directories:
         raise HetmemError("the plan uses a drive: say where with --nvme-dir, and the program is written")
     hugging_face = source.config_file is not None
+    call = divided(call, rows_of(call.batch, plan.rows) // plan.rows)
     blocks = [
         [*_heading(plan, source)],
         [*_model(plan, source, call)],
@@ -200,6 +202,17 @@ def _is_text(name: str | int, value: torch.Tensor) -> bool:
 
 def _loop(plan: Plan, call: TracedCall, source: ModelOrigin) -> Iterator[str]:
     called = "model(**batch)" if isinstance(call.batch, Mapping) else "model(*batch)"
+    if plan.accumulate:
+        yield "def forward(model, batch):"
+        yield from _loss(source, called)
+        yield f"    return loss / {plan.micro_batches}"
+        yield from ["", ""]
+        yield f"for at in range({_STEPS}):"
+        yield "    losses = hetmem.accumulate(model, batches(1), forward)"
+        yield from (f"    optimizer.{name}()" for name in ("step", "zero_grad"))
+        yield "    print(at, sum(loss.item() for loss in losses))"
+        yield from _END
+        return
     yield f"for at, batch in enumerate(batches({_STEPS})):"
     if plan.inference:
         yield "    with torch.no_grad():"
@@ -211,15 +224,7 @@ def _loop(plan: Plan, call: TracedCall, source: ModelOrigin) -> Iterator[str]:
             yield "    print(at, type(output).__name__)"
         yield 'hetmem.report(model).save("report.html")'
         return
-    if source.loss == "chunked":
-        yield f"    loss = loss_of({called.removeprefix('model(')}"
-    elif source.loss:
-        yield f"    loss = {source.loss.partition(':')[2]}({called})"
-    elif source.builder:
-        yield f"    output = {called}"
-        yield '    loss = getattr(output, "loss", output)'
-    else:
-        yield f"    loss = {called}.loss"
+    yield from _loss(source, called)
     indent = "    "
     if plan.micro_batches > 1:
         yield f"    (loss / {plan.micro_batches}).backward()"
@@ -230,5 +235,20 @@ def _loop(plan: Plan, call: TracedCall, source: ModelOrigin) -> Iterator[str]:
     yield f"{indent}optimizer.step()"
     yield f"{indent}optimizer.zero_grad()"
     yield f"{indent}print(at, loss.item())"
-    yield 'hetmem.save("checkpoint.safetensors", model, optimizer)'
-    yield 'hetmem.report(model).save("report.html")'
+    yield from _END
+
+
+_END = ('hetmem.save("checkpoint.safetensors", model, optimizer)', 'hetmem.report(model).save("report.html")')
+
+
+def _loss(source: ModelOrigin, called: str) -> Iterator[str]:
+    """Yield the lines of a function or loop that compute the loss of a batch."""
+    if source.loss == "chunked":
+        yield f"    loss = loss_of({called.removeprefix('model(')}"
+    elif source.loss:
+        yield f"    loss = {source.loss.partition(':')[2]}({called})"
+    elif source.builder:
+        yield f"    output = {called}"
+        yield '    loss = getattr(output, "loss", output)'
+    else:
+        yield f"    loss = {called}.loss"
