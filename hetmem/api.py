@@ -154,6 +154,10 @@ def _manage(
         if budget is not None or chunk_bytes is not None:
             raise ManageError("a plan says the budget and chunk_bytes: give manage the plan, or those, not both")
         mixed_precision = _planned_precision(planned, mixed_precision)
+        if asked.frozen not in (None, planned.frozen):
+            raise ManageError(f"the plan is for frozen={planned.frozen!r}, got {asked.frozen!r}: plan again with that")
+        frozen: Any = planned.frozen
+        asked = replace(asked, frozen=frozen)
         budget, chunk_bytes = planned.budget, planned.chunk_bytes
     profile = _profile(asked.hardware)
     if "engine" in logged_parts():
@@ -220,7 +224,9 @@ def _rehearser(
         )
         homes = {id(managed.parameter): managed.home for managed in runtime.parameters}
         asked = rehearsal.setting(capacities, chunk_bytes, runtime.hardware, by_the_caller=memory.device.watched)
-        return rehearsal.rehearsed(module, homes, called, asked, memory.mixed_precision, activations)
+        coded = ((managed.name, managed.code) for managed in runtime.parameters)
+        formats: dict[str, Any] = {name: code.coding.format for name, code in coded if code is not None}
+        return rehearsal.rehearsed(module, homes, called, asked, memory.mixed_precision, activations, formats)
 
     return rehearse
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hetmem.base.config import Limits
 from hetmem.base.units import format_size, parse_size
 from hetmem.base.whole_files import target_of, write_whole
 from hetmem.errors import HetmemError, printable
+from hetmem.schedule.formats import FORMATS
 from hetmem.tools.stages import Stages
 
 atexit.register(gc.freeze)  # skips the collection of all of torch at exit: a second of a plan's ten
@@ -104,6 +105,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lora", type=int, metavar="RANK", help="train adapters of that rank beside frozen linear layers in bfloat16"
+    )
+    parser.add_argument(
+        "--frozen",
+        metavar="FORMAT",
+        choices=FORMATS,
+        help=f"as in hetmem.manage(frozen=…): {', '.join(FORMATS)}",
     )
     parser.add_argument("--inference", action="store_true", help="forwards alone, under torch.no_grad()")
     parser.add_argument("--prompt", type=int, metavar="TOKENS", help="with --new-tokens, in place of --sequence")
@@ -273,10 +280,12 @@ def _call(options: argparse.Namespace) -> Any:
         call = planner.TracedCall(
             _function(options.builder), by_name or tuple(tensor for _, tensor in inputs), loss, mixed
         )
-    if options.lora is not None:
-        return planner.with_adapters(call, options.lora)
     alone = options.inference and mixed is torch.bfloat16  # no update needs weights in float32
-    return planner.in_bfloat16(call) if options.stochastic_rounding or alone else call
+    if options.lora is not None:
+        call = planner.with_adapters(call, options.lora)
+    elif options.stochastic_rounding or alone:
+        call = planner.in_bfloat16(call)
+    return replace(call, frozen=options.frozen)
 
 
 def _named_input(text: str) -> tuple[str | None, Any]:

@@ -25,7 +25,7 @@ PUBLIC = {
     "budget budget_bytes "
     "capacity_bytes changes checkpointing chunk_bytes chunk_waste code combined compute_bound_micro_batches "
     "compute_bound_rows constructor "
-    "device_chunks device_update_share fits flops from_dict generation hardware home_copies inference keywords "
+    "device_chunks device_update_share fits flops from_dict frozen generation hardware home_copies inference keywords "
     "largest_parameters "
     "layers link_bytes load logits_bytes loss micro_batches missing_bytes mixed_precision model "
     "nvme_directories optimizer other_order overlap parameters peak_bytes peak_operator prediction "
@@ -39,7 +39,7 @@ PUBLIC = {
     "managed": "budget options",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches accumulate tokens "
     "checkpointing overlap "
-    "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations others",
+    "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations frozen others",
     "progress": "model",
     "release": "module",
     "report": "model",

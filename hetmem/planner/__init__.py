@@ -29,6 +29,7 @@ from hetmem.base.whole_files import read_regular
 from hetmem.optim.options import Overlap, check_max_grad_norm, choice, refuse_others
 from hetmem.optim.options import loss_scale as scale_of
 from hetmem.placing.build import Precision, precision_of
+from hetmem.placing.frozen import Frozen
 from hetmem.planner.activations import moving
 from hetmem.planner.answer import (
     activation_choices,
@@ -102,6 +103,7 @@ def plan(
     inference: bool = False,
     new_tokens: int | None = None,
     activations: ActivationsName = "keep",
+    frozen: Frozen | None = None,
     **others: Any,
 ) -> Plan:
     """Predict the memory on each tier and the seconds of a step for training the model that `build_model()` returns.
@@ -122,7 +124,7 @@ def plan(
     a step is all of it. `activations`: as for `manage`; with other than "keep" `.activation_choices` says for each
     choice whether it fits, the seconds of a step, and how many times as large a batch or sequence would fit. `real`:
     run one forward and backward on this machine's CPU instead of tracing on `meta`, for a model whose control flow
-    depends on values. Other keywords are as for `manage`.
+    depends on values. `frozen`, and other keywords, are as for `manage`.
 
     Raises `PlanError` if the model cannot be built on `meta` or refuses the batch, or for options that exclude each
     other; `ProfileError` for a bad profile; and `ManageError` or `BudgetError` for a budget, a precision or
@@ -139,7 +141,7 @@ def plan(
     profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
     limits = (budget or Budget()).limits()
     return plan_within(
-        TracedCall(build_model, batch, loss, mixed_precision),
+        TracedCall(build_model, batch, loss, mixed_precision, frozen=frozen),
         capacities_of(limits, profile),
         profile,
         nvme_directories=tuple(str(path) for path in limits.nvme_directories),
@@ -325,7 +327,13 @@ def plan_within(
     def adapted() -> Workload | None:
         return traced(with_adapters(call if light is None else checkpointed(call), RANK), results)
 
-    inexact = approximations(light or workload, capacities, better or decision, adapted)
+    def quantised() -> Workload | None:
+        if call.frozen is not None:
+            return None
+        of = call if len(base.trainable) < len(base.parameters) else with_adapters(call, RANK)
+        return traced(replace(of if light is None else checkpointed(of), frozen="nf4"), results)
+
+    inexact = approximations(light or workload, capacities, better or decision, adapted, quantised)
     return replace(made, approximations=tuple(asdict(choice) for choice in inexact))
 
 

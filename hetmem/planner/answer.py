@@ -144,6 +144,7 @@ def plan_of(
         other_order=None,
         checkpointing=checkpointing,
         mixed_precision=None if call.mixed_precision is None else str(call.mixed_precision).removeprefix("torch."),
+        frozen=call.frozen if call.frozen is None or isinstance(call.frozen, str) else {**call.frozen},
         fits=best is not None,
         capacity_bytes={name: getattr(capacities, f"{name}_bytes") for name in TIERS},
         budget_bytes={name: getattr(given, f"{name}_bytes") for name in TIERS},

@@ -12,10 +12,15 @@ from hetmem.schedule.placement import Capacities
 
 
 def approximations(
-    workload: Workload, capacities: Capacities, than: Decision, adapted: Callable[[], Workload | None]
+    workload: Workload,
+    capacities: Capacities,
+    than: Decision,
+    adapted: Callable[[], Workload | None],
+    quantised: Callable[[], Workload | None],
 ) -> tuple[Alternative, ...]:
     """Return the changes to the mathematics that fit where `than` does not, or are faster, the fastest first: smaller
-    states, weights in bfloat16, and `adapted` (adapters). All of them with overlapped updates, which keep the bits."""
+    states, weights in bfloat16, `adapted` (adapters), and, where these do not fit or the model has frozen weights,
+    these `quantised`. All of them with overlapped updates, which keep the bits."""
     best, updating = than.candidate, than.asked.updating
     if updating.on_host_only or not workload.trainable:
         return ()
@@ -37,6 +42,15 @@ def approximations(
         setting = replace(than.asked, capacities=capacities, chunk_bytes=None, updating=updating)
         candidate = None if made is None else quicker(made, setting, limit)
         if candidate is not None:
+            found.append(Alternative(advice, candidate.result.seconds))
+    frozen = len(workload.trainable) < len(workload.parameters)
+    if frozen or not any("--lora" in each.advice for each in found):
+        made = quantised()
+        setting = replace(than.asked, capacities=capacities, chunk_bytes=None, updating=how)
+        candidate = None if made is None else quicker(made, setting, limit)
+        if candidate is not None:
+            beside = "" if frozen else f"adapters of rank {RANK} beside "
+            advice = f"{beside}frozen weights in nf4 ({'' if frozen else f'--lora {RANK} '}--frozen nf4)"
             found.append(Alternative(advice, candidate.result.seconds))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -23,6 +23,7 @@ from hetmem.memory.live_bytes import operator_of
 from hetmem.placing.build import compute_dtypes, specs
 from hetmem.planner.meta_results import Cost, Results, attention, rows_and_tokens
 from hetmem.planner.workload import Event, Kind, Phase, Workload
+from hetmem.schedule.formats import Coding
 from hetmem.schedule.saved import LOOKED_AT, SavedRound
 from hetmem.torch_private import TorchDispatchMode, next_node_number, storage_references, tree_leaves, tree_map
 
@@ -53,14 +54,21 @@ class _Saved:
 class MetaTracer:
     """One trace: the events so far, the storages of parameters, and all other storages that are alive."""
 
-    def __init__(self, model: torch.nn.Module, mixed_precision: torch.dtype | None, results: Results) -> None:
-        """Prepare to trace `model`. With `mixed_precision` its float32 parameters are converted, and stay so."""
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        mixed_precision: torch.dtype | None,
+        results: Results,
+        codings: Mapping[str, Coding] | None = None,
+    ) -> None:
+        """Prepare to trace `model`. With `mixed_precision` its float32 parameters are converted, and stay so.
+        `codings`: those of quantised weights, by name."""
         self.results = results
         named = dict(model.named_parameters())
         self._model = model
         self._parameters = list(named.values())
         compute = compute_dtypes(model, named, mixed_precision)
-        self._specs = tuple(specs(named, compute, {}))
+        self._specs = tuple(specs(named, compute, codings or {}))
         self._mixed = mixed_precision
         for parameter, dtype in zip(self._parameters, compute, strict=True):
             parameter.data = parameter.data.to(dtype, copy=True)

@@ -26,11 +26,13 @@ from hetmem.accumulation.borders import repeated_blocks, with_buffers
 from hetmem.errors import ManageError
 from hetmem.losses import chunked_loss
 from hetmem.placing.filling import as_written
+from hetmem.placing.frozen import Frozen, choose_codings
 from hetmem.planner.in_turns import in_turns
 from hetmem.planner.meta_results import RefuseRealMemory, Results, rows_of
 from hetmem.planner.meta_trace import MetaTracer
 from hetmem.planner.plan import PlanError
 from hetmem.planner.workload import Workload
+from hetmem.schedule.formats import Coding
 from hetmem.torch_private import tree_leaves, tree_map
 
 Builder = Callable[[], nn.Module]
@@ -51,6 +53,8 @@ class TracedCall:
     mixed_precision: torch.dtype | None = None
     setup: tuple[str, ...] = ()
     """Lines of code that precede `manage` in the program, for the plan to show."""
+    frozen: Frozen | None = None
+    """The formats of frozen weights, as for `manage`."""
     recomputed: int | None = 0
     """How many of the repeated layers, the first ones, are checkpointed; None: all."""
     micro_batches: int | None = None
@@ -87,14 +91,14 @@ def trace(
         if inference:
             model.eval().requires_grad_(False)
             kwargs.pop("labels", None)
-            tracer = MetaTracer(model, call.mixed_precision, results)
+            tracer = MetaTracer(model, call.mixed_precision, results, codings_of(model, call))
             tracer.count(prepare(model, kwargs) if prepare is not None else (), "cache")
             return tracer.run(args, kwargs, None)
         chunked = call_in_chunks(model, args) if loss == "chunked" else None
         count = call.micro_batches
         borders = _borders(model, count) if count else ()
-        made = MetaTracer(model.train(), call.mixed_precision, results).run(args, kwargs, loss_of, chunked, borders)
-        return in_turns(made, count or 1)
+        tracer = MetaTracer(model.train(), call.mixed_precision, results, codings_of(model, call))
+        return in_turns(tracer.run(args, kwargs, loss_of, chunked, borders), count or 1)
     except PlanError:
         raise
     except Exception as error:
@@ -112,6 +116,14 @@ def _borders(model: nn.Module, count: int) -> Sequence[nn.Module]:
             f"class, so hetmem.accumulate computes one micro-batch after the other: leave accumulate (--accumulate) out"
         )
     return with_buffers(model, blocks) if blocks else ()
+
+
+def codings_of(model: nn.Module, call: TracedCall) -> dict[str, Coding]:
+    """Return the codings of the frozen weights of `model`. Raises `PlanError` where `manage` would refuse them."""
+    try:
+        return choose_codings(model, dict(model.named_parameters()), call.frozen)
+    except ManageError as error:
+        raise PlanError(str(error)) from error
 
 
 def call_in_chunks(model: nn.Module, args: tuple[Any, ...]) -> Callable[..., torch.Tensor]:

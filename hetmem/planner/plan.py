@@ -37,7 +37,7 @@ from hetmem.planner.wording import (
 from hetmem.planner.wording import count as _count
 from hetmem.planner.wording import wrapped as _wrapped
 
-PLAN_VERSION = 14
+PLAN_VERSION = 15
 KEPT = "kept for homes on the device"
 LOANED = "gradients until their update"
 """The role of memory that homes moved to the device have left, reserved for their way back."""
@@ -74,6 +74,7 @@ class Plan:
     the `bytes` of each kind; `logits_bytes`: the bytes of those as wide as the vocabulary.
     `missing_bytes[tier]`: bytes to add so that it fits. `mixed_precision` is the dtype that was asked for, by name, or
     None; `checkpointing`: whether every repeated layer is planned as checkpointed, which the model has to do itself.
+    `frozen` is what `manage` was to quantise, or None.
     `chunk_bytes`, `device_chunks` and `home_copies` are what `manage(plan=…)` sets; None where the default is as good.
     `device_update_share`: the share of the trained parameters that is updated on the device.
     `optimizer`: the options to pass to `hetmem.AdamW` beside torch's; those not named keep their defaults.
@@ -102,6 +103,7 @@ class Plan:
     other_order: dict[str, Any] | None
     checkpointing: bool
     mixed_precision: str | None
+    frozen: str | dict[str, str | None] | None
     fits: bool
     capacity_bytes: dict[str, int]
     budget_bytes: dict[str, int]
@@ -179,6 +181,7 @@ class Plan:
         limits = (f"{name}={as_source(value)}" for name, value in self._limits().items())
         written = {
             "mixed_precision": f"torch.{self.mixed_precision}" if self.mixed_precision else None,
+            "frozen": self.frozen and (json.dumps(self.frozen) if isinstance(self.frozen, str) else repr(self.frozen)),
             "chunk_bytes": None if self.chunk_bytes is None else as_source(self.chunk_bytes),
             "activations": None if self.activations == "keep" else json.dumps(self.activations),
         }
@@ -319,6 +322,8 @@ class Plan:
 
 def _head(plan: Plan) -> Iterator[str]:
     precision = "16-bit compute" if plan.mixed_precision else "as its weights are"
+    if plan.frozen is not None:
+        precision += f", frozen weights in {plan.frozen if isinstance(plan.frozen, str) else 'the given formats'}"
     kind = "rows" if plan.tokens == plan.rows else "tokens"
     size, batch = f"{_count(plan.parameters)} parameters", f"{plan.tokens} {kind} a batch"
     if plan.micro_batches > 1:

@@ -22,6 +22,7 @@ from hetmem.base.schema import (
     whole,
 )
 from hetmem.schedule.blocks import Link
+from hetmem.schedule.formats import FORMATS
 
 TIERS = ("device", "host", "nvme")
 RESOURCES = {
@@ -50,6 +51,17 @@ def _loss_scale(value: Any) -> None:
         _scale(value)
 
 
+_by_pattern = table_of(one_of(None, *FORMATS))
+
+
+def _frozen(value: Any) -> None:
+    """Allow null, a format of quantised weights, or such formats by patterns of names."""
+    if isinstance(value, dict):
+        _by_pattern(value)
+    else:
+        one_of(None, *FORMATS)(value)
+
+
 _PLAN = record(
     {
         "model": text(1000),
@@ -70,6 +82,7 @@ _PLAN = record(
         ),
         "checkpointing": FLAG,
         "mixed_precision": one_of(None, "bfloat16", "float16"),
+        "frozen": _frozen,
         "fits": FLAG,
         "capacity_bytes": _OF_TIERS,
         "budget_bytes": _OF_TIERS,

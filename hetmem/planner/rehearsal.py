@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from glob import escape
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from hetmem.base.hardware import HardwareProfile, Rate
 from hetmem.base.units import MIB, round_down, round_up
 from hetmem.engine.shortage import Rehearsed
 from hetmem.intercept.backward import aside
+from hetmem.placing.frozen import Format, Frozen
 from hetmem.planner import load_profile
 from hetmem.planner.activations import moving
 from hetmem.planner.decide import Judged, judged, not_whole
 from hetmem.planner.meta_results import Results
 from hetmem.planner.meta_trace import MetaTracer
-from hetmem.planner.model import TracedCall, call_in_chunks, checkpoint_layers, default_loss, divided
+from hetmem.planner.model import TracedCall, call_in_chunks, checkpoint_layers, codings_of, default_loss, divided
 from hetmem.planner.plan import PlanError
 from hetmem.planner.wording import LOGITS_SHARE
 from hetmem.planner.workload import Setting, Workload
@@ -44,14 +46,18 @@ def rehearsed(
     asked: Setting,
     mixed_precision: torch.dtype | None,
     activations: str,
+    frozen: Mapping[str, Format],
 ) -> Rehearsed | None:
     """Return what a step with one call of `module`, with arguments `called` on `meta`, needs of the device in a run as
     `asked` with `manage(activations=…)`, and what would let it run; None where a rehearsal cannot say.
 
+    `frozen` has the formats of quantised weights, by name.
+
     Runs in a thread of its own, as modes, hooks and the node that runs belong to the thread that asks.
     """
     found: list[Rehearsed | None] = []
-    call = TracedCall(lambda: without_memory(module, homes), called, mixed_precision=mixed_precision)
+    formats: Frozen | None = {escape(name): format_ for name, format_ in frozen.items()} or None
+    call = TracedCall(lambda: without_memory(module, homes), called, mixed_precision=mixed_precision, frozen=formats)
 
     def run() -> None:
         with suppress(Exception), aside(), torch.random.fork_rng(devices=[]):  # else the moment alone is told
@@ -133,7 +139,8 @@ class _Rehearsal:
         args, kwargs = tree_map(_anew, call.batch)
         try:
             chunked = call_in_chunks(model, args) if call.loss == "chunked" else None
-            return MetaTracer(model, call.mixed_precision, self._results).run(args, kwargs, self._loss, chunked)
+            tracer = MetaTracer(model, call.mixed_precision, self._results, codings_of(model, call))
+            return tracer.run(args, kwargs, self._loss, chunked)
         finally:
             self._kept = None
 

@@ -80,6 +80,8 @@ class Arrangement:
 
     def role_bytes(self, chunk: int, role: str) -> int:
         """Return the bytes that a transfer of `role` of `chunk` moves."""
+        if role == "param" and (coded := self.ground.chunks[chunk].coded_bytes):
+            return coded
         return self.numels[chunk] * self.ground.role_itemsize(chunk, role)
 
     def gradient(self, chunk: int) -> str:
@@ -92,6 +94,11 @@ class Arrangement:
             role: sum(self.ground.home_bytes(chunk, role) for chunk, at in homes.items() if at is tier)
             for role, homes in self.homes.items()
         }
+        coded = sum(
+            self.ground.chunks[chunk].coded_bytes for chunk, at in self.homes.get("param", {}).items() if at is tier
+        )
+        if coded:
+            found["param"], found["codes"] = found["param"] - coded, coded
         if tier is Tier.HOST:
             found["grad"] = found.get("grad", 0) + sum(self.set_aside) - sum(map(self._gradient_bytes, self.lent))
             found["activations"] = self.away_bytes - self.spilled_bytes
