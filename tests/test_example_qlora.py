@@ -11,7 +11,7 @@ from tests.scripts import load_script
 pytest.importorskip("peft")
 
 example = load_script("examples/06_qlora.py")
-SMALL = example.Sizes(layers=2, width=64, tokens=8, device_memory="4MiB")
+SMALL = example.Sizes(layers=3, width=128, tokens=8, device_memory="2MiB")
 pytestmark = pytest.mark.filterwarnings("default::FutureWarning")  # of what PEFT still calls in transformers
 
 
