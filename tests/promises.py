@@ -124,9 +124,9 @@ PROMISES: dict[str, Mutation | str] = {
         "tests/engine/test_user_writes.py::test_writes_between_backward_and_step_are_stepped_from[shared-host]",
     ),
     "any, with another mode, from the second step on": Mutation(
-        "optim/step.py",
-        "            self.runtime.uses.begin_update(members.managed)",
-        "            (members.managed)",
+        "intercept/faults.py",
+        "            self._gradients.notify_use(used)\n        if in_backward():\n",
+        "            pass\n        if in_backward():\n",
         EDITS + "test_a_hook_of_a_module_reads_the_weights_of_the_forward_or_is_refused[backward-host]",
     ),
     "also to views of a weight": "skip the write-back of what an operator wrote",
@@ -192,8 +192,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "`ctx.w = w`": Mutation(
         "engine/param_views.py",
-        "                parameter.data = managed.rest\n                parameter.__class__ = managed.watched_kind\n",
-        "                parameter.data = managed.rest\n",
+        "            weight.data = managed.stand_in\n            weight.__class__ = managed.watched_kind\n",
+        "            weight.data = managed.stand_in\n",
         "tests/intercept/test_saved_by_others.py::test_a_function_that_keeps_weights_on_its_context_finds_them[bf16-host]",
     ),
     "`module.to(dtype)` in forward": Mutation(
@@ -378,8 +378,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "the identity of every parameter stay": Mutation(
         "engine/param_views.py",
-        "            parameter.__class__ = managed.kind\n            if self._away:\n",
-        "            if self._away:\n",
+        "        managed.stand_in = stand_in(home, ",
+        "        managed.stand_in = stand_in(home[:0], ",
         "tests/intercept/test_identity.py::test_parameters_keep_shape_and_dtype_inside_forward[host]",
     ),
 }

@@ -56,6 +56,9 @@ class GatheredGradients:
         self._counts: dict[Chunk, int] = {}
         """How many gradients of each chunk were gathered in this backward."""
         self._usual: dict[Chunk, int] = {}
+        self._gathers = self._in_place = False
+        """Whether gradients are gathered: where copies are evicted they need the room, and each moment would look at
+        what waits; and whether nothing but hetmem holds the homes of gradients in `fresh`, where hetmem made them."""
         self._allowed = 0
         """Bytes that may be gathered: as many as had room when the first gradient of the last chunk came."""
 
@@ -65,7 +68,8 @@ class GatheredGradients:
         self.send_all()
         self._counts.clear()
         sink.runtime.traffic.gradients.beside_bytes = -1
-        self.fresh = self._find_fresh() if sink.runtime.all_copies.leased else {}
+        self.fresh = {} if sink.runtime.memory.resident else self._find_fresh()
+        self._gathers = bool(sink.runtime.all_copies.leased)
 
     def _find_fresh(self) -> dict[ManagedParameter, None]:
         runtime = self._sink().runtime
@@ -76,7 +80,8 @@ class GatheredGradients:
         elsewhere = {chunk for chunk in runtime.chunks if _is_elsewhere(chunk)}
         found = [each for each in managed_ones if each.parameter.grad is None and each.chunk not in elsewhere]
         shown = [each for each in found if each.grad_home is not None and each.grad_view is None]
-        if not are_own([each.grad_home for each in shown], [each.grad_address for each in shown]):
+        self._in_place = are_own([each.grad_home for each in shown], [each.grad_address for each in shown])
+        if not self._in_place:
             found = [each for each in found if not is_held(each)]
         elif len(shown) < len(found):
             found = [each for each in found if each.grad_view is None or not is_held(each)]
@@ -92,6 +97,8 @@ class GatheredGradients:
         """Take `arrived`, a dense gradient of `weight`, which works for `managed`, one of `fresh`, and show its home.
         Return False, with nothing changed, if it is to be sent alone."""
         chunk = managed.chunk
+        if not self._gathers:
+            return self._send_alone(managed, weight, arrived)
         gathered = self.chunks.get(chunk)
         if gathered is None and (gathered := self._begin(managed, arrived)) is None:
             return False
@@ -121,6 +128,22 @@ class GatheredGradients:
             self.send(chunk)
         elif copies.gathered_bytes > self._allowed:
             self.send_all()
+        return True
+
+    def _send_alone(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
+        """Do `take` by a transfer of its own, where it goes to the home that is there."""
+        sink, chunk, home = self._sink(), managed.chunk, managed.grad_home
+        narrow = chunk.hides or chunk.gradient_dtype is not None or managed.grad_view is not None
+        if home is None or narrow or not self._in_place or sink.notifies or sink.runtime.traffic.updating:
+            return False
+        del self.fresh[managed]
+        show_first_gradient(managed.parameter, weight, home)
+        try:
+            if sink.send_to(managed, arrived, adds=False):
+                sink.flights.begin(managed)
+        except BaseException:
+            show_gradient(managed.parameter, None)
+            raise
         return True
 
     def _begin(self, managed: ManagedParameter, arrived: torch.Tensor) -> Gathered | None:

@@ -197,10 +197,8 @@ def let_arrive(
     given: list[Given] = []
     for managed, weight in used:
         parameter, is_fresh = managed.parameter, fresh is not None and managed in fresh
-        if is_fresh and parameter.dtype is managed.chunk.dtype:
+        if is_fresh:
             parameter.grad = managed.grad_home
-        elif is_fresh:  # the parameter rests, as a forward is around
-            show_gradient(parameter, managed.grad_home)
         gradient = parameter.grad if fresh is not None else None
         if type(gradient) is not torch.Tensor:
             gradient = None

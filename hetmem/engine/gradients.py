@@ -68,8 +68,11 @@ class GradientSink:
         """Parameters that did not require a gradient when that was last asked."""
         self.taken: dict[ManagedParameter, torch.Tensor | None] = {}
         """Parameters whose gradient is being accumulated, and their `p.grad` before."""
-        self.is_simple = False
-        """Whether the hook before an accumulation only has to take `p.grad` away."""
+        self.is_parted = False
+        """Whether a forward has used parameters and, as the model has left the device, working weights."""
+        self.parts: dict[ManagedParameter, tuple[int, torch.Tensor | None]] = {}
+        """How many gradients are still to come of a parameter that gets several in this backward, and their sum so far:
+        of one tensor torch would add them up before it adds them to `p.grad`."""
         self.working = WorkingGradients(self, hooks)
         self.began = False
         """Whether a backward has begun since that was last cleared."""
@@ -110,8 +113,6 @@ class GradientSink:
     def before(self, managed: ManagedParameter) -> None:
         """Prepare for a gradient of `managed` that autograd accumulates next: take `p.grad` away."""
         parameter = managed.parameter
-        if self.runtime.bindings.resting:
-            self.runtime.bindings.end_rest()
         if type(parameter) is managed.watched_kind:
             self.send_home(managed)
         if managed.chunk in self.working.gathered.chunks:
@@ -138,6 +139,13 @@ class GradientSink:
     def add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         """Add `arrived`, a gradient of `managed`, to `previous`, and show the sum as `p.grad`."""
         parameter = managed.parameter
+        if managed in self.parts:
+            count, sum_so_far = self.parts.pop(managed)
+            arrived = arrived if sum_so_far is None else sum_so_far + arrived
+            if count > 1:
+                self.parts[managed] = count - 1, arrived
+                show_gradient(parameter, previous)
+                return
         if type(managed.grad_home) is self.flights.kind:
             self._before_another(managed, arrived, previous)
         was_sparse = previous is not None and previous.layout is not torch.strided
@@ -228,7 +236,6 @@ class GradientSink:
         self._sends.complete.begin()
         runtime = self.runtime
         self.notifies = any(listener.wants_each_gradient for listener in self.listeners)
-        self.is_simple = not (self.notifies or runtime.traffic.updating or runtime.bindings.rests)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
             if self.loans.consumers:
@@ -263,7 +270,11 @@ class GradientSink:
 
     def finish(self) -> None:
         """End a backward: wait until all gradients are at home, and restore each `p.grad` to which none was added."""
+        parts, self.parts = self.parts, {}
         with torch_private.NoFunctionsOfSubclasses():
+            for managed, (_, arrived) in parts.items():
+                if arrived is not None:
+                    self.add(managed, arrived, managed.parameter.grad)
             for managed in self.runtime.parameters if self.taken else ():
                 if managed in self.taken:
                     previous = self.taken.pop(managed)
@@ -273,7 +284,7 @@ class GradientSink:
             self.working.gathered.end()
         finally:
             self.wait_until_home()
-        self.notifies, self.is_simple = True, False
+        self.notifies = True
         if not self.runtime.bindings.away:  # the model's weights are in a graph that none of its forwards has made
             self.runtime.bindings.exposed.update(self.sent_home)
             self.sent_home.clear()

@@ -26,6 +26,7 @@ from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
 _DEVICE, _STAND_IN = attrgetter("device"), attrgetter("stand_in")
+_WORKING = attrgetter("working")
 _BOUND_KIND, _WATCHED_KIND = attrgetter("bound_kind"), attrgetter("watched_kind")
 
 
@@ -38,11 +39,8 @@ class Bindings:
         self.by_storage: dict[int, ManagedParameter] = {}
         """Parameters by the handle of a storage that hetmem made: faster to look up, and enough for results of
         operators. A storage that the program made of an address is found in `by_address` alone."""
-        self._away, self.rests = 0, False
-        self.resting: list[ManagedParameter] = []
-        """Parameters that rest in a backward: see `end_rest`."""
-        self._watching = self._stands_in = False
-        """Whether `watch` was called; and whether `rest` is another tensor than the home for any parameter."""
+        self._away, self._watching = 0, False
+        """How many forwards and backwards of the model run; and whether `watch` was called."""
         for managed in parameters:
             self.by_id[id(managed.parameter)] = managed
             self._learn_home(managed)
@@ -56,25 +54,22 @@ class Bindings:
         """Those of which it may have set `grad`, or registered hooks, since the last backward began."""
 
     def _learn_home(self, managed: ManagedParameter) -> None:
-        self._stands_in = self._stands_in or managed.rest is not managed.home
         if managed.numel:  # under keys that it has itself, as there may be many
             self.by_address[managed.home_address] = self.by_storage[managed.home_storage] = managed
-            if managed.rest is not managed.home:
-                self.by_address[managed.rest.untyped_storage().data_ptr()] = managed
-                self.by_storage[storage_address(managed.rest)] = managed
+            if managed.stand_in is not None:
+                self.by_address[managed.stand_in.untyped_storage().data_ptr()] = managed
+                self.by_storage[storage_address(managed.stand_in)] = managed
 
-    def move_home(self, managed: ManagedParameter, home: torch.Tensor, rest: torch.Tensor) -> None:
-        """Give `managed` another home with the same values, and another `rest`; device views stay."""
+    def move_home(self, managed: ManagedParameter, home: torch.Tensor) -> None:
+        """Give `managed` another home with the same values; device views stay."""
         parameter = managed.parameter
         unbound, parameter.__class__ = type(parameter), managed.kind
-        at = parameter.data_ptr()
-        at_home, resting = at == managed.home.data_ptr(), at == managed.rest.data_ptr()
-        for tensor in (managed.home, managed.rest):
-            self.by_address.pop(tensor.untyped_storage().data_ptr(), None)
-            self.by_storage.pop(storage_address(tensor), None)
-        managed.home, managed.rest = home, rest
-        if at_home or resting:  # both, if the home was on the device
-            parameter.data = rest if self.rests or not at_home else home
+        at_home = parameter.data_ptr() == managed.home.data_ptr()
+        self.by_address.pop(managed.home.untyped_storage().data_ptr(), None)
+        self.by_storage.pop(storage_address(managed.home), None)
+        managed.home = home
+        if at_home:
+            parameter.data = home
         managed.home_address = home.data_ptr()
         managed.home_storage = storage_address(home)
         managed.home_references = storage_references(home) + (parameter.data_ptr() != home.data_ptr())
@@ -137,19 +132,19 @@ class Bindings:
     # ---- data and class ---------------------------------------------------------------------------------------
 
     def bind(self, used: Iterable[ManagedParameter]) -> None:
-        """Bind `used` to their device copies."""
+        """Have the working weights of `used` show device copies."""
         for managed in used:
             assert managed.device is not None
-            parameter = managed.parameter
-            parameter.__class__ = managed.kind  # whose `.data` is torch's own
-            parameter.data = managed.device
-            parameter.__class__ = managed.bound_kind
+            weight = managed.working
+            weight.__class__ = managed.kind  # whose `.data` is torch's own
+            weight.data = managed.device
+            weight.__class__ = managed.bound_kind
 
     @staticmethod
     def as_ordinary(used: Iterable[ManagedParameter]) -> None:
         """Give `used` the classes they had before they were managed, the only ones that compiled code accepts."""
         for managed in used:
-            managed.parameter.__class__ = managed.kind
+            managed.working.__class__ = managed.kind
 
     def lose(self, kind: type) -> None:
         """Give all parameters the class `kind`, as the memory of their homes is not in this process."""
@@ -161,7 +156,7 @@ class Bindings:
         this runs at the begin and end of each forward and backward."""
         self._watching = True
         self.met |= self.exposed
-        ordinary = [each for each in self.exposed if each.parameter.__class__ is each.kind and not each.bound]
+        ordinary = [each for each in self.exposed if each.parameter.__class__ is each.kind]
         self.exposed = {each for each in ordinary if but_trained and each.parameter.requires_grad}
         for managed in ordinary:
             if managed not in self.exposed:
@@ -189,108 +184,70 @@ class Bindings:
         return [each for each in compress(among, map(gt, now, map(_EXPECTED, among))) if each.numel]
 
     def unbind(self, used: Iterable[ManagedParameter]) -> bool:
-        """End `bind`: each of `used` rests, or is its home outside of compute. Returns whether a tensor holds the copy
-        of any."""
+        """End `bind`: working weights of `used` have no memory. Returns whether a tensor holds the copy of any."""
         held = False
         for managed in used:
-            parameter, view = managed.parameter, managed.slot_view
-            parameter.__class__ = managed.kind
-            if self._away:
-                parameter.data = managed.rest
-                parameter.__class__ = managed.watched_kind
-                if not self.rests and managed.rest is not managed.home:
-                    self.resting.append(managed)
-            else:
-                parameter.data = managed.home
-                if managed.code is None:
-                    self.exposed.add(managed)
-                else:
-                    parameter.__class__ = managed.watched_kind
+            weight, view = managed.working, managed.slot_view
+            weight.__class__ = managed.kind
+            weight.data = managed.stand_in
+            weight.__class__ = managed.watched_kind
             if references(view.storage) > view.references:
                 held = True
         return held
 
-    def is_elsewhere(self, managed: ManagedParameter) -> bool:
-        """Return whether the program has set `.data` of `managed.parameter`, which was bound."""
-        at = managed.parameter.data_ptr()
-        if at == managed.home_address or (managed.device is not None and at == managed.device.data_ptr()):
-            return False
-        return at not in (managed.home.data_ptr(), managed.rest.data_ptr())
+    @staticmethod
+    def is_elsewhere(managed: ManagedParameter) -> bool:
+        """Return whether the program has set `.data` of `managed.parameter`."""
+        at: int = managed.parameter.data_ptr()
+        return at not in (managed.home_address, managed.home.data_ptr())
+
+    @staticmethod
+    def shows_no_copy(managed: ManagedParameter) -> bool:
+        """Return whether the program has set `.data` of the working weight of `managed`, which was bound."""
+        return managed.device is None or managed.working.data_ptr() != managed.device.data_ptr()
 
     @property
     def away(self) -> bool:
         """Whether the model computes: then a parameter that is not bound is watched."""
         return self._away > 0
 
-    def is_resting(self, managed: ManagedParameter) -> bool:
+    def is_watched(self, managed: ManagedParameter) -> bool:
         """Return whether `managed` is watched because the model computes."""
         return self._away > 0 and type(managed.parameter) is managed.watched_kind
 
-    def leave_home(self, *, stay: bool = False) -> None:
-        """Begin compute: parameters that are not bound rest (`.data` is a stand-in). A custom autograd function gets
-        the parameter itself, and expects its gradient on the device and of the dtype that it has then. `stay`: `.data`
-        stays the home, in a backward, as a graph made outside of forwards has saved the parameters themselves, and
-        where modules have working weights instead."""
+    def leave_home(self) -> None:
+        """Begin compute, in which modules have working weights: watch all parameters, which stay at home."""
         self._away += 1
         if self._away == 1:
-            self.rests = not stay
             self.watch()
-            if self.rests and self._stands_in:
-                self.rest([managed for managed in self.by_id.values() if not managed.bound])
 
-    def rest(self, managed_ones: Iterable[ManagedParameter]) -> None:
-        """Have `managed_ones`, which are at home, rest again while the model computes."""
-        with torch_private.NoFunctionsOfSubclasses():
-            for managed in managed_ones:
-                if self.rests and managed.rest is not managed.home:
-                    managed.parameter.data = managed.rest
-                managed.parameter.__class__ = managed.watched_kind
-
-    def end_rest(self) -> None:
-        """Send parameters home that a recomputation in a backward has left at rest. Before its end a change of dtype
-        would have torch add gradients in another order."""
-        while self.resting:
-            managed = self.resting.pop()
-            parameter = managed.parameter
-            if not managed.bound and type(parameter) is managed.watched_kind:
-                parameter.__class__ = managed.kind
-                parameter.data = managed.home
-                parameter.__class__ = managed.watched_kind
+    @staticmethod
+    def watch_again(managed_ones: Iterable[ManagedParameter]) -> None:
+        """End `send_home` of `managed_ones`."""
+        for managed in managed_ones:
+            managed.parameter.__class__ = managed.watched_kind
 
     def go_home(self) -> None:
-        """End compute: every parameter is its home again, unless an enclosing forward still computes."""
-        if not self._away:
-            return  # parameters may be watched between calls
-        self._away -= 1
-        if not self._away:
-            self.end_rest()
-            rests, self.rests = self.rests and self._stands_in, False
-            with torch_private.NoFunctionsOfSubclasses():
-                for managed in self.by_id.values() if rests else ():
-                    parameter = managed.parameter
-                    if type(parameter) is managed.watched_kind and managed.rest is not managed.home:
-                        parameter.data = managed.home
+        """End `leave_home`."""
+        self._away = max(0, self._away - 1)
 
     def all_home(self) -> None:
         """End all compute, also after an interrupt."""
-        self._away = min(1, self._away)
-        self.go_home()
+        self._away = 0
 
     def send_home(self, managed: ManagedParameter) -> bool:
-        """Make `managed`, if it is watched, an ordinary parameter whose `.data` is its home; return whether it was."""
+        """Make `managed`, if it is watched, an ordinary parameter; return whether it was."""
         parameter = managed.parameter
         if type(parameter) is not managed.watched_kind:
             return False
         parameter.__class__ = managed.kind
         self.met.add(managed)
-        if managed.rest is not managed.home and (self.rests or managed in self.resting):
-            parameter.data = managed.home
         return True
 
     @staticmethod
-    def show_home(managed: ManagedParameter, tensor: torch.Tensor | None = None) -> None:
-        """Set `.data` of `managed.parameter`, which the program has set, to its home, or to `tensor`."""
-        set_data(managed.parameter, managed.home if tensor is None else tensor)
+    def show_home(managed: ManagedParameter) -> None:
+        """Set `.data` of `managed.parameter`, which the program has set, to its home."""
+        set_data(managed.parameter, managed.home)
 
     def leave_to_holders(self, managed: ManagedParameter) -> None:
         """Give the memory of the device view of `managed`, which gets other values, to tensors of the program that show
@@ -349,15 +306,6 @@ def hands_out(tensor: torch.Tensor, func: Any, result: Any) -> bool:
     return False
 
 
-def rest_of(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the `.data` of `managed` at rest, with operators on `device`: `home`, or its stand-in. The stand-in was
-    made at the start, as homes come back from the device when that has no memory left."""
-    if managed.chunk.compute_dtype is managed.chunk.dtype and home.device == device and managed.code is None:
-        return home
-    assert managed.stand_in is not None
-    return managed.stand_in
-
-
 def leave_coded(managed: ManagedParameter) -> None:
     """Make a quantised parameter, whose model is released, an ordinary one with its decoded values."""
     parameter: Any = managed.parameter
@@ -380,15 +328,15 @@ def show_cast(cast: torch.Tensor, values: torch.Tensor | None) -> None:
 
 
 def reside(managed: ManagedParameter, home: torch.Tensor, device: torch.device) -> None:
-    """Make `home`, which has the values of `managed`, its home and `.data`; operators run on `device`. Of a quantised
-    parameter it only has the shape: a stand-in becomes its home."""
+    """Make `home`, which has the values of `managed`, its home and `.data`; operators run on `device`. The stand-in is
+    made here, as working weights may be made when the device has no memory left. Of a quantised parameter `home` only
+    has the shape: a stand-in becomes its home."""
     dtype = managed.chunk.compute_dtype
-    coded = managed.code is not None
-    if managed.stand_in is None and (coded or dtype is not managed.chunk.dtype or device.type != "cpu"):
+    if managed.stand_in is None:
         managed.stand_in = stand_in(home, dtype, device)
-    if coded:
+    if managed.code is not None:
         home = stand_in(home, dtype, torch.device("cpu"))
-    managed.home, managed.rest, managed.home_stride = home, rest_of(managed, home, device), home.stride()
+    managed.home, managed.home_stride = home, home.stride()
     managed.parameter.data = home
     learn_tensor(managed)
     managed.home_storage = storage_address(home)
@@ -431,8 +379,6 @@ def of_class(parameter: torch.Tensor, kind: type) -> Iterator[None]:
 def working_weight(managed: ManagedParameter, data: torch.Tensor | None) -> torch.Tensor:
     """Return a working weight of `managed` over `data`, its device copy; None: without memory, as the copy is not
     leased and may be on its way."""
-    if managed.stand_in is None:  # its home is what operators use, on a simulated device
-        managed.stand_in = stand_in(managed.home, managed.chunk.compute_dtype, managed.home.device)
     weight: Any = managed.counter.detach()  # which has the version counter of the parameter
     weight.__class__ = managed.kind
     weight.data = managed.stand_in if data is None else data
@@ -449,8 +395,9 @@ def works_for(weight: Any) -> ManagedParameter | None:
     return managed
 
 
-def show_copies(used: Sequence[ManagedParameter], weights: Sequence[torch.Tensor]) -> None:
-    """Have the working `weights` of `used` show their device copies. Call it without `__torch_function__`."""
+def show_copies(used: Sequence[ManagedParameter]) -> None:
+    """Have the working weights of `used` show their device copies. Call it without `__torch_function__`."""
+    weights = [*map(_WORKING, used)]
     run_through(map(set_data, weights, map(_DEVICE, used)))
     run_through(map(setattr, weights, repeat("__class__"), map(_BOUND_KIND, used)))
 

@@ -128,14 +128,7 @@ class Uses:
 
     def use(self, operator: str, used: list[ManagedParameter]) -> None:
         """Do `lease`, and bind `used`. Binds nothing if it raises."""
-        try:
-            unseen = self.lease(operator, used)
-        except BaseException:
-            if self._bindings.away:
-                with self._unwatched():
-                    self._bindings.rest(used)
-            raise
-        if unseen:
+        if self.lease(operator, used):
             self._bindings.bind(used)
             return
         with self._unwatched():
@@ -181,7 +174,7 @@ class Uses:
     def end_use(
         self, used: Sequence[ManagedParameter], *, untracked: bool = False, writes: Collection[ManagedParameter] = ()
     ) -> None:
-        """End `use`: parameters rest, writes to them go home, copies that no tensor holds may be evicted.
+        """End `use`: writes to them go home, copies that no tensor holds may be evicted.
 
         `untracked`: a view was handed out whose writes count no version (`parameter.data`); `writes`: parameters that
         may have been written to without counting one.
@@ -226,7 +219,7 @@ class Uses:
             for managed in used:
                 if managed.data_taken or managed.counter._version != managed.version:
                     break
-                if type(managed.parameter) is managed.kind and self._bindings.is_elsewhere(managed):
+                if type(managed.working) is managed.kind and self._bindings.shows_no_copy(managed):
                     break
             else:
                 if self._bindings.unbind(used) or type(used) is not Together:
@@ -235,13 +228,12 @@ class Uses:
                     self._traffic.release_all(used.uses or used.counted())
                 return
         with self._unwatched():
-            data_set = [
-                (managed, managed.parameter.data)
+            set_anew = [
+                managed
                 for managed in used
-                if type(managed.parameter) is managed.kind and self._bindings.is_elsewhere(managed)
+                if type(managed.working) is managed.kind and self._bindings.shows_no_copy(managed)
             ]
-            for managed, _ in data_set:
-                self._bindings.show_home(managed, managed.device)
+            data_set = [(managed, managed.working.data) for managed in set_anew]
             uncounted = self._writes.uncounted
             among = used if self._tracer.measured else [each for each in used if id(each) in uncounted]
             self.end_use(used, writes=among)
@@ -336,7 +328,7 @@ class Uses:
             held = (
                 managed in self._held
                 and managed.device is not None
-                and (managed.bound or self._bindings.is_resting(managed))
+                and (managed.bound or self._bindings.is_watched(managed))
             )
             with self._unwatched(), torch_private.NoFunctionsOfSubclasses():
                 self._writes.by_operator(managed) if held else self._writes.by_user(managed)
@@ -358,7 +350,7 @@ class Uses:
         """Have `used`, which are as hetmem left them and will be updated, rest, so that a use is seen."""
         self._bindings.exposed.update(used)
         if self._bindings.away:
-            self._bindings.rest(used)
+            self._bindings.watch_again(used)
 
     def rest_again(self, used: Iterable[ManagedParameter]) -> None:
         """Have `used`, which were at home for the user, rest again, and honour writes there."""
@@ -371,7 +363,7 @@ class Uses:
                     managed.data_sets += set_anew
                     self._writes.by_user(managed)
             if self._bindings.away:
-                self._bindings.rest(used)
+                self._bindings.watch_again(used)
 
     def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Honour `parameter.data = value` within compute."""

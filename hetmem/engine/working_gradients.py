@@ -59,7 +59,12 @@ class WorkingGradients:
             if not sink.runtime.in_backward:
                 sink.segments.on_backward()
             gathered = self.gathered
-            if managed in gathered.fresh and parameter.grad is None and arrived.layout is torch.strided:
+            if (
+                managed in gathered.fresh
+                and parameter.grad is None
+                and not sink.parts
+                and arrived.layout is torch.strided
+            ):
                 plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
                 if plain and gathered.take(managed, weight, arrived):
                     return

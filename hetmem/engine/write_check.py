@@ -184,13 +184,11 @@ class WriteCheck:
         `torch.utils.swap_tensors(p, q)`: the home has the values, copies are stale."""
         parameter = managed.parameter
         if managed.code is not None:
-            replaced = _is_replaced(managed) and parameter.data_ptr() != managed.rest.data_ptr()
             seen, managed.version = managed.version, managed.counter._version
-            if replaced or seen != managed.version:
+            if _is_replaced(managed) or seen != managed.version:
                 raise refused_write(managed)
             return
-        resting = managed.rest is not managed.home and parameter.data_ptr() == managed.rest.data_ptr()
-        if _is_replaced(managed) and not resting:
+        if _is_replaced(managed):
             new = parameter.data
             _refuse_another_class(managed)
             _refuse_another_kind(managed, new, managed.home.dtype)
@@ -201,7 +199,8 @@ class WriteCheck:
             managed.replaced += not torch.equal(managed.home, new.to(managed.home))  # not by `share_memory_`
             managed.home.copy_(new)
             self._bindings.show_home(managed)
-            learn_tensor(managed)
+            if parameter.__dict__ is not managed.own:
+                learn_tensor(managed)
         managed.version = managed.counter._version
         self.noticed.add(id(managed))
         self._supersede(managed)
@@ -244,7 +243,7 @@ class WriteCheck:
             )
         if managed.home.data_ptr() != managed.home_address:  # its storage has other memory
             home = managed.view(Role.PARAM)
-            self._bindings.move_home(managed, home, managed.rest if managed.rest is not managed.home else home)
+            self._bindings.move_home(managed, home)
 
     def _supersede(self, managed: ManagedParameter, *, but_device: bool = False) -> None:
         """Remake the 16-bit copy at home, and drop all other copies; `but_device`: all but the device's."""
@@ -387,7 +386,7 @@ class ParameterMarks:
     def mark_again(self, used: Iterable[ManagedParameter]) -> None:
         """Watch `used` again, which were not while the program read them."""
         if self._watches:
-            self._bindings.rest(used)
+            self._bindings.watch_again(used)
 
 
 def _always() -> bool:

@@ -112,7 +112,7 @@ class Casts:
     def _refuse_if_cached(self, managed: ManagedParameter, cast: torch.Tensor) -> None:
         """Raise `ManageError` if torch's cache still has `cast`, made before a write to `managed`."""
         with self._runtime.unwatched(), torch.enable_grad():
-            product = torch.matmul(managed.parameter, managed.parameter.new_zeros(managed.shape[-1], 0))
+            product = torch.matmul(managed.working, managed.working.new_zeros(managed.shape[-1], 0))
         if cast.grad_fn in nodes_behind(product):
             raise ManageError(
                 f"{managed.name} was written to, or stepped, within one torch.autocast, which casts a weight once: "

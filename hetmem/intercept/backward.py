@@ -97,7 +97,8 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         _begin_for_all(began, accumulates=kwargs.get("accumulate_grad", True))
         BACKWARDS.began[depth:] = [models]  # replaces what an interrupt has left
         several = [each.gradients.listeners for each in began if each.segments.several]
-        if any(listener.begins_early for listeners in several for listener in listeners):
+        early = any(listener.begins_early for listeners in several for listener in listeners)
+        if early or any(each.gradients.is_parted for each in began):
             _expect_arrivals(outputs)
         with ExitStack() as stack:
             if outermost and _may_cross():
@@ -210,7 +211,7 @@ def begin_for(interception: Interception, *, accumulates: bool) -> None:
         runtime.renew_touched()
     with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
         interception.working.begin_backward(accumulates=accumulates)
-    runtime.bindings.leave_home(stay=True)
+    runtime.bindings.leave_home()
     interception.gradients.rest_again()
 
 
@@ -224,13 +225,11 @@ def end_for(interception: Interception) -> None:
     if bindings.away:  # False for a model that is resident on the device
         if interception.backwards:  # the outer one may recompute with weights whose gradients have arrived
             gradients.rest_again()
-        bindings.end_rest()
         interception.current(sys._getframe())
         bindings.go_home()
         if not bindings.away:
             gradients.sent_home.clear()
-    if not interception.backwards and working.in_backward:
-        working.end_backward()
+    if not interception.backwards and working.in_backward and working.end_backward():
         interception.segments.forget_forwards()
     if not interception.backwards and not interception.stretches.here:
         interception.runtime.marks.resume()
@@ -259,14 +258,18 @@ def _may_cross() -> bool:
 @uncompiled
 @HELD_BACK
 def _expect_arrivals(outputs: Any) -> None:
-    """Tell listeners how often a gradient arrives at each parameter used by several forwards, once for each."""
+    """Tell models how often a gradient arrives at each parameter used by several forwards, once for each, or in a
+    forward in which the model has left the device."""
     parameters = [parameter_of(node) for node in accumulators(outputs)]
     counts, by_id = Counter(map(id, parameters)), {id(parameter): parameter for parameter in parameters}
     for key, count in counts.items():
         found = registry.of_parameter(by_id[key]) if count > 1 else None
         if found is not None:
-            for listener in found[0].gradients.listeners:
+            gradients = found[0].gradients
+            for listener in gradients.listeners:
                 listener.expect(found[1], count)
+            if gradients.is_parted:
+                gradients.parts[found[1]] = count, None
 
 
 # ---- gradients by parameter: see note "accumulators" -----------------------------------------------------------------

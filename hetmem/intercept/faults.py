@@ -141,16 +141,13 @@ class Faults:
         if managed is None:
             set_data(parameter, value)
             return
-        if managed.parameter is not parameter:
-            _refuse_data(managed)
-        with HELD_BACK, torch.no_grad():
-            value = value.data if isinstance(value, Watched) else value
-            self._runtime.uses.set_bound(managed, value)
+        with HELD_BACK:
+            self._set_data(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func(*args, **kwargs)`, with a watched parameter among the arguments."""
         computes = self._bindings.away
-        if self._coded and args and (frozen := self._coded.get(id(args[0]))) is not None:
+        if self._coded and args and (frozen := self._coded_of(args[0])) is not None:
             if func in _LAYOUT:
                 return func(frozen.like(), *args[1:], **kwargs)
             coded.refuse_to_train(func, args, kwargs, frozen)
@@ -183,6 +180,12 @@ class Faults:
             return func(like, *args[1:], **kwargs)
         with HELD_BACK:
             return self._operator(func, args, kwargs, used, kept)
+
+    def _coded_of(self, value: Any) -> ManagedParameter | None:
+        """Return the quantised parameter that `value` is, or is the working weight of; None if none."""
+        if (found := self._coded.get(id(value))) is None and isinstance(value, (Watched, Bound)):
+            found = works_for(value)
+        return found if found is not None and found.code is not None else None
 
     def computes(self) -> bool:
         """Return whether this thread is within a forward of the model, or a node of its backward."""
@@ -219,26 +222,33 @@ class Faults:
             self._gradients.notify_use(used)
         if in_backward():
             self._saved.enter_node()
-        if interception.note_unbound_use(hands_out=func == get_data):
-            return self._with_working_weights(func, args, kwargs, used, kept)
-        args, kwargs = _exchanged(args, kwargs, {key: managed.parameter for key, managed in kept.items()})
-        self._runtime.uses.use(_name(func), used)
-        stays, displaced, casts = False, self._saved.displace_others(used), self._saved.casts
+        takes_data = func == get_data
+        written = used if is_in_place(func) and self._are_among(used, kept, _writes_to(func, args, kwargs)) else ()
+        if interception.note_unbound_use(hands_out=takes_data):
+            interception.working.arrive(used, _name(func))
+            if takes_data or written:
+                interception.working.serve = False
+                for managed in used:
+                    managed.data_taken = True
+            return self._with_working(func, args, kwargs, used, kept)
+        for managed in used if takes_data or written else ():
+            managed.data_taken = managed.data_taken or managed.bound > 0
+        fresh = [managed for managed in used if not managed.bound]
+        self._runtime.uses.use(_name(func), fresh)
+        displaced, casts = self._saved.displace_others(used), self._saved.casts
         left = casts.leave_cache()
         try:
-            casts.renew(used)
-            return run_again([self._runtime], func, args, kwargs)
+            casts.renew(fresh)
+            return self._with_working(func, args, kwargs, used, kept)
         finally:
             self._saved.restore_others(displaced)
             if left is not None:
                 casts.enter_cache_again(left)
-            stays = func in _POINTERS and interception.keep(used)
-            if not stays:
-                written = used if is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs)) else ()
-                self._runtime.uses.end_use(used, untracked=func in (set_data, get_data), writes=written)
-                casts.drop(used)
+            if not (func in _POINTERS and interception.keep(fresh)):
+                self._runtime.uses.end_use(fresh, untracked=func in (set_data, get_data), writes=written)
+                casts.drop(fresh)
 
-    def _with_working_weights(
+    def _with_working(
         self,
         func: Any,
         args: Sequence[Any],
@@ -246,23 +256,20 @@ class Faults:
         used: list[ManagedParameter],
         kept: dict[int, ManagedParameter],
     ) -> Any:
-        """Call `func` with the working weights of `used`, as modules have these."""
-        working = self._interception().working
-        working.arrive(used, _name(func))
-        given = {id(managed.parameter): working.weight_of(managed) for managed in used}
-        given |= {key: working.weight_of(managed) for key, managed in kept.items()}
-        if func == get_data or (is_in_place(func) and self._are_among(used, _writes_to(func, args, kwargs))):
-            working.serve = False
-            for managed in used:
-                managed.data_taken = True
+        """Call `func` with the working weights of `used`, which show their copies, in the place of parameters and of
+        earlier working weights."""
+        given = {id(managed.parameter): managed.working for managed in used}
+        given |= {key: managed.working for key, managed in kept.items()}
         args, kwargs = _exchanged(args, kwargs, given)
-        result = func(*args, **kwargs)
-        return next((managed.parameter for managed in used if result is given[id(managed.parameter)]), result)
+        result = run_again([self._runtime], func, args, kwargs)
+        return next((m.parameter for m in used if result is m.working and id(result) not in kept), result)
 
-    def _are_among(self, used: list[ManagedParameter], values: Iterable[Any]) -> bool:
-        parameters = {id(managed.parameter) for managed in used}
+    def _are_among(
+        self, used: list[ManagedParameter], kept: dict[int, ManagedParameter], values: Iterable[Any]
+    ) -> bool:
+        parameters = {id(managed.parameter) for managed in used} | kept.keys()
         return any(
-            id(value) in parameters or (isinstance(value, (list, tuple)) and self._are_among(used, value))
+            id(value) in parameters or (isinstance(value, (list, tuple)) and self._are_among(used, kept, value))
             for value in values
         )
 
@@ -314,7 +321,7 @@ class Faults:
             try:
                 result = func(*args, **kwargs)
                 written = _writes_to(func, args, kwargs) if func == set_data or is_in_place(func) else ()
-                shown = [m for m in used if self._are_among([m], written) or hands_out(m.home, func, result)]
+                shown = [m for m in used if self._are_among([m], {}, written) or hands_out(m.home, func, result)]
                 (writes.shared if computes else writes.touched).update(shown)
                 return result
             finally:
@@ -340,7 +347,7 @@ class Faults:
 
     def refuse_coded(self, parameter: torch.Tensor, what: str) -> None:
         """Raise `ManageError` for `what` if `parameter` is quantised."""
-        if (managed := self._coded.get(id(parameter))) is not None:
+        if (managed := self._coded_of(parameter)) is not None:
             raise refused_write(managed, what)
 
     def wait_for_update(self, parameter: torch.Tensor) -> None:
@@ -352,16 +359,16 @@ class Faults:
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
         """Do `parameter.data = value` within a forward, at home too."""
-        if value is managed.parameter:  # as `Module.to` does; no write
+        if value is managed.parameter or value is managed.working:  # as `Module.to` does; no write
             return
         interception = self._interception()
-        if any(compute.working_weights for compute in interception.stretches.here):
+        if any(compute.all_at_once for compute in interception.stretches.here):
             interception.working.serve = False
             _refuse_data(managed)
         with torch.no_grad():
             if isinstance(value, Watched):  # it may be a stand-in without values now
                 value = value.data
-            self._runtime.uses.data_set(managed, value)
+            (self._runtime.uses.set_bound if managed.bound else self._runtime.uses.data_set)(managed, value)
 
     def within_unknown_memory(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func`, in a forward that may need more memory than is known, again if the device has run out of it."""

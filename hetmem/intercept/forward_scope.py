@@ -133,8 +133,9 @@ class Compute:
         self.operators: Handler | None = None
         self.compiler: Any = None
         """The Dynamo callback in effect where this stretch began; see `dynamo`."""
-        self.working_weights = False
-        """Whether modules have working weights during this stretch, see `placing.working`."""
+        self.working_weights = self.shows_working = self.all_at_once = False
+        """Whether this stretch computes with working weights, see `placing.working`; whether all modules show theirs
+        meanwhile; and whether all copies that it uses are leased as long as it, so that no module call has to."""
         self._bottom = _bottom(sys._getframe())
         self.section: Any = None
         """Its section of its thread's turn, see `engine.runtime`."""

@@ -264,29 +264,14 @@ class BeforeAccumulation:
         """Return whether this hook calls `sink`."""
         return self._sink() is sink
 
-    @opaque
+    @called_by_autograd
     def __call__(self, grad: torch.Tensor) -> None:
         sink = self._sink()
-        bindings = None if sink is None else sink.runtime.bindings
-        if sink is not None and bindings is not None and self._key in bindings.by_id:
-            managed = bindings.by_id[self._key]
-            if bindings.resting or not (sink.is_simple and sink.runtime.in_backward):
-                self._tell(sink, managed)
-                return
-            parameter = managed.parameter  # as `_tell`, without a Python call that an interrupt could end
-            if type(parameter) is managed.watched_kind:
-                sink.sent_home += (managed,)
-                parameter.__class__ = managed.kind
-            if parameter.grad is not None or managed in sink.taken:
-                self._tell(sink, managed)
-            else:
-                sink.taken[managed] = None
-
-    @called_by_autograd
-    def _tell(self, sink: GradientSink, managed: ManagedParameter) -> None:
-        if not sink.runtime.in_backward:
-            sink.segments.on_backward()
-        sink.before(managed)
+        managed = None if sink is None else sink.runtime.bindings.by_id.get(self._key)
+        if sink is not None and managed is not None:
+            if not sink.runtime.in_backward:
+                sink.segments.on_backward()
+            sink.before(managed)
 
 
 class _BeforeUserHooks:

@@ -120,7 +120,7 @@ class Interception:
                 calls = around.calls
                 if self._tracing.where is None:
                     calls += (Call(module, frame),)
-                if not around.working_weights or self.runtime.all_copies.missing:
+                if not around.all_at_once or self.runtime.all_copies.missing:
                     self.leases.begin(calls[-1], module, recomputed=around.task >= 0)
                 return None
             if frame.f_code is not CALLS:
@@ -138,7 +138,7 @@ class Interception:
                     alone = not self.runtime.memory.uses_copies and self._regions.are_none_in(compute)
                     begins = compiles is None and not compute.calls[1:] and not alone
                     begins = begins and compute.enter_forward(frame, partial(self._run, compute, module))
-                    if compute.working_weights or alone:
+                    if compute.all_at_once or alone:
                         if not compute.calls[1:]:
                             self._tracing.where = weakref.ref(module)
                         if self.runtime.all_copies.missing:
@@ -165,7 +165,7 @@ class Interception:
         call = compute.calls[0]
         try:
             with HELD_BACK:
-                if not compute.working_weights:
+                if not compute.all_at_once:
                     self.leases.begin(call, module, recomputed=compute.task >= 0)
             compute.enclosed = True
             try:
@@ -188,23 +188,26 @@ class Interception:
         self._leave(compute, None)
 
     def _begin_working_weights(self, compute: Compute, module: torch.nn.Module) -> bool:
-        """Switch `compute`, just begun with `module`, to working weights, and return whether that is possible."""
+        """Have modules compute with working weights in `compute`, just begun with `module`; return whether nothing
+        moves meanwhile, so that all copies are used at once."""
         streams, working, saved = not self.runtime.memory.resident, self.working, self._saved
-        alone = self._regions.are_none_in(compute, measured=streams and working.must_serve)
+        compute.working_weights = compute.shows_working = True
+        alone = self._regions.are_none_in(compute, measured=streams and working.holds_all)
         alone = alone and not self._regions.any_asked and not saved.casts.are_made()
         if compute.task >= 0:
-            again = alone and working.in_backward and (streams or not self.runtime.tracer.measured)
-            if again:
-                working.enter_again()
-            return again
+            alone = alone and (streams or not self.runtime.tracer.measured)
+            by_call = self._regions.are_none_in(compute, measured=True) and not self._regions.any_asked
+            all_at_once, compute.shows_working = working.enter_again(all_at_once=alone, by_call=by_call)
+            return all_at_once
         others = streams and (self.gradients.within_step or saved.others)
         others = others or (streams and torch.is_autocast_enabled(self.runtime.memory.device.torch_device.type))
         alone = alone and not others and self.activations is None and saved.is_alone()
         alone = alone and self.segments.joined is None
         if alone and torch_private.transform_level() is None:
             backward = self.segments.backward_key() if torch.is_grad_enabled() else None
-            return working.begin(type(module).__name__, backward, anew=self.segments.several)
-        working.release()
+            if working.begin(type(module).__name__, backward, anew=self.segments.several):
+                return True
+        working.enter(anew=self.segments.several)
         return False
 
     def _begin_with(
@@ -276,25 +279,29 @@ class Interception:
         if compute.task < 0:
             self.gradients.within_step = self.gradients.half_stepped
         with torch_private.NoFunctionsOfSubclasses():  # parameters are watched
-            compute.working_weights = self._begin_working_weights(compute, module)
+            compute.all_at_once = self._begin_working_weights(compute, module)
         if compute.task >= 0:
             self.runtime.uses.notice_writes_by_hooks()
             self.gradients.rest_again()
         else:
             with self.runtime.unwatched():
-                self.runtime.bindings.leave_home(stay=compute.working_weights)
-        if not compute.working_weights:
+                self.runtime.bindings.leave_home()
+        if not compute.all_at_once:
             self._saved.enter(compute)
 
     def _left_device(self) -> None:
         """Bind weights module by module from here on, as homes have left the device during compute."""
         self._parts.put_back()
         bindings = self.runtime.bindings
+        self.gradients.is_parted |= bool(self.stretches.here)
         for compute in self.stretches.here:
             if compute.task < 0:
                 bindings.leave_home()
+            compute.working_weights = compute.shows_working = True
+            self.working.enter(anew=False)
+        self.working.make()
         for _ in range(self.backwards):
-            bindings.leave_home(stay=True)
+            bindings.leave_home()
 
     @HELD_BACK.covers
     @opaque
@@ -356,12 +363,13 @@ class Interception:
 
     def note_unbound_use(self, *, hands_out: bool) -> bool:
         """Note that a function uses a weight that no module call has bound, and `hands_out` its memory. Returns whether
-        enclosing modules have working weights."""
+        its copy is to be leased as long as all are."""
+        self.working.exist()
         if hands_out:
             self.working.serve = False
         if self.working.in_backward:
             self.segments.on_backward()
-        return any(compute.working_weights for compute in self.stretches.here)
+        return self.working.holds_all or any(compute.all_at_once for compute in self.stretches.here)
 
     def keep(self, used: list[ManagedParameter]) -> bool:
         """Keep `used` bound until the innermost module call ends. Returns False if no module is called."""
@@ -435,7 +443,7 @@ class Interception:
             self.leases.end(compute.calls.pop())
         if compute.working_weights:
             compute.working_weights = False
-            self.working.end()
+            self.working.end(shown=compute.shows_working, all_at_once=compute.all_at_once)
 
     def settle_for_reading(self) -> None:
         """Wait for pending updates, so that a read of a weight sees the last step's value."""

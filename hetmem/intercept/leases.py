@@ -65,6 +65,10 @@ class Leases:
             used = self._known[keys]
         except KeyError:
             used = self._learn(keys)
+            if keys not in self._known:
+                call.changed += ((self._working.cover_again, self._working.uncover(module)),)
+        if recomputed and (shown := self._working.show_in(module)) is not None:
+            call.changed += ((self._working.hide_in, shown),)
         if self._copies.missing:
             if self._working.arrive(used, type(module).__name__):
                 self._tracing.quiet = get_ident()

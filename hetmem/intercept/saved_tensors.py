@@ -13,6 +13,7 @@ import torch
 from hetmem import torch_private
 from hetmem.activations.offload import Activations
 from hetmem.activations.storages import SavedView, modified
+from hetmem.engine.param_views import works_for
 from hetmem.engine.runtime import Runtime, in_backward
 from hetmem.intercept.autocast_casts import Casts
 from hetmem.intercept.dynamo import called_by_autograd, set_compiler, skipped
@@ -145,7 +146,7 @@ class SavedTensors:
             with self.runtime.unwatched():
                 bound = tensor.untyped_storage().data_ptr() == managed.slot_view.address
                 alias = tensor.detach() if bound and managed.device is not None else self.unpack(place)
-                given = torch.nn.Parameter(alias, False) if tensor is managed.parameter else alias
+                given = torch.nn.Parameter(alias, False) if tensor is managed.working else alias
                 given.requires_grad_(tensor.requires_grad)
         packed = others(given)
         if in_backward():  # a checkpoint compares it with the tensor that it got in the forward
@@ -179,7 +180,8 @@ class SavedTensors:
         cast: Any = base.grad_fn
         if cast is None or cast.__class__ is not _CAST or tensor._version or not self.runtime.memory.uses_copies:
             return None
-        managed = self._by_id.get(id(getattr(cast.next_functions[0][0], "variable", None)))
+        leaf = getattr(cast.next_functions[0][0], "variable", None)
+        managed = None if leaf is None else works_for(leaf)
         if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
             return None
         self.casts.note(managed, base)
@@ -192,14 +194,12 @@ class SavedTensors:
             _AUTOGRAD._push_saved_tensors_default_hooks(Pack(self, None), _unpack)
 
     def _place_of(self, managed: ManagedParameter, tensor: torch.Tensor) -> Saved:
-        whole = tensor.untyped_storage().data_ptr() == managed.rest.untyped_storage().data_ptr()
-        stands_in = whole and managed.rest is not managed.home
+        assert managed.stand_in is not None
+        stands_in = tensor.untyped_storage().data_ptr() == managed.stand_in.untyped_storage().data_ptr()
         return _place_of(self, managed, tensor, managed.stride if stands_in else tensor.stride())
 
     def unpack(self, packed: Saved) -> torch.Tensor:
         """Return the view that was saved as `packed`, on the device."""
-        if self.runtime.bindings.resting:
-            self.runtime.bindings.end_rest()
         managed = packed.managed
         if torch.is_grad_enabled() and torch_private.current_node() is not None:
             self.enter_node()  # create_graph=True: the node saves what it computes with
@@ -374,7 +374,7 @@ def _place_of(
     *,
     is_cast: bool = False,
 ) -> Saved:
-    dtype, sets = tensor.dtype, None if tensor is managed.parameter else managed.data_sets
+    dtype, sets = tensor.dtype, None if tensor is managed.working else managed.data_sets
     conj = neg = False
     if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()

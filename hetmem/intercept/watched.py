@@ -5,8 +5,9 @@ which torch calls by argument, so only functions that get such a parameter cost 
 stay the same; torch does so to parameters without a shape (`torch.nn.parameter.UninitializedParameter`). The calls go
 to `intercept.faults`. Of that class ("watched") are:
 
-- during compute, all parameters that are not bound for a module call. A bound one is of a subclass without the method,
-  whose `.data` is a property, as writes through that count no versions.
+- during compute, all parameters, and all working weights that show no copy: a function that gets one computes with the
+  working weight, whose copy it leases. One that shows its copy, in a call of its module, is of a subclass without the
+  method, whose `.data` is a property, as writes through that count no versions.
 - between calls, while copies may stay on the device or be fetched, all: a read or write of one whose update has begun
   raises, or waits if the update may end after its step; a function that may write without counting a version
   (`p.data.mul_()`) makes copies stale. Of a model that is whole on the device, with no update that ends after its step,
@@ -16,12 +17,13 @@ to `intercept.faults`. Of that class ("watched") are:
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data
+from hetmem.engine.param_views import get_data, leave_ordinary, of_class, set_data, works_for
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept.dynamo import set_compiler, skipped
 from hetmem.torch_private import tree_leaves
@@ -74,7 +76,8 @@ class Watched:
                 set_compiler(compiler)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self._call_own("__deepcopy__", memo)
+        managed = works_for(self)
+        return self._call_own("__deepcopy__", memo) if managed is None else deepcopy(managed.parameter, memo)
 
     def as_subclass(self, cls: Any) -> Any:
         """Return what torch's method does, which calls no `__torch_function__`."""
@@ -138,7 +141,9 @@ class Bound:
         refuse_exchange()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _call_unbound(self, "__deepcopy__", memo)
+        """Return a copy of its parameter, so that a module that is copied meanwhile has one copy of both."""
+        managed = works_for(self)
+        return _call_unbound(self, "__deepcopy__", memo) if managed is None else deepcopy(managed.parameter, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _call_unbound(self, "__reduce_ex__", protocol)

@@ -359,20 +359,20 @@ NO_VIEW = SlotView()
 class ManagedParameter(Referable):
     """One `torch.nn.Parameter` and its place: elements [offset, offset + numel) of `chunk`.
 
-    `home` is `.data` outside compute, with the strides `home_stride`: of a quantised parameter, whose place in the home
-    of the chunk is `code`, a stand-in with strides of 0. `rest` is `.data` between the operators of a forward: the
-    home, or, if that differs in dtype or device from what operators use, `stand_in`, which reads as NaN. `home_address`
-    is the home's address when it was made: a storage may be given other memory (by `share_memory_()`). `device` is a
-    view of the slot while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`. `grad_home` is the
-    home of the gradient, and `grad_view` stands in `p.grad` for one that its chunk `hides`; `grad_spare` has both of
-    the last step, to be reused. `version` is the last known version counter of the parameter: another value means that
-    it was written to; `counter` is a tensor without memory that shares the counter and is independent of the
-    parameter's class. `own` is the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges that together with
-    the C++ tensor below. `data_sets` counts assignments to `.data` within a forward or backward, `replaced` those
-    outside of both that went home. `kind` is the parameter's class; it is `bound_kind` while the parameter is bound to
-    its copy, and `watched_kind` while it may not be used as it is (see `intercept.watched`). `bound` counts the module
-    calls that it is bound for, and `data_taken` says that `.data` was read within one. `stepped_by` is the token of the
-    hetmem optimizer that steps it.
+    `home` is `.data`, with the strides `home_stride`: of a quantised parameter, whose place in the home of the chunk is
+    `code`, a stand-in with strides of 0. `working` is its working weight, which modules have during compute: a
+    parameter of its own, with the memory of a copy while that is used, and of `stand_in`, which reads as NaN, else.
+    `home_address` is the home's address when it was made: a storage may be given other memory (by `share_memory_()`).
+    `device` is a view of the slot while the chunk has a device copy, that of `slot_view`; else that is `NO_VIEW`.
+    `grad_home` is the home of the gradient, and `grad_view` stands in `p.grad` for one that its chunk `hides`;
+    `grad_spare` has both of the last step, to be reused. `version` is the last known version counter of the parameter:
+    another value means that it was written to; `counter` is a tensor without memory that shares the counter and is
+    independent of the parameter's class. `own` is the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges
+    that together with the C++ tensor below. `data_sets` counts assignments to `.data` within a forward or backward,
+    `replaced` those outside of both that went home. `kind` is the parameter's class, and `watched_kind` while it may
+    not be used as it is (see `intercept.watched`); that of `working` is `bound_kind` while it shows a copy, else
+    `watched_kind`. `bound` counts the module calls that it is bound for, and `data_taken` says that `.data` was read
+    within one. `stepped_by` is the token of the hetmem optimizer that steps it.
     """
 
     parameter: torch.nn.Parameter
@@ -383,7 +383,6 @@ class ManagedParameter(Referable):
     shape: torch.Size
     stride: tuple[int, ...]
     home: torch.Tensor
-    rest: torch.Tensor
     code: CodedPart | None = None
     stand_in: torch.Tensor | None = None
     home_stride: tuple[int, ...] = ()
@@ -408,6 +407,7 @@ class ManagedParameter(Referable):
     bound_kind: type = torch.nn.Parameter
     bound: int = 0
     data_taken: bool = False
+    working: Any = None
     stepped_by: object = None
 
     def __repr__(self) -> str:

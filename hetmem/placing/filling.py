@@ -184,7 +184,7 @@ def _managed(chunk: Chunk, offset: int, name: str, parameter: torch.nn.Parameter
     dense = torch.ops.aten.is_non_overlapping_and_dense.default(data) and code is None
     strides = data.stride() if dense and data.numel() else torch.empty(data.shape, device="meta").stride()
     shape, strides = _shared(data.shape), _shared(strides)
-    return ManagedParameter(parameter, name, chunk, offset, data.numel(), shape, strides, _NO_HOME, _NO_HOME, code)
+    return ManagedParameter(parameter, name, chunk, offset, data.numel(), shape, strides, _NO_HOME, code)
 
 
 @lru_cache(1024, typed=True)

@@ -16,7 +16,7 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import is_consumed, is_home_gradient, move_gradient
 from hetmem.engine.gradients import GradientSink
-from hetmem.engine.param_views import is_shared, rest_of, storage_references
+from hetmem.engine.param_views import is_shared, storage_references
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, ManagedParameter, RawMemory, Role
 from hetmem.schedule.blocks import Link
@@ -225,8 +225,7 @@ class ResidentShare:
                 self._runtime.traffic.residency.blocks[block] = self._runtime.memory.block(chunk, role)
         for managed in chunk.parameters:
             home = managed.view(Role.PARAM)
-            rest = rest_of(managed, home, self._runtime.memory.device.torch_device)
-            self._runtime.bindings.move_home(managed, home, rest)
+            self._runtime.bindings.move_home(managed, home)
             move_gradient(managed, managed.grad_home if Role.GRAD in chunk.homes else None)
         for listener in self._sink.listeners:
             listener.moved(chunk)

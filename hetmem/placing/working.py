@@ -36,7 +36,7 @@ from hetmem.schedule.trace import Moment
 # Read for each parameter in each step: these run in C.
 _VERSION, _VERSION_SEEN, _TRAINS = attrgetter("counter._version"), attrgetter("version"), attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-_DEVICE = attrgetter("device")
+_DEVICE, _COUNTER = attrgetter("device"), attrgetter("counter")
 _referrers: Any = torch_private.tensor_references
 
 
@@ -53,13 +53,12 @@ class WorkingWeights:
         self._weights: list[torch.Tensor] = []
         self._over: list[Any] = []
         """The views of copies on which `_weights` are based, and which of them are trained."""
-        self._weight_of: dict[ManagedParameter, torch.Tensor] = {}
         self._are_hooked = False
         """Whether `_weights` send their gradients home by hooks, as homes are elsewhere."""
         self._pending = False
         """Whether a forward has had working weights since the last backward, of which one may follow."""
-        self._older: list[tuple[ManagedParameter, weakref.ref[torch.Tensor]]] = []
-        """Earlier working weights, which a graph may still refer to."""
+        self._older: list[tuple[ManagedParameter, weakref.ref[torch.Tensor], bool]] = []
+        """Earlier working weights, which a graph may still refer to; and whether they send gradients by hooks."""
         self._entries: tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]] = [], [], []
         """The `__dict__` and `_parameters` of each module with a parameter, and the parameter's name in them."""
         self._numbers: list[int] = []
@@ -68,7 +67,10 @@ class WorkingWeights:
         """The working weights for `_entries`."""
         self._blocks: tuple[int, ...] = ()
         """The blocks of a whole model on the device that are leased until `release`; empty if none are."""
-        self._entered = 0
+        self._entered = self._shown = 0
+        """How many stretches of compute use working weights, and how many of these have all modules show them."""
+        self._checked = False
+        """Whether the working weights were found to fit the parameters since the running backward began."""
         self._in_backward = False
         self._given: list[Given] | None = None
         """Tensors given to autograd for the gradients of the running backward."""
@@ -77,13 +79,10 @@ class WorkingWeights:
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def begin(self, operator: str, backward: Hashable | None, *, anew: bool) -> bool:
-        """Have modules compute with working weights until `end`; False if the forward that has begun cannot use them.
-        `backward` is the key of the backward that may follow. `anew`: gradients of this forward are added to those of
-        another one in float32, as for a parameter whose `.data` is set for each."""
+        """Do `enter` for a forward, if all copies can be leased until its backward ends; else return False, with
+        nothing begun. `backward` is the key of the backward that may follow. `anew`: see `enter`."""
         streams, trains = not self._runtime.memory.resident, backward is not None
-        mixed_up = streams and trains and anew and not self._pending  # one sum in torch would be two
-        if mixed_up or not (self.serve and self._are_plain(streams=streams)):
-            self.release()
+        if not (self.serve and self._are_plain(streams=streams) and self._are_in_place()):
             return False
         goes_on = trains and anew and self._pending
         chunks = self._copies.begin(operator, backward, goes_on=goes_on) if streams else None
@@ -93,14 +92,29 @@ class WorkingWeights:
         elif not streams and self._hold(operator, backward):
             self._make(anew=anew)
         else:
-            self.release()
-            return False
-        if not self._are_in_place():
-            self.release()
             return False
         self._pending |= trains
-        self.enter()
+        self._enter()
         return True
+
+    def enter(self, *, anew: bool) -> None:
+        """Have modules compute with working weights, whose copies are leased as they are used, until `end`. `anew`:
+        gradients of this forward are added to those of another one in float32."""
+        if not self._entered:
+            self.make(anew=anew)
+            self._are_in_place()
+        self._enter()
+
+    def make(self, *, anew: bool = False) -> None:
+        """Have working weights without memory, whose gradients are sent home as they arrive."""
+        if not self._entered:
+            self.release()
+            self._make_hooked(anew=anew)
+
+    def exist(self) -> None:
+        """Make working weights unless there are some, for a function that computes with one outside of all modules."""
+        if not self._weights:
+            self.make()
 
     def arrive(self, used: Iterable[ManagedParameter], operator: str) -> bool:
         """Have the working weights of `used` show device copies, which are leased from here on, for a use called
@@ -114,35 +128,93 @@ class WorkingWeights:
                     self._show(chunks)
         return not copies.missing
 
-    def weight_of(self, managed: ManagedParameter) -> torch.Tensor:
-        """Return the working weight of `managed`, which modules have now."""
-        return self._weight_of[managed]
+    @staticmethod
+    def _show(chunks: Iterable[Chunk]) -> None:
+        show_copies([managed for chunk in chunks for managed in chunk.parameters])
 
-    def _show(self, chunks: Iterable[Chunk]) -> None:
-        used = [managed for chunk in chunks for managed in chunk.parameters]
-        show_copies(used, [*map(self._weight_of.__getitem__, used)])
+    @property
+    def holds_all(self) -> bool:
+        """Whether copies are leased for a graph that waits for its backward."""
+        return bool(self._blocks or self._copies.leased)
 
-    def enter(self) -> None:
-        """Have modules compute with working weights, also if they do already."""
+    def uncover(self, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Have `module` show parameters that the program has exchanged for a call of it (`functional_call`). Returns
+        the argument of `cover_again`; None if there are none."""
+        by_id, names = self._runtime.bindings.by_id, vars(module)
+        found = {
+            name: names.pop(name)
+            for name, parameter in module._parameters.items()
+            if name in names and id(parameter) not in by_id
+        }
+        if not found:
+            return None
+        self.serve = False
+        return names, found
+
+    def cover_again(self, uncovered: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        """End `uncover`."""
+        if self._entered:
+            uncovered[0].update(uncovered[1])
+
+    def _enter(self) -> None:
         self._entered += 1
-        if self._entered == 1:
+        self._shown += 1
+        if self._shown == 1:
             where, _, names = self._entries
             run_through(map(setitem, where, names, self._placed))
 
-    def enter_again(self) -> None:
-        """Do `enter` for a recomputation. The segment of the backward begins here: else it would in a nested backward,
-        which has the first gradient and ends before the one around it."""
-        self.enter()
+    def enter_again(self, *, all_at_once: bool, by_call: bool) -> tuple[bool, bool]:
+        """Do `enter` for a recomputation; return whether it is `all_at_once`, as what is around it, or as asked if the
+        copies are leased, and whether all modules show working weights. Else, as asked by `by_call`, each shows its own
+        for its call alone (`show_in`), so that a recomputation costs what it uses and not what there is.
+
+        The segment of the backward begins here: else it would in a nested backward, which has the first gradient and
+        ends before the one around it.
+        """
+        all_at_once = self.holds_all and (all_at_once or self._entered > 0)
+        by_call = by_call and not (all_at_once or self._shown)
+        if all_at_once:
+            self._enter()
+        elif by_call:
+            if not (self._checked and self._weights):
+                self.make()
+            self._checked = self._in_backward
+            self._entered += 1
+        else:
+            self.enter(anew=False)
         if not self._runtime.memory.resident:
             self._sink.segments.on_backward()
+        return all_at_once, not by_call
 
-    def end(self) -> None:
-        """End `begin` or `enter`; writes to working weights are taken home."""
+    def show_in(self, module: torch.nn.Module) -> tuple[dict[str, Any], list[str]] | None:
+        """Have `module` show the working weights of its own parameters, where not all modules do. Returns the argument
+        of `hide_in`; None if there are none."""
+        if self._shown:
+            return None
+        by_id, names, shown = self._runtime.bindings.by_id, vars(module), list[str]()
+        for name, parameter in module._parameters.items():
+            managed = by_id.get(id(parameter))
+            if managed is not None and managed.working is not None and name not in names:
+                names[name] = managed.working
+                shown += (name,)
+        return (names, shown) if shown else None
+
+    def hide_in(self, shown: tuple[dict[str, Any], list[str]]) -> None:
+        """End `show_in`."""
+        names, of = shown
+        for name in () if self._shown else of:
+            names.pop(name, None)
+
+    def end(self, *, shown: bool, all_at_once: bool) -> None:
+        """End `begin`, `enter` or `enter_again`: `shown` is whether all modules showed working weights; `all_at_once`:
+        take writes to working weights home."""
         self._entered -= 1
-        if self._entered:
+        self._shown -= shown
+        if shown and not self._shown:
+            where, _, names = self._entries
+            run_through(map(dict.pop, where, names, repeat(None)))
+        if self._entered or not all_at_once:
             return
-        where, _, names = self._entries
-        run_through(map(dict.pop, where, names, repeat(None)))
         written = [*map(_VERSION, self._managed)] != [*map(_VERSION_SEEN, self._managed)]
         if written or not self.serve:
             with self._runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
@@ -218,11 +290,13 @@ class WorkingWeights:
     def _retire(self) -> None:
         """Drop the working weights. A graph that has saved one keeps its copy alive; one that only accumulates its
         gradient needs no memory of it."""
+        self._checked = False
         self._older = [each for each in self._older if each[1]() is not None]
-        weights, self._weights, self._over, self._placed, self._weight_of = self._weights, [], [], [], {}
+        weights, self._weights, self._over, self._placed = self._weights, [], [], []
         with torch_private.NoFunctionsOfSubclasses():
             for managed, weight in zip(self._managed, weights, strict=False):
-                self._older += ((managed, weakref.ref(weight)),)
+                self._older += ((managed, weakref.ref(weight), self._are_hooked),)
+                managed.working = None
                 if _referrers(weight) <= 2:
                     leave_working([managed], [weight])
 
@@ -237,7 +311,7 @@ class WorkingWeights:
                 if _referrers(weight) <= 2:
                     leave_working([managed], [weight])
                 else:
-                    self._older += ((managed, weakref.ref(weight)),)
+                    self._older += ((managed, weakref.ref(weight), True),)
                     self._weights[at] = self._hooked(managed)
             self._place()
 
@@ -267,13 +341,15 @@ class WorkingWeights:
     def _make_hooked(self, *, anew: bool) -> None:
         """Make working weights with hooks, unless there are some that need not be made `anew`: sums in 16 bits would
         be other ones."""
-        if self._are_hooked and self._weights and not (anew and self._runtime.memory.mixed_precision is not None):
+        anew &= self._runtime.memory.mixed_precision is not None
+        counters = [*map(_COUNTER, self._managed)]  # another one after `torch.utils.swap_tensors`
+        if self._are_hooked and self._weights and not anew and all(map(is_, counters, self._over)):
             self.freeze()
             return
         self._retire()
         with self._runtime.unwatched():
             self._weights = list(map(self._hooked, self._managed))
-        self._are_hooked = True
+        self._are_hooked, self._over = True, counters
         self._find_modules()
 
     def _find_modules(self) -> None:
@@ -291,7 +367,8 @@ class WorkingWeights:
 
     def _place(self) -> None:
         self._placed = [self._weights[at] for at in self._numbers]
-        self._weight_of = dict(zip(self._managed, self._weights, strict=True))
+        for managed, weight in zip(self._managed, self._weights, strict=True):
+            managed.working = weight
 
     def _are_in_place(self) -> bool:
         """Return whether the modules still have the same parameters, and none was replaced for this call."""
@@ -303,12 +380,6 @@ class WorkingWeights:
         return False
 
     # ---- backward ------------------------------------------------------------------------------------------------
-
-    @property
-    def must_serve(self) -> bool:
-        """Whether a graph with working weights waits for its backward, which the next forward may be in too: a sum of
-        gradients of parameters and one of working weights would not be that of torch."""
-        return self._pending and bool(self._copies.leased)
 
     @property
     def in_backward(self) -> bool:
@@ -324,10 +395,8 @@ class WorkingWeights:
         if self._given or (self._given is not None and not accumulates):
             return
         self._in_backward = self._in_backward or bool(self._weights) or bool(self._older)
-        self._sink.began = False
+        self._sink.began = self._checked = False
         self.freeze()
-        if self._are_hooked:
-            return
         used = self._used()
         if not used:
             return
@@ -342,21 +411,23 @@ class WorkingWeights:
         or since: torch reads it as it computes and as it accumulates."""
         with torch_private.NoFunctionsOfSubclasses():
             if self._weights and [*map(_TRAINS, self._weights)] != [*map(_TRAINS, self._parameters)]:
-                self._over = []  # so that the next forward makes new ones
+                if not self._are_hooked:
+                    self._over = []  # so that the next forward makes new ones
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
                     weight.requires_grad_(parameter.requires_grad)
             self._older = [each for each in self._older if each[1]() is not None]  # of graphs that are alive: few
-            for managed, older in self._older:
-                if (alive := older()) is not None:
-                    alive.requires_grad_(managed.parameter.requires_grad)
+            for managed, older, _ in self._older:
+                alive, trains = older(), managed.parameter.requires_grad
+                if alive is not None and alive.requires_grad is not trains:  # a transform refuses to set it
+                    alive.requires_grad_(trains)
 
     def _used(self) -> list[tuple[ManagedParameter, torch.Tensor]]:
-        """Return the trained working weights that a graph may refer to, with their parameters."""
+        """Return the trained working weights without hooks that a graph may refer to, with their parameters."""
         used: list[tuple[ManagedParameter, torch.Tensor]] = []
-        if max(map(_referrers, self._weights), default=0) > 1:
+        if not self._are_hooked and max(map(_referrers, self._weights), default=0) > 1:
             used = [each for each in zip(self._managed, self._weights, strict=True) if each[1].requires_grad]
         if self._older:
-            older = [(managed, weight()) for managed, weight in self._older]
+            older = [(managed, weight()) for managed, weight, is_hooked in self._older if not is_hooked]
             used += [(managed, weight) for managed, weight in older if weight is not None and weight.requires_grad]
         return used
 
@@ -381,10 +452,11 @@ class WorkingWeights:
             torch_private.foreach_neg(zeros)
         return {*fresh}
 
-    def end_backward(self) -> None:
-        """End `begin_backward`, also after an error: parameters that got no gradient have none."""
+    def end_backward(self) -> bool:
+        """End `begin_backward`, also after an error: parameters that got no gradient have none. Returns whether it may
+        have been of this model."""
         given, self._given = self._given, None
-        self._in_backward = False
+        self._in_backward = self._checked = False
         with torch_private.NoFunctionsOfSubclasses():
             for managed, arrived, gradient in take_arrived(given or ()):
                 self._hand_over(managed, arrived, gradient)
@@ -392,6 +464,8 @@ class WorkingWeights:
             self._pending = False
             if not (self._blocks or self._copies.are_held(1)):  # else by a graph that is kept for another backward
                 self.release()
+            return True
+        return False
 
     def _hand_over(self, managed: ManagedParameter, arrived: torch.Tensor, given: torch.Tensor | None) -> None:
         """Take a gradient of `managed` that autograd did not add to the tensor `given` for it."""

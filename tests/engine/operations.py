@@ -26,6 +26,8 @@ class Side:
         self.program = program
         self.module: Net = program.build()
         self.losses: list[torch.Tensor] = []
+        self.parted = False
+        """Whether the managed model may have left the device between two of the forwards of `losses`."""
         self.arrived = False
         self.saved: Any = None
         self.hooks: list[Any] = []
@@ -95,7 +97,8 @@ class Side:
     def backward(self, draw: Random) -> Any:
         if not self.losses:
             return None
-        if draw.random() < 0.5 and not self.program.mixed:  # there each forward's gradients arrive by themselves
+        self.parted &= len(self.losses) > 1
+        if draw.random() < 0.5 and not self.program.mixed and not self.parted:  # there gradients arrive by forwards
             losses, self.losses = self.losses, []
             return self.backward_of(torch.stack(losses).sum())
         return self.backward_of(self.losses.pop(draw.randrange(len(self.losses))))
@@ -187,6 +190,7 @@ class Side:
 
     def squeezed(self, draw: Random) -> Any:
         """That happens in the middle of a forward, and again in that of its backward."""
+        self.parted |= bool(self.losses)
         self.net.interrupted_after = draw.randrange(len(self.net.parts))
         self.net.interrupt = partial(self.squeeze, draw)
         try:

@@ -7,33 +7,38 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import hetmem
-from hetmem.engine.param_views import stand_in
 from hetmem.intercept import registry
 from hetmem.memory.chunk import elements, give_away
 from tests.engine.harness import manage
 
 
-@pytest.mark.parametrize("computes", [False, True])
-def test_a_weight_whose_home_leaves_the_device_within_a_forward_rests_until_that_is_over(
-    computes: bool, tmp_path: Path
-) -> None:
-    """A custom function takes it as it is then, and its gradient has to be on the device."""
-    runtime = registry.of_module(manage(nn.Linear(64, 64), "resident", tmp_path)).runtime
-    managed, bindings = runtime.parameters[0], runtime.bindings
-    home = managed.home.clone()
-    rest = stand_in(home, home.dtype, home.device)
-    if computes:
-        bindings.leave_home()
-    bindings.move_home(managed, home, rest)
-    with torch._C.DisableTorchFunctionSubclass():  # else it is faulted in
-        assert managed.parameter.data_ptr() == (rest if computes else home).data_ptr()
-    bindings.go_home()
-    assert managed.parameter.data_ptr() == home.data_ptr()
+def test_within_a_forward_modules_have_other_parameters_and_the_model_has_its_own_at_home(tmp_path: Path) -> None:
+    """Also where copies come and go; what is not used takes no memory, and what is kept is found again."""
+    model: Any = manage(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), "host", tmp_path)
+    ours, homes = [*model.parameters()], [parameter.data_ptr() for parameter in model.parameters()]
+    kept = {}
+
+    def look(module: Any, args: Any, output: torch.Tensor) -> None:
+        kept[module] = module.weight
+        assert module.weight is not ours[2] and type(module.weight) is not nn.Parameter
+        assert [*model.parameters()] == ours
+        with torch._C.DisableTorchFunctionSubclass():  # else functions would compute with the copies
+            assert [parameter.data_ptr() for parameter in ours] == homes
+            assert module.weight.isnan().all()
+        assert torch.equal(module.weight, ours[2]) and module.weight.grad is None
+
+    x = torch.randn(3, 64)
+    model(x).sum().backward()
+    handle = model[1].register_forward_hook(look)
+    gradient = ours[2].grad
+    model(x)
+    assert ours[2].grad is gradient and model[1].weight is ours[2]
+    assert torch.equal(kept[model[1]], ours[2]), "the same weight behind the forward"
+    handle.remove()
 
 
 def test_what_is_given_away_has_memory_of_its_own() -> None:

@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
+import hetmem
 from tests.engine.harness import (
     WIDTH,
+    assert_same,
     assert_same_weights,
     assert_trains_alike,
     loss_of,
@@ -253,3 +255,63 @@ def test_a_recomputation_that_raises_leaves_a_model_that_trains_on(way: str, pla
         module.zero_grad()
     assert_same_weights(*modules)
     train_both(*modules, batches, optimizers=optimizers)
+
+
+class Leaning(nn.Module):
+    """A layer that computes with the weight of another one too, and notes whether either is its model's parameter."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.others = nn.Parameter(torch.eye(WIDTH)), [other]
+        self.own: set[nn.Parameter] = set()
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = self.others[0].weight
+        self.seen += ((self.weight in self.own, other in self.own),)
+        return torch.tanh(F.linear(F.linear(x, self.weight), other))
+
+
+class Leant(nn.Module):
+    def __init__(self, way: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.way = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), way
+        self.leaning = Leaning(self.last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.way(self.leaning, self.first(x)))
+
+
+@pytest.mark.parametrize("way", ["reentrant", "non-reentrant"])
+def test_a_recomputation_has_working_weights_in_what_it_calls_alone(way: str, tmp_path: Path) -> None:
+    """It costs what it uses, not what there is; what else it uses gets the bits of the forward all the same."""
+    modules = pair(partial(Leant, WAYS[way]), "host", tmp_path)
+    batches = vector_batches(3, 4, WIDTH)
+    train_both(*modules, batches)
+    assert_same_weights(*modules)
+    leaning = modules[1].leaning
+    leaning.own, leaning.seen = {*modules[1].parameters()}, []
+    loss_of(modules[1], batches[0]).backward()
+    assert {*leaning.seen} == {(False, False), (False, True)}
+    assert modules[1].last.weight in leaning.own
+
+
+def test_a_function_finds_weights_that_evaluations_have_released() -> None:
+    """Of a model that is whole on the device, between a forward and its backward."""
+    budget, device = hetmem.Budget(device="64MiB", host="64MiB"), hetmem.SimDevice()
+    model = hetmem.manage(Bare(non_reentrant), budget, device=device, mixed_precision=torch.bfloat16)
+    x = torch.randn(4, WIDTH)
+
+    def gradients(evaluations: int) -> torch.Tensor:
+        loss = loss_of(model, (x,))
+        for _ in range(evaluations):
+            with torch.no_grad():
+                model(x)
+        loss.backward()
+        found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        return found
+
+    expected = [gradients(0) for _ in range(6)][-1]
+    for _ in range(3):
+        assert_same(expected, gradients(2), "gradients")
