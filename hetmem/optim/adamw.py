@@ -53,7 +53,7 @@ class AdamW(OffloadedOptimizer):
 
     With `budget=hetmem.Budget(host=…, nvme=…, nvme_dir=…)` the parameters are those of an unmanaged model,
     plain tensors or the DTensors of `fully_shard`, and what is made is an `UnmanagedOptimizer`: without the two options
-    above and `overlap`.
+    above, and with `overlap="off"` or `"backward"`.
     """
 
     def __new__(cls, *args: Any, budget: Budget | None = None, **options: Any) -> Any:
@@ -113,13 +113,21 @@ class UnmanagedAdamW(UnmanagedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+        overlap: OverlapName = "off",
         **managed: Any,
     ) -> None:
         refuse_managed(managed, "hetmem.AdamW")
         defaults, rule = _defaults(lr, betas, eps, weight_decay, maximize), AdamWRule(None, None)
         name = "hetmem.AdamW"
         super().__init__(
-            params, defaults, rule, budget=budget, name=name, max_grad_norm=max_grad_norm, scale=loss_scale
+            params,
+            defaults,
+            rule,
+            budget=budget,
+            name=name,
+            max_grad_norm=max_grad_norm,
+            scale=loss_scale,
+            overlap=overlap,
         )
 
     def state_dict(self) -> dict[str, Any]:

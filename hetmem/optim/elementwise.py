@@ -21,7 +21,7 @@ from hetmem.errors import ManageError
 from hetmem.memory.chunk import Role
 from hetmem.optim.optimizer import OffloadedOptimizer
 from hetmem.optim.options import LossScale, ParameterUpdate, Rule, refuse_others
-from hetmem.optim.unmanaged import UnmanagedOptimizer, refuse_managed
+from hetmem.optim.unmanaged import UnmanagedOptimizer
 
 _TRIAL = (4, 32)
 _STEPS = 3
@@ -65,9 +65,15 @@ def offload(
     defaults = rule.optimizer_of([torch.zeros(1, device="cpu")], options).defaults
     if budget is not None:
         name = f"hetmem.optim.offload({optimizer.__name__})"
-        refuse_managed({"overlap": overlap}, name)
         return UnmanagedOptimizer(
-            params, defaults, rule, budget=budget, name=name, max_grad_norm=max_grad_norm, scale=loss_scale
+            params,
+            defaults,
+            rule,
+            budget=budget,
+            name=name,
+            max_grad_norm=max_grad_norm,
+            scale=loss_scale,
+            overlap=overlap,
         )
     return OffloadedOptimizer(
         params,

@@ -95,6 +95,14 @@ class Shard:
             part = ordered.as_strided(self.shape, self.stride).copy_(part)
         return torch.as_strided(part.detach(), (self.numel,), (1,), part.storage_offset())
 
+    def gradient_is_complete(self) -> bool:
+        """Return whether a gradient that a backward has added to the parameter is that of all ranks: of plain tensors
+        others may add them up later."""
+        if is_distributed(self.parameter):
+            return True
+        distributed = torch.distributed
+        return not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+
     def placed(self) -> tuple[Any, tuple[Any, ...]]:
         """Return the device mesh and the placements of a DTensor."""
         parameter: Any = self.parameter

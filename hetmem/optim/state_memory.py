@@ -75,6 +75,11 @@ class StateBlock:
         """Bytes of all states."""
         return self.numel * self.kind.state_nbytes
 
+    @property
+    def in_place(self) -> bool:
+        """Whether states lie in host memory beside their parameters."""
+        return self.extent is None and self.kind.device.type == "cpu"
+
     def role_offset(self, role: Role) -> int:
         """Return the offset of `role` in `memory`, in bytes."""
         before = self.kind.roles[: self.kind.roles.index(role)]

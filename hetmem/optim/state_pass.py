@@ -8,7 +8,7 @@ It knows memory and transfers, and in which order; not where gradients come from
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +42,20 @@ class ShardUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, stop) of the states in `block`: whole pages."""
+    """Elements [start, stop) of the states in `block`: whole pages, or what is updated in place."""
 
     block: StateBlock
     start: int
     stop: int
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it passes through no slot."""
+        return self.block.in_place
+
+    def concerns(self, updates: Container[Shard]) -> bool:
+        """Return whether a parameter in it is among `updates`."""
+        return any(shard in updates for shard, _, _ in self.cuts())
 
     def cuts(self) -> Iterator[tuple[Shard, slice, slice]]:
         """Yield each parameter in it: its elements that are in the piece, and where they are in it."""
@@ -87,10 +96,11 @@ PARAM, GRAD = "param", "grad"
 
 class StatePass:
     """Passes over `memory` by `rule`, on the threads of `workers`. After an error of a transfer each piece is either
-    before or after its update, and `carry_out` called again with the same updates does the rest."""
+    before or after its update, and `carry_out` called again with the same updates does the rest. `apart`: parameters
+    that are updated in place are a piece each."""
 
-    def __init__(self, memory: StateMemory, rule: Rule, workers: WorkerPool) -> None:
-        self._memory, self._rule, self._workers = memory, rule, workers
+    def __init__(self, memory: StateMemory, rule: Rule, workers: WorkerPool, *, apart: bool) -> None:
+        self._memory, self._rule, self._workers, self._apart = memory, rule, workers, apart
         self.done: set[Piece] = set()
         """The pieces that are updated in the step that is under way or has failed."""
         self.corrupt = False
@@ -99,15 +109,19 @@ class StatePass:
         self._writing: deque[Passing] = deque()
         self.moved_bytes = {"nvme_read": 0, "nvme_write": 0, "device_to_host": 0, "host_to_device": 0}
 
-    def carry_out(self, updates: dict[Shard, ShardUpdate], grad_scale: float) -> None:
-        """Update all in `updates`, with gradients times `grad_scale`, and set what they have `after`."""
+    def carry_out(
+        self, updates: dict[Shard, ShardUpdate], grad_scale: float, pieces: Iterable[Piece] | None = None
+    ) -> None:
+        """Update all in `updates`, or `pieces` of them, with gradients times `grad_scale`, and set what they have
+        `after`."""
         self.write_back()
         self._slots = [*self._memory.slots]
-        in_place, passing = self._pieces(updates)
-        waiting, opened = deque(passing), deque[Passing]()
+        todo = [piece for piece in self.pieces() if piece.concerns(updates)] if pieces is None else pieces
+        todo = [piece for piece in todo if piece not in self.done]
+        waiting, opened = deque(piece for piece in todo if not piece.in_place), deque[Passing]()
         try:
             self._open(waiting, opened, updates)
-            self._run(updates, [(piece, None) for piece in in_place], grad_scale)
+            self._run(updates, [(piece, None) for piece in todo if piece.in_place], grad_scale)
             while opened:
                 passed = opened.popleft()
                 passed.settle()
@@ -134,20 +148,17 @@ class StatePass:
         """Begin a new step."""
         self.done.clear()
 
-    def _pieces(self, updates: dict[Shard, ShardUpdate]) -> tuple[list[Piece], list[Piece]]:
-        """Return the pieces that have something to update: those in place, and those that pass through slots."""
-        in_place, passing, size = list[Piece](), list[Piece](), self._memory.piece_elements
+    def pieces(self) -> Iterator[Piece]:
+        """Yield those of a step of all parameters."""
+        size = self._memory.piece_elements
         for block in self._memory.blocks:
-            if not any(shard in updates for shard in block.shards):
-                continue
-            if block.extent is None and block.kind.device.type == "cpu":
-                in_place.append(Piece(block, 0, block.numel))
-                continue
-            for start in range(0, block.numel, size):
-                piece = Piece(block, start, min(start + size, block.numel))
-                if any(shard in updates for shard, _, _ in piece.cuts()):
-                    passing.append(piece)
-        return [p for p in in_place if p not in self.done], [p for p in passing if p not in self.done]
+            if not block.in_place:
+                yield from (Piece(block, at, min(at + size, block.numel)) for at in range(0, block.numel, size))
+            elif self._apart:
+                for shard, offset in zip(block.shards, block.offsets, strict=True):
+                    yield Piece(block, offset, offset + shard.numel)
+            else:
+                yield Piece(block, 0, block.numel)
 
     def _run(
         self, updates: dict[Shard, ShardUpdate], pieces: list[tuple[Piece, Passing | None]], grad_scale: float

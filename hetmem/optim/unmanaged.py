@@ -7,7 +7,7 @@ crosses between them, is torch's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import is_not
 from typing import Any
 
@@ -22,14 +22,15 @@ from hetmem.intercept.diagnostics import refuse_a_fork
 from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.cuda_device import CudaDevice
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.optim.backward_updates import BackwardUpdates
 from hetmem.optim.members import GroupOptions, missing_in
 from hetmem.optim.options import LossScale, Rule, check_max_grad_norm, clip_factor, loss_scale, refuse_others
 from hetmem.optim.shards import Shard, local, shards_of, square_total
 from hetmem.optim.state_memory import StateMemory
-from hetmem.optim.state_pass import ShardUpdate, StatePass, same_inputs
+from hetmem.optim.state_pass import Piece, ShardUpdate, StatePass, same_inputs
 from hetmem.optim.states import check_states, incomplete
 
-_MANAGED = {"overlap": "off", "moments": None, "stochastic_rounding": False, "seed": 0}
+_MANAGED = {"moments": None, "stochastic_rounding": False, "seed": 0}
 """Options of the optimizers of managed models, and their defaults."""
 
 
@@ -41,6 +42,16 @@ def refuse_managed(options: dict[str, Any], name: str) -> None:
             raise ManageError(f"{option}= is for managed models (hetmem.manage): leave it out, or budget=")
 
 
+def _check_overlap(overlap: str, *, needs_all: str) -> None:
+    """Raise `ManageError` for what an unmanaged model cannot do; `needs_all`: the option that needs all gradients."""
+    if overlap not in ("off", "backward"):
+        raise ManageError(f'overlap={overlap!r} is for managed models: with budget= it is "off" or "backward"')
+    if overlap != "off" and needs_all:
+        raise ManageError(
+            f'{needs_all}= needs all gradients before the first update: with budget= it takes overlap="off"'
+        )
+
+
 class UnmanagedOptimizer(Optimizer):
     """What `hetmem.AdamW` and `hetmem.optim.offload` return with `budget=`: updates of plain tensors on any device, and
     of the local parts of DTensors (`fully_shard`, with `CPUOffloadPolicy` or without), by the processor.
@@ -49,6 +60,9 @@ class UnmanagedOptimizer(Optimizer):
     memory or, mapped, on NVMe: for a DTensor as DTensors of its placement, which `torch.distributed.checkpoint` saves,
     and loads at any number of ranks. `max_grad_norm` is of all ranks of a DTensor's mesh. `budget`, of this process:
     its `host` has states and what passes to a device or NVMe, `nvme` has states.
+
+    `overlap="backward"` updates each parameter as soon as its gradient is there, beside the rest of the backward, of
+    which a step has one. Gradients stay, and must not be changed: `step` raises RuntimeError then.
 
     `grad_norm` is the norm of the last step, None without `max_grad_norm` and `loss_scale`. Raises `ManageError` for
     parameters that it cannot update, `BudgetError` if the states have no room. After an error of a drive in `step`,
@@ -65,20 +79,24 @@ class UnmanagedOptimizer(Optimizer):
         name: str,
         max_grad_norm: float | None = None,
         scale: LossScale | float | str | None = None,
+        overlap: str = "off",
     ) -> None:
         refuse_budget(budget)
         check_max_grad_norm(max_grad_norm)
+        _check_overlap(overlap, needs_all="max_grad_norm" if max_grad_norm is not None else "loss_scale" * bool(scale))
+        self.overlap = overlap
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)
         self.grad_norm: float | None = None
         self.rule, self._name, self._budget = rule, name, budget
         self._process = os.getpid()
+        self._early: BackwardUpdates | None = None
         self._shards: dict[int, Shard] = {}
         self._options: list[tuple[dict[str, Any], GroupOptions]] = []
         """The groups, and their options when a step last read them."""
         self._shown: dict[Shard, dict[str, torch.Tensor]] = {}
         self._updates: dict[Shard, ShardUpdate] = {}
-        """Those of a step that has failed."""
+        """Those of a step that has failed, or that a backward has begun."""
         self._to_load: list[tuple[Shard, dict[str, torch.Tensor]]] = []
         self._dirty: set[Shard] = set()
         """Parameters whose memory for states may be other than zero."""
@@ -101,6 +119,8 @@ class UnmanagedOptimizer(Optimizer):
     @HELD_BACK
     def _step(self) -> None:
         refuse_a_fork("a step", self._process)
+        if self._early is not None:
+            self._early.join()
         if self._pass.corrupt:
             raise RuntimeError(
                 f"an update of {self._name} has failed half-way: some elements are those of another step. Load a "
@@ -138,7 +158,10 @@ class UnmanagedOptimizer(Optimizer):
         self._pass.corrupt = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict. Raises RuntimeError after a step that has failed with some parameters updated."""
+        """Return torch's state dict. Raises RuntimeError after a step that has failed with some parameters updated, and
+        between a backward that updates parameters and its step."""
+        if self._early is not None and self._updates:
+            raise RuntimeError('overlap="backward" has updated some parameters already: call step() before saving')
         if self._pass.done or self._pass.corrupt:
             raise RuntimeError(
                 "the last step() failed after it had updated some parameters: call it again before saving"
@@ -148,9 +171,11 @@ class UnmanagedOptimizer(Optimizer):
     @HELD_BACK
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; its states get room in the budget."""
-        super().add_param_group(param_group)
         if "_pass" not in self.__dict__:  # within the constructor
+            super().add_param_group(param_group)
             return
+        self.synchronize()
+        super().add_param_group(param_group)
         try:
             self._reserve()
         except BaseException:
@@ -191,7 +216,10 @@ class UnmanagedOptimizer(Optimizer):
         return {"host": self._memory.host_bytes, "nvme": self._memory.nvme_bytes}
 
     def synchronize(self) -> None:
-        """Write to NVMe what a step that failed has left in memory; all else is there when `step` returns."""
+        """Write to NVMe what a step that failed has left in memory; all else is there when `step` returns. With
+        `overlap="backward"`, wait for the updates that have begun."""
+        if self._early is not None:
+            self._early.join()
         self._pass.write_back()
 
     # ---- inside ------------------------------------------------------------------------------------------------
@@ -199,6 +227,9 @@ class UnmanagedOptimizer(Optimizer):
     def _make_memory(self) -> None:
         """Make memory for the states of all parameters, which have none yet."""
         self._shards, self._shown, self._dirty = {}, {}, set()
+        if self._early is not None:
+            self._early.unhook()
+        self._early = BackwardUpdates(self._arrived, self._carry_out) if self.overlap == "backward" else None
         self._memory = StateMemory(self._budget)
         try:
             self._reserve()
@@ -209,7 +240,7 @@ class UnmanagedOptimizer(Optimizer):
         near = CudaDevice(min(devices, key=str).index).cores if devices else ()
         threads = max(1, most_threads() // ranks_here()) if ranks_here() > 1 else None
         self._workers = WorkerPool(threads, near)
-        self._pass = StatePass(self._memory, self.rule, self._workers)
+        self._pass = StatePass(self._memory, self.rule, self._workers, apart=self._early is not None)
 
     def _reserve(self) -> None:
         """Make memory for the states of those parameters that have none. Raises `BudgetError` with nothing changed."""
@@ -221,6 +252,8 @@ class UnmanagedOptimizer(Optimizer):
             for shard, homes in zip(block.shards, block.homes(), strict=True):
                 self._shown[shard] = {name: shard.shown(home) for name, home in homes.items()}
         self._shards |= new
+        if self._early is not None:
+            self._early.watch(new.values())
 
     def _options_by_parameter(self) -> dict[int, GroupOptions]:
         """Return the options of the group of each parameter, by its `id`."""
@@ -249,32 +282,65 @@ class UnmanagedOptimizer(Optimizer):
     def _wanted(self) -> dict[Shard, ShardUpdate]:
         """Return the updates of all parameters that have a gradient. Raises `ManageError` for states that lack
         something."""
-        options, updates = self._options_by_parameter(), dict[Shard, ShardUpdate]()
-        for key, shard in self._shards.items():
-            gradient = shard.gradient(self._name) if key in options else None
-            if gradient is None:
-                continue
-            group, roles = options[key].now(shard.dtype)
-            shown = self._shown[shard]
-            if {role.name for role in roles} != shown.keys():
-                raise ManageError(
-                    f"{self._name} keeps {', '.join(shown) or 'no states'} of {shard.label}, and with the options of "
-                    f"its group now it needs {', '.join(role.name for role in roles) or 'none'}: make it again"
-                )
-            entry = self.state.get(shard.parameter) or {}
-            self._take_over(shard, entry, options[key])
-            seen: Any = shard.parameter.grad
-            before = {name: value for name, value in entry.items() if name not in shown}
-            fresh = frozenset(() if entry else shown)
-            updates[shard] = ShardUpdate(shard, group, gradient, (seen, seen._version), before, roles, fresh)
-        return updates
+        options = self._options_by_parameter()
+        found = (self._update(shard, options[key]) for key, shard in self._shards.items() if key in options)
+        return {update.shard: update for update in found if update is not None}
+
+    def _update(self, shard: Shard, options: GroupOptions) -> ShardUpdate | None:
+        """Return the update of `shard`; None if it has no gradient."""
+        gradient = shard.gradient(self._name)
+        if gradient is None:
+            return None
+        group, roles = options.now(shard.dtype)
+        shown = self._shown[shard]
+        if {role.name for role in roles} != shown.keys():
+            raise ManageError(
+                f"{self._name} keeps {', '.join(shown) or 'no states'} of {shard.label}, and with the options of "
+                f"its group now it needs {', '.join(role.name for role in roles) or 'none'}: make it again"
+            )
+        entry = self.state.get(shard.parameter) or {}
+        self._take_over(shard, entry, options)
+        seen: Any = shard.parameter.grad
+        before = {name: value for name, value in entry.items() if name not in shown}
+        fresh = frozenset(() if entry else shown)
+        return ShardUpdate(shard, group, gradient, (seen, seen._version), before, roles, fresh)
+
+    @HELD_BACK
+    @torch.no_grad()
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        """Begin the update of `parameter`, whose gradient a backward has completed, unless `step` is to look at it
+        first. Raises RuntimeError if this step has updated it already, and `ManageError` for gradients that ranks may
+        still add up."""
+        shard, options = self._shards.get(id(parameter)), self._options_by_parameter().get(id(parameter))
+        if shard is None or options is None or self._early is None or self._pass.corrupt or not shard.is_as_before():
+            return
+        if not shard.gradient_is_complete():
+            raise ManageError(
+                f'overlap="backward" updates {shard.label} before DistributedDataParallel has added up its gradients: '
+                f'use fully_shard, or overlap="off"'
+            )
+        if shard in self._updates:
+            raise RuntimeError(
+                f'{self._name} with overlap="backward" has updated {shard.label} already: call step() after each '
+                f'backward, or add the gradients of several with overlap="off"'
+            )
+        if (update := self._update(shard, options)) is not None:
+            self._updates[shard] = update
+            self._dirty.add(shard)
+            self._early.begin(shard, self._pass.pieces)
+
+    def _carry_out(self, pieces: Sequence[Piece]) -> None:
+        """Update `pieces`, of which all gradients have arrived."""
+        shards = {shard for piece in pieces for shard, _, _ in piece.cuts()}
+        updates = {shard: update for shard in shards if (update := self._updates.get(shard)) is not None}
+        self._pass.carry_out(updates, 1.0, pieces)
 
     def _take_over(self, shard: Shard, entry: dict[str, Any], options: GroupOptions) -> None:
         """Copy states home that the program has put into `entry`; make all zero if there are none. Raises `ManageError`
         if some are missing."""
         shown = self._shown[shard]
         if not entry:
-            for home in shown.values() if shard in self._dirty and not self._pass.done else ():
+            for home in shown.values() if shard in self._dirty and shard not in self._updates else ():
                 local(home).zero_()
             return
         if missing := missing_in(entry, options.needs(shard.dtype)):
@@ -286,19 +352,24 @@ class UnmanagedOptimizer(Optimizer):
                 entry[name] = home
 
     def _made_again(self, updates: dict[Shard, ShardUpdate]) -> dict[Shard, ShardUpdate]:
-        """Return `updates`, or those of the same step before, if it has failed and has updated something. Raises
-        RuntimeError if this is another one."""
-        if not self._pass.done:
-            return updates
+        """Return `updates`, with those of the same step that have begun before. Raises RuntimeError if this is another
+        one."""
         before = self._updates
-        other = [shard for shard in updates if shard not in before or not same_inputs(updates[shard], before[shard])]
-        if other or updates.keys() != before.keys():
-            named = other[0].label if other else next(s.label for s in before if s not in updates)
+        if not (self._pass.done or self._early):
+            return updates
+        other = [shard for shard in before if shard not in updates or not same_inputs(updates[shard], before[shard])]
+        if self._early is None:
+            other += [shard for shard in updates if shard not in before]
+        if other:
+            named = f"{other[0].label} has another gradient or other options"
             raise RuntimeError(
-                f"the last step() failed after it had updated some parameters, and now {named} has another gradient or "
-                f"other options: call step() with the same gradients, or load a checkpoint of weights and states"
+                f"the last step() failed after it had updated some parameters, and now {named}: call step() with the "
+                f"same gradients, or load a checkpoint of weights and states"
+                if self._early is None
+                else f'overlap="backward" has updated parameters in the backward, and now {named}: clip gradients and '
+                f'change options with overlap="off". Load a checkpoint of weights and states'
             )
-        return before
+        return {**updates, **before}
 
     def _grad_scale(self, updates: dict[Shard, ShardUpdate]) -> float | None:
         """Return the factor of all gradients; None if they are not all finite and the step is to be skipped."""

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import hetmem
 from hetmem import testing
@@ -97,13 +99,15 @@ def assert_same(left: nn.Module, one: Any, right: nn.Module, other: Any) -> None
             assert torch.equal(a, b), f"{name} of {tuple(plain.shape)} differs"
 
 
-def bits(at: Rank, *, offload: bool, mixed: bool) -> None:
-    """Against torch's fused AdamW, both clipped by torch; half of the states on NVMe."""
+def bits(at: Rank, *, offload: bool, mixed: bool, overlap: str = "off") -> None:
+    """Against torch's fused AdamW, both clipped by torch, or with updates in the backward; half of the states on
+    NVMe."""
     plain, ours = (at.sharded(offload=offload, mixed=mixed) for _ in range(2))
     left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    right: Any = hetmem.AdamW(ours.parameters(), lr=1e-2, budget=at.budget(third=True))
+    right: Any = hetmem.AdamW(ours.parameters(), lr=1e-2, overlap=overlap, budget=at.budget(third=True))
     for model, optimizer in ((plain, left), (ours, right)):
-        at.train(model, optimizer, range(STEPS), lambda m=model: nn.utils.clip_grad_norm_(m.parameters(), 0.5))
+        clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()], 0.5)
+        at.train(model, optimizer, range(STEPS), clip if overlap == "off" else lambda: None)
     assert_same(plain, left, ours, right)
     used = right.memory_bytes()
     assert used["host"] <= 160 << 10 and used["nvme"] > 0, used
@@ -198,6 +202,10 @@ def odd(at: Rank) -> None:
     extra.grad = None
     flat = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     _refused(lambda: hetmem.AdamW(flat.parameters(), budget=room), "a FlatParameter of FullyShardedDataParallel")
+    replicated = DistributedDataParallel(nn.Linear(4, 4))
+    early: Any = hetmem.AdamW(replicated.parameters(), overlap="backward", budget=room)
+    _refused(lambda: replicated(torch.ones(2, 4)).sum().backward(), "before DistributedDataParallel has added up its")
+    early.step()
     model = at.sharded()
     ours: Any = hetmem.AdamW(model.parameters(), budget=room)
     at.train(model, ours, range(1))
@@ -232,6 +240,8 @@ STORIES: dict[str, Callable[[Rank], None]] = {
     "mixed offloaded": lambda at: bits(at, offload=True, mixed=True),
     "norm": norm,
     "save": save,
+    "overlap": lambda at: bits(at, offload=False, mixed=True, overlap="backward"),
+    "overlap offloaded": lambda at: bits(at, offload=True, mixed=False, overlap="backward"),
     "load": load,
     "odd": odd,
     "killed": killed,

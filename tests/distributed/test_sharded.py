@@ -28,7 +28,7 @@ def run(ranks: Forks, world: int, folder: Path, *stories: str) -> None:
 
 @pytest.mark.nightly
 def test_two_ranks_have_the_bits_of_torchs_optimizer_and_their_states_go_to_one(ranks: Forks, tmp_path: Path) -> None:
-    run(ranks, 2, tmp_path, "float32", "mixed offloaded", "norm", "odd", "save")
+    run(ranks, 2, tmp_path, "float32", "mixed offloaded", "overlap offloaded", "norm", "odd", "save")
     run(ranks, 1, tmp_path, "load")
 
 
@@ -36,8 +36,9 @@ def test_two_ranks_have_the_bits_of_torchs_optimizer_and_their_states_go_to_one(
 def test_any_number_of_ranks_and_every_policy(ranks: Forks, tmp_path: Path) -> None:
     """All ranks find one norm. It is that of any number of ranks until weights differ: torch's fused AdamW, which each
     is compared with, has other bits for the last elements of a shard."""
-    run(ranks, 2, tmp_path, "float32 offloaded", "mixed", "norm", "save")
-    run(ranks, 4, tmp_path, "load", "float32", "float32 offloaded", "mixed", "mixed offloaded", "norm", "odd", "save")
+    run(ranks, 2, tmp_path, "float32 offloaded", "mixed", "overlap", "norm", "save")
+    run(ranks, 4, tmp_path, "load", "float32", "float32 offloaded", "mixed", "mixed offloaded", "overlap offloaded")
+    run(ranks, 4, tmp_path, "norm", "odd", "save")
     run(ranks, 1, tmp_path, "load")
     run(ranks, 2, tmp_path, "load")
     norms = {world: [ast.literal_eval(f.read_text()) for f in tmp_path.glob(f"norms of {world} *")] for world in (2, 4)}

@@ -9,6 +9,7 @@ import copy
 import errno
 import gc
 import os
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,81 @@ def test_other_optimizers_have_the_bits_of_torchs_own(
         train(model, optimizer, range(4))
     assert_same_weights(plain, ours)
     assert_same_states(left, right)
+
+
+@places
+def test_updates_in_the_backward_have_the_bits_of_torch(place: str, tmp_path: Path) -> None:
+    """Also of gradients that are zeroed rather than removed, options that change between steps, and a parameter that
+    has a gradient only once. On NVMe several parameters share a piece."""
+    plain, ours = build(), build()
+    left = torch.optim.AdamW(groups(plain), lr=1e-2, fused=True)
+    least = hetmem.Budget(host="132KiB", nvme="8MiB", nvme_dir=tmp_path)
+    room = least if place == "nvme" else budget(place, tmp_path)
+    right: Any = hetmem.AdamW(groups(ours), lr=1e-2, overlap="backward", budget=room)
+    before = ours[4].weight.detach().clone()
+
+    def wait_for_an_update(*_: object) -> None:
+        until = time.perf_counter() + 30
+        while torch.equal(ours[4].weight, before):
+            assert time.perf_counter() < until, "updates begin in the backward"
+            time.sleep(1e-3)
+        time.sleep(0.02)  # for what should not have begun
+
+    ours[2].register_full_backward_hook(wait_for_an_update)
+    for step in range(6):
+        for model in (plain, ours):
+            before.copy_(ours[4].weight.detach())
+            (losses(model, step) + model.unused.sum() * (step == 3)).backward()
+        for optimizer in (left, right):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            optimizer.param_groups[0]["lr"] *= 0.9
+    assert_same_weights(plain, ours)
+    assert_same_states(left, right)
+
+
+def test_a_gradient_that_has_been_used_is_not_used_again_nor_changed(tmp_path: Path) -> None:
+    ours = build()
+    right: Any = hetmem.AdamW(ours.parameters(), overlap="backward", budget=budget("host", tmp_path))
+    saved = copy.deepcopy(right.state_dict())
+    losses(ours, 0).backward()
+    with pytest.raises(RuntimeError, match=r"has updated some parameters already: call step\(\) before saving"):
+        right.state_dict()
+    with pytest.raises(RuntimeError, match=r"has updated parameter \d already: call step\(\) after each backward"):
+        losses(ours, 1).backward()
+    right.load_state_dict(saved)
+    right.zero_grad()
+    losses(ours, 0).backward()
+    nn.utils.clip_grad_norm_(ours.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"parameter \d has another gradient or other options: clip gradients"):
+        right.step()
+
+
+def test_a_drive_that_fails_in_the_backward_is_told_by_the_step_which_then_does_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ours, disk = build(), build(), FaultyDisk()
+    disk.used_by(monkeypatch)
+    left = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    right: Any = hetmem.AdamW(ours.parameters(), lr=1e-2, overlap="backward", budget=_third(tmp_path))
+    for step in range(12):
+        fails = once(7 * step, EIO)
+
+        def slow(verb: str, offset: int, nbytes: int, fails: Any = fails) -> int:
+            time.sleep(0.001)  # so updates are under way when the backward ends
+            return int(fails(verb, offset, nbytes))
+
+        disk.fault = slow
+        for model in (plain, ours):
+            losses(model, step).backward()
+        left.step()
+        with pytest.raises(StoreError):
+            right.step()
+        right.step()
+        for optimizer in (left, right):
+            optimizer.zero_grad()
+        assert_same_weights(plain, ours)
+        assert_same_states(left, right)
 
 
 def test_clipping_and_scaling_have_the_bits_of_gradients_that_were_clipped(tmp_path: Path) -> None:
@@ -253,15 +329,18 @@ def test_a_full_disk_is_seen_when_the_optimizer_is_made(tmp_path: Path, monkeypa
         hetmem.AdamW(build().parameters(), budget=_third(tmp_path))
 
 
-def test_its_memory_ends_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["off", "backward"])
+def test_its_memory_ends_with_it(overlap: str, tmp_path: Path) -> None:
     ours = build()
-    right: Any = hetmem.AdamW(ours.parameters(), budget=_third(tmp_path))
-    train(ours, right, range(1))
+    right: Any = hetmem.AdamW(ours.parameters(), overlap=overlap, budget=_third(tmp_path))
+    losses(ours, 0).backward()
+    right.step()
     gone = weakref.ref(right)
     del right
     gc.collect()
     assert gone() is None
     assert not list(tmp_path.iterdir())
+    losses(ours, 1).backward()  # nobody is told of it any more
 
 
 WRONG: dict[str, tuple[Callable[[nn.Module, Path], Any], type[Exception], str]] = {
@@ -288,9 +367,19 @@ WRONG: dict[str, tuple[Callable[[nn.Module, Path], Any], type[Exception], str]] 
         "unexpected keyword argument 'fused'",
     ),
     "overlap": (
-        lambda m, _: {"budget": hetmem.Budget(), "overlap": "backward"},
+        lambda m, _: {"budget": hetmem.Budget(), "overlap": "forward"},
         ManageError,
-        "overlap= is for managed models",
+        "overlap='forward' is for managed models",
+    ),
+    "overlap with a norm": (
+        lambda m, _: {"budget": hetmem.Budget(), "overlap": "backward", "max_grad_norm": 1.0},
+        ManageError,
+        "max_grad_norm= needs all gradients before the first update",
+    ),
+    "overlap with a scale": (
+        lambda m, _: {"budget": hetmem.Budget(), "overlap": "backward", "loss_scale": "dynamic"},
+        ManageError,
+        "loss_scale= needs all gradients before the first update",
     ),
     "moments": (
         lambda m, _: {"budget": hetmem.Budget(), "moments": "8bit"},
