@@ -107,7 +107,8 @@ def manage(
     codes and scales, of 0.52 to 1.02 bytes an element, which are decoded as they are copied to the device. Selects
     weights of two dimensions or more with 4,096 elements or more, except embeddings and output embeddings; a mapping
     from patterns of names to formats (None = as they are) selects others. Training gives the bits of plain torch over
-    a model that has the decoded values. Such a weight can be read, and not written or trained. None = none.
+    a model that has the decoded values. Such a weight can be read, and not written or trained. Frozen parameters may be
+    on `meta` then, and are NaN until `hetmem.load_weights`. None = none.
 
     Raises `ManageError` for a module or options that cannot be managed, `BudgetError` for a budget or a directory that
     does not suffice, `ProfileError` for an invalid profile (all ValueErrors) and `StoreError` for a drive without room.

@@ -84,5 +84,7 @@ def _leaves(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _name(func: Any) -> str:
+    if func == set_data:
+        return "p.data = tensor"
     name: str | None = getattr(func, "__name__", None)
     return str(func) if name is None else name

@@ -27,7 +27,7 @@ from hetmem.memory.host_memory import HostPool
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes
-from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite
+from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite, refuse_on_meta
 from hetmem.schedule.formats import Coding
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, ChunkSpec, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
@@ -151,8 +151,9 @@ def _referred_to(value: Any) -> list[Any]:
     return gc.get_referents(value)
 
 
-def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the distinct parameters of `module` by name, in order of registration; raise if any cannot be managed."""
+def collect(module: torch.nn.Module, *, quantises: bool) -> dict[str, torch.nn.Parameter]:
+    """Return the distinct parameters of `module` by name, in order of registration; raise if any cannot be managed.
+    `quantises`: frozen ones may be on `meta`, as their values are to be loaded."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ManageError(
@@ -166,6 +167,9 @@ def collect(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     for name, parameter in parameters.items():
         if torch.nn.parameter.is_lazy(parameter):
             raise ManageError(f"{name} has no shape yet (a lazy module): run one forward before managing the model")
+        if parameter.is_meta and quantises:
+            refuse_on_meta(module, name, parameter)
+            continue
         if parameter.device.type != "cpu":
             raise ManageError(
                 f"{name} is on {parameter.device}, expected host memory: build the model on the CPU (or move it there "
@@ -216,7 +220,7 @@ def build_memory(
     pools take over."""
     if built is not None:
         built.hand_over(module)
-    parameters = collect(module)
+    parameters = collect(module, quantises=frozen is not None)
     codings = choose_codings(module, parameters, frozen)
     refuse_infinite(parameters, codings)
     check_directories(limits)

@@ -153,6 +153,9 @@ class BuildingMemory:
 def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | None = None) -> None:
     """Move the parameters of `module`, for which `memory` was made, to their homes, and its buffers to the device.
     Held-back interrupts are raised between two parameters; those in `Memory.parameters` have moved by then."""
+    for parameter in module.parameters():
+        if parameter.is_meta:
+            _leave_meta(parameter)
     buffers = [(buffer, buffer.data.to(memory.device.torch_device)) for buffer in module.buffers()]
     parameters = dict(module.named_parameters())
     _separate_versions(parameters.values())
@@ -173,6 +176,17 @@ def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | N
         workers.close()
     for buffer, moved in buffers:
         buffer.data = moved
+
+
+def _leave_meta(parameter: torch.nn.Parameter) -> None:
+    """Give `parameter` a stand-in of NaN in host memory: torch sets no `.data` on another device than `meta`."""
+    nothing = torch.full((), torch.nan, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
+    torch_private.swap_impl(parameter, torch.nn.Parameter(nothing, requires_grad=False))
+
+
+def _is_unfilled(data: torch.Tensor) -> bool:
+    """Return whether all elements of `data` are one NaN in memory, as of a parameter that was on `meta`."""
+    return not any(data.stride()) and data.numel() > 1 and bool(data.flatten()[0].isnan())
 
 
 _NO_HOME = torch.empty(0, device="cpu")  # until the parameter has one
@@ -246,10 +260,13 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
     data = managed.parameter.data
     source = built.source(data) if built is not None else _NOWHERE
     if managed.code is not None:
-        values = data.clone() if source else data  # codes may overlap them
         coded = managed.chunk.source(Role.PARAM)
         assert isinstance(coded, CodedHome), managed.name
-        managed.code.encode(values.reshape(-1), coded.codes, run)
+        if _is_unfilled(data):
+            managed.code.bytes_in(coded.codes).fill_(_DECODES_TO_NAN)
+        else:
+            values = data.clone() if source else data  # codes may overlap them
+            managed.code.encode(values.reshape(-1), coded.codes, run)
         managed.chunk.parameters.append(managed)
         reside(managed, data, memory.device.torch_device)
         return
@@ -294,6 +311,10 @@ def _clear_gaps(chunk: Chunk, role: Role, home: memoryview) -> None:
         memory[end : managed.offset * itemsize] = 0
         end = (managed.offset + managed.numel) * itemsize
     memory[end : chunk.home_nbytes(role)] = 0
+
+
+_DECODES_TO_NAN = 0xFF
+"""Bytes of this decode to NaN, or of mxfp4 to infinities."""
 
 
 def _separate_versions(parameters: Iterable[torch.nn.Parameter]) -> None:

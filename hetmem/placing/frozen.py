@@ -101,9 +101,26 @@ def _of_tables(possible: Mapping[str, torch.nn.Parameter], skipped: set[int]) ->
     return f"; {', '.join(left)} can be selected by a mapping only, as embeddings" if left else ""
 
 
+def refuse_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    """Raise `ManageError` if `parameter`, which is on `meta`, is trained, or if `module` has buffers there: neither is
+    loaded from files of a base."""
+    if parameter.requires_grad:
+        raise ManageError(
+            f"{name} is on meta, without values, and trained: give it memory and initialise it before hetmem.manage "
+            f"(part.to_empty(device='cpu'), then its reset_parameters()). Frozen weights may stay on meta until "
+            f"hetmem.load_weights"
+        )
+    for other, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ManageError(
+                f"the buffer {other} is on meta, without values: build the model with its parameters alone on meta, as "
+                f"accelerate.init_empty_weights() does"
+            )
+
+
 def refuse_infinite(parameters: Mapping[str, torch.nn.Parameter], codings: Mapping[str, Coding]) -> None:
     """Raise `ManageError` for an infinity or NaN in a weight that is to be encoded, before anything is changed."""
-    for name in codings:
+    for name in (name for name in codings if not parameters[name].is_meta):
         HELD_BACK.raise_here()
         flat = parameters[name].detach().reshape(-1)
         if not all(bool(flat[at : at + _AT_ONCE].isfinite().all()) for at in range(0, flat.numel(), _AT_ONCE)):

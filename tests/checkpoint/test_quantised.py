@@ -12,7 +12,7 @@ from torch import nn
 
 import hetmem
 from hetmem import testing
-from hetmem.errors import CheckpointError
+from hetmem.errors import CheckpointError, ManageError
 from tests.engine import harness
 
 FORMATS = ("nf4", "nf4-nested", "mxfp4", "fp8", "int8")
@@ -103,3 +103,33 @@ def test_weights_of_another_shape_change_nothing_and_infinities_have_no_code(tmp
     hetmem.save(file, other)
     with pytest.raises(CheckpointError, match=r"1\.weight has an infinity or NaN in the file.* partly loaded"):
         hetmem.load_weights(file, model)
+
+
+@pytest.mark.parametrize("frozen", ["nf4", "mxfp4", "fp8"])
+def test_a_base_on_meta_is_never_in_memory_in_16_bits(frozen: str, tmp_path: Path) -> None:
+    """Its weights are filled by `load_weights`, and are no numbers until then."""
+    expected, file = managed(built(1), frozen, tmp_path), tmp_path / "model.safetensors"
+    hetmem.save(file, built(1))
+    model = built()
+    for layer in model[:2]:
+        layer.weight = nn.Parameter(layer.weight.to("meta"), requires_grad=False)
+    model[1].bias = nn.Parameter(model[1].bias.to("meta"), requires_grad=False)
+    weight = model[0].weight
+    managed(model, frozen, tmp_path)
+    assert model[0].weight is weight
+    x = torch.randn(2, WIDTH, dtype=torch.bfloat16)
+    assert not model(x).isfinite().any()
+    hetmem.load_weights(file, model)
+    harness.assert_same_weights(expected, model)
+    harness.assert_same(expected(x), model(x), "the output")
+
+
+def test_what_is_trained_has_to_have_values(tmp_path: Path) -> None:
+    model = built()
+    model[2].weight = nn.Parameter(model[2].weight.to("meta"))
+    with pytest.raises(ManageError, match=r"2\.weight is on meta, without values, and trained"):
+        managed(model, "nf4", tmp_path)
+    model[2].weight.requires_grad_(False)
+    model.register_buffer("scale", torch.ones(1, device="meta"))
+    with pytest.raises(ManageError, match="the buffer scale is on meta"):
+        managed(model, "nf4", tmp_path)
