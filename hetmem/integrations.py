@@ -1,12 +1,14 @@
 """Integrates hetmem with training frameworks; docs/integrations.md shows each in ten lines.
 
-A framework is imported only when its function is called, and nothing in it is patched: `for_trainer` is for the
-`Trainer` of transformers and those of TRL, `LightningCallback` for Lightning; accelerate needs neither.
+A framework is imported only when its function is called, and nothing in it is patched: `for_trainer` and
+`layer_by_layer` are for the `Trainer` of transformers and those of TRL, `LightningCallback` for Lightning; accelerate
+needs neither.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,7 +26,7 @@ from hetmem.report.live import Watch, watch
 if TYPE_CHECKING:
     import transformers
 
-__all__ = ["LightningCallback", "for_trainer", "scalars", "write"]  # noqa: F822 - by `__getattr__`
+__all__ = ["LightningCallback", "for_trainer", "layer_by_layer", "scalars", "write"]  # noqa: F822 - by `__getattr__`
 
 _watched: WeakKeyDictionary[Runtime, Watch] = WeakKeyDictionary()
 
@@ -89,6 +91,7 @@ def for_trainer(
     report: str | os.PathLike[str] | None = None,
     log: Sequence[Any] = (),
     loss: Literal["chunked"] | None = None,
+    norms: bool = True,
     **options: Any,
 ) -> dict[str, Any]:
     """Return keywords for a `Trainer` over a managed model: `Trainer(model, arguments, …, **for_trainer(arguments))`.
@@ -100,7 +103,8 @@ def for_trainer(
     step, and saves the report to `report` at the end.
 
     A trainer reads the norm of the gradients before each step. So they stay visible, and updates run after the
-    backward, whatever `overlap` is: it is always "off".
+    backward, whatever `overlap` is: it is "off". Without `norms`, for a trainer of `layer_by_layer`, none is read or
+    logged, and `overlap` holds.
 
     `loss="chunked"`: while the model trains, its `.loss` is that of `hetmem.chunked_loss`, and `.logits` None.
 
@@ -123,10 +127,80 @@ def for_trainer(
         "eps": arguments.adam_epsilon,
         "max_grad_norm": arguments.max_grad_norm or None,
         **options,
-        "overlap": "off",  # a trainer reads the norm of the gradients, and only visible ones have one
     }
+    if norms:
+        made["overlap"] = "off"  # a trainer reads the norm of the gradients, and only visible ones have one
     callback = _trainer_callback()(report, tuple(log), loss)
     return {"optimizer_cls_and_kwargs": (hetmem.AdamW, made), "callbacks": [callback]}
+
+
+@cache
+def layer_by_layer(trainer: Any) -> Any:
+    """Return a subclass of `trainer`, the `Trainer` of transformers or one of TRL, whose steps of several micro-batches
+    (`gradient_accumulation_steps`) are computed by `hetmem.accumulate`: weights cross the link twice a step.
+
+    Batches, losses, their normalisation, logs, callbacks and checkpoints are those of `trainer`, with its bits, but for
+    random numbers: those of a micro-batch follow from `seed` of the arguments, the step and its place in it.
+
+    Raises `ManageError` where the trainer computes on several devices, or by DeepSpeed.
+    """
+
+    class LayerByLayer(trainer):  # type: ignore[misc, unused-ignore]
+        """Computes all micro-batches of a step where the first one is asked for, and returns the loss of each."""
+
+        _batches: Sequence[Any] = ()
+        _losses: tuple[torch.Tensor, ...] = ()
+
+        def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().get_batch_samples(*args, **kwargs)
+            self._batches, self._losses = found[0], ()
+            return found
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            batches = self._batches
+            if len(batches) < 2 or (not self._losses and inputs is not batches[0]):
+                found: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+                return found
+            if not self._losses:
+                self._losses = self._compute(model, [*batches], *args, **kwargs)
+            first, *others = self._losses
+            self._losses = tuple(others)
+            return first
+
+        def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+            _, options = getattr(self, "optimizer_cls_and_kwargs", None) or (None, dict[str, Any]())
+            return None if options.get("overlap", "off") != "off" else super()._get_grad_norm(*args, **kwargs)
+
+        def _compute(self, model: Any, batches: list[Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+            accelerator = self.accelerator
+            if (
+                accelerator.num_processes > 1
+                or self.args.n_gpu > 1
+                or accelerator.distributed_type.value == "DEEPSPEED"
+            ):
+                raise ManageError("a trainer that computes layer by layer takes one device, and no DeepSpeed")
+            asked, told = threading.local(), [torch.empty(0)] * len(batches)
+            step, scaler = super().training_step, getattr(accelerator, "scaler", None)
+
+            def differentiated(loss: torch.Tensor, **_: Any) -> None:
+                loss = loss / accelerator.gradient_accumulation_steps
+                asked.loss = loss if scaler is None else scaler.scale(loss)
+
+            def forward(model: Any, numbered: tuple[int, Any]) -> torch.Tensor:
+                number, batch = numbered
+                told[number] = step(model, batch, *args, **kwargs)
+                loss: torch.Tensor = asked.loss
+                return loss
+
+            generator = torch.Generator().manual_seed(hash((self.args.seed, self.state.global_step)))
+            accelerator.backward = differentiated  # in place of the method, for as long as forwards ask for it
+            try:
+                hetmem.accumulate(model, [*enumerate(batches)], forward, generator=generator)
+            finally:
+                del accelerator.backward
+            return tuple(told)
+
+    return LayerByLayer
 
 
 @cache

@@ -85,12 +85,14 @@ class JoinedModels:
                     end_for(each)
 
     def expect(self, arrivals: Mapping[int, int]) -> None:
-        """Tell optimizers that update within a backward how many gradients of each parameter, by `id`, will arrive."""
+        """Tell optimizers that update within a backward how many gradients of each parameter or working weight, by
+        `id`, will arrive."""
         for each in self._models:
             early = [listener for listener in each.gradients.listeners if listener.begins_early]
             for managed in each.runtime.parameters if early else ():
-                for listener in early if id(managed.parameter) in arrivals else ():
-                    listener.expect(managed, arrivals[id(managed.parameter)])
+                count = sum(arrivals.get(id(weight), 0) for weight in (managed.parameter, managed.working))
+                for listener in early if count else ():
+                    listener.expect(managed, count)
 
     @HELD_BACK
     def rest_again(self) -> None:

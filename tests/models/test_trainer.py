@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hetmem
 from hetmem import testing
 from hetmem.errors import ManageError
-from hetmem.integrations import for_trainer
+from hetmem.integrations import for_trainer, layer_by_layer
 from tests.engine.harness import assert_same_states, assert_same_weights
 from tests.models.zoo import MODELS, TOKENS, VOCABULARY
 from tests.pairs import some
@@ -55,17 +55,17 @@ def trained(
     resume: Path | None = None,
     overlap: str | None = None,
     ours: dict[str, Any] | None = None,
+    kind: type[transformers.Trainer] = transformers.Trainer,
     **options: Any,
 ) -> transformers.Trainer:
     """Three steps with clipping, a schedule and a checkpoint after the second. The trainer seeds as it is made. `ours`:
     keywords of `for_trainer`, which makes the optimizer."""
     managed = testing.is_managed(next(model.parameters()))
-    kind = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
+    made = partial(hetmem.AdamW, overlap=overlap or "off") if managed else partial(torch.optim.AdamW, fused=True)
     decay = options.get("weight_decay", 0.1)
-    optimizer: Any = kind(model.parameters(), lr=1e-3, weight_decay=decay) if ours is None else None
+    optimizer: Any = made(model.parameters(), lr=1e-3, weight_decay=decay) if ours is None else None
     arguments = transformers.TrainingArguments(
         str(directory),
-        max_steps=3,
         learning_rate=1e-3,
         warmup_steps=1,
         save_steps=2,
@@ -73,10 +73,10 @@ def trained(
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
-        **{"max_grad_norm": 0.5, "per_device_train_batch_size": BATCH, **options},
+        **{"max_steps": 3, "max_grad_norm": 0.5, "per_device_train_batch_size": BATCH, **options},
     )
     chosen = {"optimizers": (optimizer, None)} if ours is None else for_trainer(arguments, **ours)
-    trainer = transformers.Trainer(model, arguments, train_dataset=Sentences(), **chosen)
+    trainer = kind(model, arguments, train_dataset=Sentences(), **chosen)
     if managed and overlap is not None and not arguments.max_grad_norm:
         trainer.accelerator.clip_grad_norm_ = lambda *_, **__: None
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -187,6 +187,39 @@ def test_a_trainer_computes_the_loss_in_chunks_if_asked_and_leaves_the_model_as_
     assert chunked.train()(input_ids=tokens, labels=tokens).logits is not None
     with pytest.raises(ManageError, match="smoothed labels"):
         trained(own, tmp_path / "own", label_smoothing_factor=0.1, ours={"loss": "chunked"})
+
+
+@pytest.mark.parametrize("options", some([{}, {"bf16": True}, {"num_train_epochs": 2}], 2))
+def test_a_trainer_computes_all_micro_batches_of_a_step_layer_by_layer_with_its_bits(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The last step of an epoch has fewer. What is logged is the same, and each weight comes twice a step."""
+    plain = MODELS["llama"]()[0]  # which has no dropout
+    budget = hetmem.Budget(device="16MiB", device_chunks="320KiB", host="16MiB")
+    managed = hetmem.manage(copy.deepcopy(plain), budget, device="sim", chunk_bytes=CHUNK_BYTES)
+    steps = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1, "max_steps": 4, "weight_decay": 0.0}
+    left = trained(plain, tmp_path / "plain", **steps, **options)
+    right = trained(managed, tmp_path / "managed", **steps, **options, kind=layer_by_layer(transformers.Trainer))
+    assert len(losses(left)) == 4
+    assert left.state.log_history[:-1] == right.state.log_history[:-1]
+    assert_same_weights(plain, managed)
+    assert_same_states(left.optimizer.optimizer, right.optimizer.optimizer)
+    moved = testing.of(managed).link_bytes()["host_to_device"]
+    assert moved < 4 * 2.2 * sum(parameter.nbytes for parameter in plain.parameters())
+
+
+def test_a_trainer_without_norms_updates_within_the_backward(tmp_path: Path) -> None:
+    plain = MODELS["llama"]()[0]
+    managed = managed_copy(plain, tmp_path)
+    steps = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "weight_decay": 0.0}
+    steps |= {"max_grad_norm": 0.0}
+    left = trained(plain, tmp_path / "plain", **steps)
+    ours = {"norms": False, "overlap": "backward"}
+    right = trained(managed, tmp_path / "managed", **steps, ours=ours, kind=layer_by_layer(transformers.Trainer))
+    assert losses(left) == losses(right)
+    assert len(norms(left)) == 3
+    assert not norms(right)
+    assert_same_weights(plain, managed)
 
 
 @pytest.mark.nightly
