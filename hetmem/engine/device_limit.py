@@ -16,8 +16,9 @@ import torch
 from hetmem.base.weak import weakly
 from hetmem.engine.events import Statistics
 from hetmem.engine.homes import Memory
-from hetmem.engine.shortage import MovingActivations, Shortage
+from hetmem.engine.shortage import Shortage
 from hetmem.engine.traffic import Traffic
+from hetmem.engine.upward import LeavingActivations
 from hetmem.memory.device import lies_in_a_slot
 from hetmem.memory.live_bytes import DeviceMonitor
 from hetmem.schedule.chunk_limit import ChunkLimit
@@ -210,7 +211,7 @@ class DeviceRoom(ChunkLimit):
         return moves is not None and moves.give_way()
 
     @property
-    def _activations(self) -> MovingActivations | None:
+    def _activations(self) -> LeavingActivations | None:
         return None if self.shortage.activations is None else self.shortage.activations()
 
     def transit_grew(self) -> None:

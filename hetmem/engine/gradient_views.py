@@ -17,6 +17,7 @@ import torch
 from hetmem.base.warning import warn_user
 from hetmem.engine.param_views import get_data, is_shared, leave_coded, references, set_data, storage_address
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.upward import GradientListener
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, address_of, stored
 
 _GRADIENT, _STORED = attrgetter("grad"), attrgetter("gradient")
@@ -307,8 +308,7 @@ def updated_by_another(name: str) -> str:
 class GradientLoans:
     """The memory of the gradients of one model that updates consume: see `schedule.gradients.GradientMemory`."""
 
-    def __init__(self, runtime: Runtime, listeners: Iterable[Any]) -> None:
-        """`listeners`: the `GradientListener`s of the model."""
+    def __init__(self, runtime: Runtime, listeners: Iterable[GradientListener]) -> None:
         self._runtime, self._listeners = runtime, listeners
         self.lends = False
         """Whether updates consume gradients as they arrive: those of chunks that hide them have homes from their

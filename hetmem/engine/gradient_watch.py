@@ -18,6 +18,7 @@ from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.engine.executor import Executor
 from hetmem.engine.param_views import hands_out, is_in_place, is_shared
+from hetmem.engine.upward import GradientListener
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.memory.transfer import TransferEngine
 from hetmem.schedule.blocks import SMALL_BYTES, Link
@@ -169,8 +170,8 @@ class GradientCopies:
         self.sends: GradientSends[Chunk] = GradientSends(executor, most_bytes)
         self.arriving = self.sends.arriving
         self._unlimited = engine.unlimited(Link.DEVICE_TO_HOST)
-        self.loss_listeners: Iterable[Any] = ()
-        """The `GradientListener`s, whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
+        self.loss_listeners: Iterable[GradientListener] = ()
+        """Those whose `lost` is called if a gradient of a chunk was sent and did not arrive."""
         self.sent: Callable[[], Callable[[int], None] | None] = lambda: None
         """A weak reference to the function that is called after gradients were sent, with their number."""
         self.beside: Callable[[], Callable[[], int] | None] = lambda: None

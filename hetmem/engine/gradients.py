@@ -32,6 +32,7 @@ from hetmem.engine.gradient_views import (
 from hetmem.engine.gradient_watch import Flights, end_watch_of, watch_gradients
 from hetmem.engine.param_views import is_shared
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.upward import GradientListener, Segments
 from hetmem.engine.working_gradients import ArrivalHooks, WorkingGradients, has_hooks_of_the_user
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
 from hetmem.memory.interrupts import HELD_BACK
@@ -40,16 +41,11 @@ from hetmem.schedule.trace import Tier
 _HOOKS = attrgetter("_backward_hooks")
 
 
-GradientListener = Any
-"""The `Stepper` of an optimizer of hetmem's: called for gradients and for homes that move, as it may update while a
-backward runs. It imports this module."""
-
-
 class GradientSink:
     """Takes the gradients of one model from autograd, and sends them home."""
 
-    def __init__(self, runtime: Runtime, segments: Any, hooks: ArrivalHooks) -> None:
-        """Connect to `segments`, the `StepSegments` of the model."""
+    def __init__(self, runtime: Runtime, segments: Segments, hooks: ArrivalHooks) -> None:
+        """Connect to `segments`, those of the model."""
         self.runtime = runtime
         self.segments, self._hooks = segments, hooks
         segments.backward_began, segments.backward_ended = weakly(self.begin), weakly(self.finish)

@@ -12,6 +12,7 @@ from typing import Any
 from hetmem import torch_private
 from hetmem.base.units import MIB, format_size, round_down, round_up
 from hetmem.engine.homes import Memory
+from hetmem.engine.upward import LeavingActivations
 from hetmem.errors import DeviceOutOfMemoryError
 from hetmem.memory.device import out_of_memory
 from hetmem.schedule.layout import PAGE_ELEMENTS
@@ -119,16 +120,12 @@ class Rehearsed:
         return [what, *(f"- {way}" for way in self.ways)]
 
 
-MovingActivations = Any
-"""The `Activations` of one model that may leave the device."""
-
-
 class Shortage:
     """Builds the error of one runtime that has no room for an operator, from its state at that moment."""
 
     def __init__(self, memory: Memory, residency: Residency, tracer: StepTracer) -> None:
         self._memory, self._residency, self._tracer = memory, residency, tracer
-        self.activations: weakref.ref[MovingActivations] | None = None
+        self.activations: weakref.ref[LeavingActivations] | None = None
         """The activations that may leave, if any may; weak, as they hold the runtime."""
         self.refused_room_bytes = 0
         """Bytes beside chunks that would have been enough for allocations that were refused; 0: none was refused."""
@@ -225,7 +222,7 @@ class Shortage:
     def _activations_that_stay(self) -> str:
         """Return a sentence on why activations that might have left the device did not, or ""."""
         moves = None if self.activations is None else self.activations()
-        return "" if moves is None else str(moves.shortage())
+        return "" if moves is None else moves.shortage()
 
     def _cap(self) -> str:
         cap = self._memory.device_chunk_bytes

@@ -16,9 +16,10 @@ import torch
 
 from hetmem.base import schema
 from hetmem.base.units import format_enough, format_size
-from hetmem.engine.gradients import GradientListener, GradientSink
+from hetmem.engine.gradients import GradientSink
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import is_shared
+from hetmem.engine.upward import GradientListener
 from hetmem.errors import BudgetError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.interceptor import Interception
