@@ -45,7 +45,9 @@ DECIDES = {"schedule"}
 # Modules of other parts that only decide as well: a step on a clock.
 DECIDE_TOO = {
     f"hetmem.planner.{name}"
-    for name in ("decide in_turns inexact reservation workload simulated_engine simulator step_program").split()
+    for name in (
+        "decide in_turns inexact reservation workload simulated_engine simulated_gradients simulator step_program"
+    ).split()
 }
 # One writer for each fact, and others that write the same attribute of tensors that are no managed parameter.
 WRITERS = {

@@ -18,6 +18,7 @@ import torch
 
 from hetmem.accumulation.baton import Baton
 from hetmem.accumulation.borders import Borders
+from hetmem.intercept.backward import parameter_of
 
 _HIDES = "CheckpointFunctionBackward"
 """A node that runs a backward of its own: the parameters within are not in the graph."""
@@ -54,7 +55,7 @@ class Graph:
                 if following is None:
                     continue
                 if hasattr(following, "variable"):
-                    key = id(following.variable)
+                    key = id(parameter_of(following))
                     if key not in last or number < last[key][0]:
                         last[key] = number, stretch, node
                 elif following not in seen:

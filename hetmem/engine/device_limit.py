@@ -157,18 +157,43 @@ class DeviceRoom(ChunkLimit):
 
     def before_moment(self, expected: Moment) -> None:
         """Set the chunk limit for a moment that begins, in which anything but chunks needs what is `expected`."""
-        watched = self._memory.device.watched
-        needed = expected.non_model_bytes if watched else self._room_wanted
+        watched, sums = self._memory.device.watched, self._sum_bytes(expected)
+        needed = (expected.non_model_bytes if watched else self._room_wanted) + sums
         self._let_homes_go(needed)
-        self.set_limit(expected.non_model_bytes if watched else self._least_room())
+        self.set_limit((expected.non_model_bytes if watched else self._least_room()) + sums)
         self._wait_for_leaving()
         memory, homes = self._memory, self._memory.device_home_bytes
         chunks = memory.device_chunk_bytes
         if self.shortage.activations is None:  # copies may have to leave room for activations
             chunks = min(chunks, homes + self._all_slots * memory.device_pool.slot_bytes)
         self._harmless = memory.usable_bytes - chunks
-        if needed <= self._harmless and not self._tracer.measured:
+        if needed <= self._harmless and not (self._tracer.measured or sums):
             self._left = homes
+
+    def has_room_for_sums(self, nbytes: int, before: int) -> bool:
+        """Return whether sums of gradients may wait on the device; see `ChunkLimit`. A GPU, of which peaks alone are
+        known, has to have that room now."""
+        if self._memory.device.watched:
+            return super().has_room_for_sums(nbytes, before)
+        if self._tracer.measured or nbytes > self._memory.usable_bytes // 2:
+            return False
+        if not self.leaves_copies(self._tracer.expected, nbytes):
+            return False
+        self.set_limit(self._least_room() + nbytes)
+        return self.chunk_bytes() + self._room_wanted + nbytes <= self._memory.usable_bytes
+
+    def leaves_copies(self, expected: Moment, nbytes: int) -> bool:
+        """Return whether sums leave room for copies; see `ChunkLimit`."""
+        if not self._memory.device.watched:
+            expected = expected.grown(self._least_room(), 0)
+        return super().leaves_copies(expected, nbytes)
+
+    def _sum_bytes(self, expected: Moment) -> int:
+        """Return the bytes of sums of gradients on the device. Sends them home if they leave too few slots."""
+        gradients = self._traffic.gradients
+        if gradients.summed_bytes and not self.leaves_copies(expected, gradients.summed_bytes):
+            gradients.send_gathered()
+        return gradients.summed_bytes
 
     def room_for_gradients(self) -> int:
         """Return how many device bytes gradients may take in the moment that runs, until they are at home."""
@@ -294,6 +319,10 @@ class DeviceRoom(ChunkLimit):
         False if there is no such room."""
         watched = self._memory.device.watched
         before = self.leaving_bytes, self.non_model_bytes
+        if self._traffic.gradients.summed_bytes:  # copies of earlier moments are in use beside those of this one
+            self._traffic.gradients.send_gathered()
+            self.set_limit(self._tracer.expected.non_model_bytes if watched else self._least_room(), needs_all=True)
+            return True
         self._let_activations_go(self._memory.device_pool.slot_bytes)
         if self._give_way() or before != (self.leaving_bytes, self.non_model_bytes):
             if watched and self._tracer.measured:

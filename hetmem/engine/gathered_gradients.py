@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.base.weak import weakly
 from hetmem.engine.gradient_views import are_own, is_held, open_hidden_homes, show_first_gradient, show_gradient
+from hetmem.engine.summed_gradients import SummedGradients
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
 from hetmem.schedule.trace import Tier
 
@@ -48,7 +48,6 @@ class GatheredGradients:
         self._sink: Callable[[], Sink] = weakref.ref(sink)
         copies = sink.runtime.traffic.gradients
         self._copies: Callable[[], Any] = weakref.ref(copies)
-        copies.send_gathered = weakly(self.send_all)
         self.fresh: dict[ManagedParameter, None] = {}
         """Parameters that may be gathered: without hooks of the program, a gradient, or one that the program holds."""
         self.chunks: dict[Chunk, Gathered] = {}
@@ -62,14 +61,18 @@ class GatheredGradients:
         self._allowed = 0
         """Bytes that may be gathered: as many as had room when the first gradient of the last chunk came."""
 
-    def begin(self) -> None:
-        """Begin a backward. Call it without `__torch_function__`."""
+    def begin(self, sums: SummedGradients) -> None:
+        """Begin a backward. Call it without `__torch_function__`. `sums`: takes them if it is of several
+        micro-batches."""
         sink = self._sink()
         self.send_all()
         self._counts.clear()
         sink.runtime.traffic.gradients.beside_bytes = -1
         self.fresh = {} if sink.runtime.memory.resident else self._find_fresh()
         self._gathers = bool(sink.runtime.all_copies.leased)
+        sums.begin(self.fresh)
+        if sums.runs:
+            self.fresh = {}
 
     def _find_fresh(self) -> dict[ManagedParameter, None]:
         runtime = self._sink().runtime

@@ -313,6 +313,8 @@ class GradientLoans:
         self.lends = False
         """Whether updates consume gradients as they arrive: those of chunks that hide them have homes from their
         arrival to the update, and `retire` ends a home."""
+        self.sums = False
+        """Whether what is lent takes sums, of full precision."""
         self.consumers: set[object] = set()
         """The tokens of the optimizers whose updates consume gradients: see `ManagedParameter.stepped_by`."""
         self.lent: set[Chunk] = set()
@@ -320,7 +322,7 @@ class GradientLoans:
 
     def lend(self, chunk: Chunk) -> bool:
         """Lend gradients of `chunk` memory that was set aside; return False if all that is large enough is lent."""
-        if lent := self._runtime.memory.lend(chunk):
+        if lent := self._runtime.memory.lend(chunk, wide=self.sums):
             self.lent.add(chunk)
         return lent
 
@@ -331,7 +333,7 @@ class GradientLoans:
 
     def may_lend(self, chunk: Chunk) -> bool:
         """Return whether memory for gradients of `chunk` was set aside, lent or not."""
-        return self._runtime.memory.lends(chunk)
+        return self._runtime.memory.lends(chunk, wide=self.sums)
 
     def give_own(self, chunk: Chunk) -> None:
         """Give gradients of `chunk` a home for good, unless they have one."""

@@ -183,6 +183,8 @@ class GradientCopies:
         """The device memory of gradients in flight, by number of the send."""
         self.gathered_bytes = 0
         """Device bytes of gradients that wait there until their chunk has all of them: see `gathered_gradients`."""
+        self.summed_bytes = 0
+        """Those among them of sums, which idle copies make room for: see `summed_gradients`."""
         self.send_gathered: Callable[[], None] = lambda: None
         """Sends them, as their memory, or their values at home, are needed."""
 

@@ -32,6 +32,7 @@ from hetmem.engine.gradient_views import (
 from hetmem.engine.gradient_watch import Flights, end_watch_of, watch_gradients
 from hetmem.engine.param_views import is_shared
 from hetmem.engine.runtime import Runtime
+from hetmem.engine.summed_gradients import SummedGradients
 from hetmem.engine.upward import GradientListener, Segments
 from hetmem.engine.working_gradients import ArrivalHooks, WorkingGradients, has_hooks_of_the_user
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
@@ -69,7 +70,8 @@ class GradientSink:
         self.parts: dict[ManagedParameter, tuple[int, torch.Tensor | None]] = {}
         """How many gradients are still to come of a parameter that gets several in this backward, and their sum so far:
         of one tensor torch would add them up before it adds them to `p.grad`."""
-        self.working = WorkingGradients(self, hooks)
+        self.working, self.summed = WorkingGradients(self, hooks), SummedGradients(self)
+        runtime.traffic.gradients.send_gathered = weakly(self.send_gathered)
         self.began = False
         """Whether a backward has begun since that was last cleared."""
         self.flights = Flights(weakref.WeakMethod(self._arrive))
@@ -142,6 +144,10 @@ class GradientSink:
                 self.parts[managed] = count - 1, arrived
                 show_gradient(parameter, previous)
                 return
+        plain = arrived.layout is torch.strided and not arrived.requires_grad
+        plain = plain and self.segments.unseen and not torch.is_grad_enabled()
+        if self.summed.runs and plain and self.summed.add(managed, arrived, previous):
+            return
         if type(managed.grad_home) is self.flights.kind:
             self._before_another(managed, arrived, previous)
         was_sparse = previous is not None and previous.layout is not torch.strided
@@ -185,8 +191,18 @@ class GradientSink:
             show_gradient(parameter, previous.add_(arrived.to(previous)))
         if len(parameter._post_accumulate_grad_hooks) > 1:
             self.wait_until_home()
-        if self.notifies or self.runtime.traffic.updating:
+        if self.tells:
             self.tell_arrived([managed])
+
+    @property
+    def tells(self) -> bool:
+        """Whether listeners are told of gradients now."""
+        return self.notifies or bool(self.runtime.traffic.updating)
+
+    def send_gathered(self) -> None:
+        """Send all gradients, and sums of them, that wait on the device."""
+        self.working.gathered.send_all()
+        self.summed.send_all()
 
     def tell_coming(self, managed: ManagedParameter) -> None:
         """Tell listeners that a gradient of `managed` will be sent home."""
@@ -247,7 +263,7 @@ class GradientSink:
         met, bindings.met = bindings.met | bindings.exposed, set()
         hooks = map(_HOOKS, [managed.parameter for managed in met])
         ordered = max(map(len, filter(None, hooks)), default=0) < 2
-        self.working.gathered.begin()
+        self.working.gathered.begin(sums=self.summed)
         for managed in met:
             if not ordered and managed.grad_hooked and len(managed.parameter._backward_hooks or ()) > 1:
                 if managed.parameter.requires_grad:
@@ -278,6 +294,7 @@ class GradientSink:
                         show_gradient(managed.parameter, previous)
         try:
             self.working.gathered.end()
+            self.summed.end()
         finally:
             self.wait_until_home()
         self.notifies = True

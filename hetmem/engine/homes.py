@@ -309,25 +309,28 @@ class Memory:
         """Bytes of host memory that were set aside and are not lent now."""
         return self._lending.free_bytes
 
-    def lends(self, chunk: Chunk) -> bool:
-        """Return whether memory for gradients of `chunk` was set aside at all."""
-        return self._lending.lends(chunk.lent_nbytes)
+    def lends(self, chunk: Chunk, *, wide: bool = False) -> bool:
+        """Return whether memory for gradients of `chunk` was set aside at all; `wide` as in `lend`."""
+        return self._lending.lends(chunk.sum_nbytes if wide else chunk.lent_nbytes)
 
-    def lend(self, chunk: Chunk) -> bool:
-        """Give gradients of `chunk` a home in memory that was set aside, or that nothing else takes; False if there is
-        none now."""
-        size = self._lending.take(chunk.lent_nbytes)
+    def lend(self, chunk: Chunk, *, wide: bool) -> bool:
+        """Give gradients of `chunk` a home in memory that was set aside, or that nothing else takes, in the dtype in
+        which they arrive, or a `wide` one for a sum; False if there is none now."""
+        nbytes = chunk.sum_nbytes if wide else chunk.lent_nbytes
+        size = self._lending.take(nbytes)
         if size is not None:
             place = self._spare[size].pop()
-            home = Home(Tier.HOST, place[: chunk.lent_nbytes])
+            home = Home(Tier.HOST, place[:nbytes])
             self._lent[home] = place
-        elif (loan := self._borrow(chunk.lent_nbytes)) is not None:
-            home = Home(Tier.HOST, loan.memory[: chunk.lent_nbytes])
+        elif (loan := self._borrow(nbytes)) is not None:
+            home = Home(Tier.HOST, loan.memory[:nbytes])
             self._loans[home] = loan
-            self._loaned_bytes += chunk.lent_nbytes
+            self._loaned_bytes += nbytes
         else:
             return False
         self.keep_gradients(chunk, home)
+        if wide:
+            chunk.gradient_dtype = None
         return True
 
     def _borrow(self, nbytes: int) -> Loan | None:

@@ -7,8 +7,10 @@ the eviction policy and prefetching see one forward of all of their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from operator import attrgetter
 
 import torch
 
@@ -18,6 +20,8 @@ from hetmem.intercept.backward import begin_for, end_for
 from hetmem.intercept.interceptor import Interception
 from hetmem.intercept.phases import Joined
 from hetmem.memory.interrupts import HELD_BACK
+
+_PARAMETER = attrgetter("parameter")
 
 
 class JoinedModels:
@@ -58,6 +62,7 @@ class JoinedModels:
             with HELD_BACK:
                 for each in self._models:
                     each.segments.joined = None
+                    each.gradients.summed.expect({})
                     if not each.backwards:
                         each.runtime.bindings.all_home()
                         each.runtime.marks.resume()
@@ -84,15 +89,16 @@ class JoinedModels:
                 for each in began:
                     end_for(each)
 
-    def expect(self, arrivals: Mapping[int, int]) -> None:
-        """Tell optimizers that update within a backward how many gradients of each parameter or working weight, by
-        `id`, will arrive."""
+    def expect(self, arrivals: Counter[int]) -> None:
+        """Tell sums, and optimizers that update within a backward, how many gradients of each parameter, by `id`, will
+        arrive."""
         for each in self._models:
+            counts = map(arrivals.__getitem__, map(id, map(_PARAMETER, each.runtime.parameters)))
+            each.gradients.summed.expect(dict(zip(each.runtime.parameters, counts, strict=True)))
             early = [listener for listener in each.gradients.listeners if listener.begins_early]
             for managed in each.runtime.parameters if early else ():
-                count = sum(arrivals.get(id(weight), 0) for weight in (managed.parameter, managed.working))
-                for listener in early if count else ():
-                    listener.expect(managed, count)
+                for listener in early if id(managed.parameter) in arrivals else ():
+                    listener.expect(managed, arrivals[id(managed.parameter)])
 
     @HELD_BACK
     def rest_again(self) -> None:

@@ -273,6 +273,11 @@ class Chunk:
         """Bytes of a lent home of gradients, in the dtype in which autograd makes them."""
         return self.capacity * self.compute_dtype.itemsize
 
+    @property
+    def sum_nbytes(self) -> int:
+        """Bytes of a lent home of a sum of gradients."""
+        return self.capacity * self.dtype.itemsize
+
     def _bytes(self, role: Role, count: int) -> int:
         if self.codes and role == Role.PARAM:
             return self.spec.coded_bytes

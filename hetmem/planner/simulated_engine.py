@@ -7,19 +7,16 @@ an update begins. Pure.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 from hetmem.base.hardware import HostProfile
 from hetmem.base.units import format_size
 from hetmem.errors import CapacityError
-from hetmem.planner.reservation import Arrangement, with_own_gradients
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.schedule.blocks import PLACED, CopyState
 from hetmem.schedule.chunk_limit import ChunkLimit, DevicePeaks
-from hetmem.schedule.gradients import Lending
 from hetmem.schedule.placement import Capacities, Ground, NoRoom, idle_bytes, room_bytes
 from hetmem.schedule.trace import DEVICE, STEP, Tier
 from hetmem.schedule.tracer import StepTracer
@@ -83,7 +80,9 @@ class Notes(ChunkLimit):
         self._traffic.poll()
         leaving = self._traffic.gradient_bytes()
         moment = self._tracer.moment(operator, blocks, live_bytes + leaving, leaving)
-        self.set_limit(moment.non_model_bytes)
+        if self._traffic.summed_bytes and not self.leaves_copies(moment, self._traffic.summed_bytes):
+            self._traffic.send_sums()
+        self.set_limit(moment.non_model_bytes + self._traffic.summed_bytes)
         self._traffic.residency.reach(blocks, DEVICE)
         self.peaks.device_in_use(self.chunk_bytes(), moment.non_model_bytes)
 
@@ -103,6 +102,11 @@ class Notes(ChunkLimit):
         try:
             self._traffic.acquire(block, DEVICE)
         except CapacityError:
+            if self._traffic.summed_bytes:  # copies of earlier moments are in use beside those of this one
+                self._traffic.send_sums()
+                self.set_limit(self._tracer.expected.non_model_bytes, needs_all=True)
+                self._traffic.acquire(block, DEVICE)
+                return
             if not self._tracer.measured:
                 raise
             self._own_bytes = live_bytes
@@ -290,157 +294,3 @@ class SimulatedUpdates(HostUpdates[Update]):
                 traffic.execute(traffic.residency.settle(part.block))
         update.done()
         self.pump()
-
-
-class SimulatedGradients:
-    """Gradients of the chunks of one run. `arrivals` counts those of each parameter in a step; `arrangement` is the
-    current one: it changes when gradients get a permanent home.
-
-    A chunk of `arrangement.lent` borrows a home for gradients from their first arrival to their update. `new_bytes`, by
-    tier: permanent homes that gradients got during the run. `hurry` begins updates in the first step, if it may: see
-    `schedule.gradients.GradientMemory`. A chunk's gradients are written to NVMe once those of its `awaited` parameters
-    have arrived; None: when the backward is over. `most` returns how many gradients a chunk gets in a backward.
-    """
-
-    def __init__(
-        self,
-        traffic: SimulatedTraffic,
-        notes: Notes,
-        blocks: Mapping[tuple[str, int], int],
-        arrangement: Arrangement,
-        awaited: Callable[[int], Collection[int]] | None,
-        hurry: Callable[[], bool],
-        most: Callable[[int], int],
-    ) -> None:
-        self.arrangement = arrangement
-        self._traffic, self._notes, self._blocks, self._awaited = traffic, notes, blocks, awaited
-        self._most = most
-        self.arrivals: Counter[int] = Counter()
-        self.new_bytes: Counter[Tier] = Counter()
-        self._lending = Lending(arrangement.set_aside)
-        self._lent: dict[int, int] = {}
-        """The bytes of the places that chunks borrow, by chunk."""
-        self._loans: dict[int, int] = {}
-        """Those of memory that was not set aside."""
-        self.loaned_bytes = 0
-        """The most of that, beside `new_bytes`, at one time."""
-        self.hurry = hurry
-        self.gathers = False
-        """Whether gradients of a chunk wait on the device until they are all there: those of working weights."""
-        self.gathered: dict[int, tuple[int, int, int]] = {}
-        """By chunk, how many are missing, and the bytes at home and on the device of those that wait."""
-        self._allowed = 0
-
-    def send(self, parameter: int, device_bytes: int) -> None:
-        """Send a gradient of `parameter`, of `device_bytes` on the device, home. Raises `NoRoom` if no home can be
-        borrowed and there is no room for a permanent one."""
-        arrangement, sends = self.arrangement, self._traffic.gradients
-        chunk, ground = arrangement.chunk_of[parameter], arrangement.ground
-        if chunk in arrangement.lent and not self.waits(chunk):
-            sends.find_place(chunk, self)
-        elif (
-            parameter in self.arrivals
-            and ground.role_itemsize(chunk, arrangement.gradient(chunk)) < ground.chunks[chunk].itemsize
-        ):
-            self._widen(chunk)
-        arrangement = self.arrangement
-        nbytes = arrangement.elements[parameter] * ground.role_itemsize(chunk, arrangement.gradient(chunk))
-        tier = arrangement.homes["grad"][chunk]
-        if tier is Tier.HOST:
-            self._send_to_host(chunk, nbytes, device_bytes)
-        if tier is not Tier.NVME:
-            return
-        block = self._blocks["grad", chunk]
-        if self._awaited is not None:
-            sends.complete.add(chunk, parameter, self._awaited)
-        load = any(other in self.arrivals for other in ground.chunks[chunk].parameters)
-        self._notes.staged(block, reads=load)
-        self._traffic.open_staged(block, load=load)
-        self._traffic.send_gradient(chunk, nbytes, device_bytes, partial(self._staged, chunk, block))
-
-    def _send_to_host(self, chunk: int, nbytes: int, device_bytes: int) -> None:
-        """Send a gradient of `chunk`; where they are gathered, all of them with the last: see `gathered_gradients`."""
-        traffic = self._traffic
-        if not self.gathers:
-            traffic.send_gradient(chunk, nbytes, device_bytes)
-            return
-        if chunk not in self.gathered:
-            self._allowed = traffic.gradients.room_bytes(max(0, self._notes.beside_chunks()))
-        missing, at_home, on_device = self.gathered.get(chunk, (self._most(chunk), 0, 0))
-        self.gathered[chunk] = missing - 1, at_home + nbytes, on_device + device_bytes
-        traffic.gathered_bytes += device_bytes
-        if missing == 1 or traffic.gathered_bytes > self._allowed:
-            self.send_gathered([chunk] if missing == 1 else [*self.gathered])
-
-    def send_gathered(self, chunks: Collection[int]) -> None:
-        """Send the gradients of `chunks` that wait for others."""
-        for chunk in chunks:
-            _, nbytes, device_bytes = self.gathered.pop(chunk)
-            self._traffic.gathered_bytes -= device_bytes
-            self._traffic.send_gradient(chunk, nbytes, device_bytes)
-
-    def _staged(self, chunk: int, block: int) -> None:
-        """Release `block`, now that a gradient of `chunk` is in it in staging, and write it if it is complete."""
-        self._traffic.release(block, Tier.HOST, dirty=True)
-        if self._traffic.gradients.to_be_written(chunk):
-            self._traffic.execute(self._traffic.residency.settle(block))
-
-    # ---- memory: see `schedule.gradients.GradientMemory` ---------------------------------------------------------
-
-    def lend(self, chunk: int) -> bool:
-        """Lend gradients of `chunk` a home that was set aside, or what is free; False if there is none now."""
-        arrangement = self.arrangement
-        nbytes = arrangement.ground.home_bytes(chunk, "arriving")
-        place = self._lending.take(nbytes)
-        if place is not None:
-            self._lent[chunk] = place
-        elif not arrangement.ground.staging_slots and nbytes <= arrangement.left.host_bytes:
-            self._loans[chunk] = nbytes
-            self._borrow(nbytes)
-        return self.waits(chunk)
-
-    def _borrow(self, nbytes: int) -> None:
-        left = self.arrangement.left
-        self.arrangement = replace(self.arrangement, left=replace(left, host_bytes=left.host_bytes - nbytes))
-        self._note_loans()
-
-    def _note_loans(self) -> None:
-        self.loaned_bytes = max(self.loaned_bytes, sum(self._loans.values()) + self.new_bytes[Tier.HOST])
-
-    def may_lend(self, chunk: int) -> bool:
-        """Return whether a home large enough for gradients of `chunk` was set aside, lent or not."""
-        return self._lending.lends(self.arrangement.ground.home_bytes(chunk, "arriving"))
-
-    def give_own(self, chunk: int) -> None:
-        """Give gradients of `chunk` a permanent home. Raises `NoRoom` if there is no room."""
-        self.arrangement = arrangement = with_own_gradients(self.arrangement, chunk)
-        tier = arrangement.homes["grad"][chunk]
-        self.new_bytes[tier] += arrangement.ground.home_bytes(chunk, "grad")
-        self._note_loans()
-        self._traffic.rehome(self._blocks["grad", chunk], tier)
-
-    def waits(self, chunk: int) -> bool:
-        """Return whether gradients of `chunk` wait in a borrowed home for their update."""
-        return chunk in self._lent or chunk in self._loans
-
-    def retire(self, chunk: int) -> None:
-        """Give the borrowed home of `chunk` back, now that the update has read its gradients."""
-        if chunk in self._lent:
-            self._lending.give(self._lent.pop(chunk))
-        elif chunk in self._loans:
-            self._borrow(-self._loans.pop(chunk))
-
-    def prepare_sums(self, begun: Collection[int]) -> None:
-        """As another backward of the step begins, move gradients that wait, and that no update has `begun` to read,
-        where sums are exact: the last loans first, as their memory is beside what is free."""
-        ground = self.arrangement.ground
-        for chunk in (*self._lent, *reversed(self._loans)):
-            if chunk not in begun and ground.role_itemsize(chunk, "arriving") < ground.chunks[chunk].itemsize:
-                self._widen(chunk)
-
-    def _widen(self, chunk: int) -> None:
-        """Give gradients of `chunk` a permanent home, as their sum needs a wider dtype than a single one."""
-        self._traffic.wait_for_gradients()
-        if chunk in self.arrangement.lent:
-            self.give_own(chunk)
-        self.retire(chunk)

@@ -123,7 +123,11 @@ class SimulatedTraffic:
         self._gradient_ends: deque[tuple[float, int]] = deque()
         self._gradient_bytes = 0
         self.gathered_bytes = 0
-        """Device bytes of gradients that wait there for the others of their chunk."""
+        """Device bytes of gradients that wait there for the others of their chunk, or are added up."""
+        self.summed_bytes = 0
+        """Those of the latter."""
+        self.send_sums: Callable[[], None] = lambda: None
+        """Sends them home."""
         self.ahead_bytes = 0
         """Bytes of activations fetched to the device, until their use."""
         self._commands: deque[tuple[Fetch | Write, bool]] = deque()

@@ -19,11 +19,11 @@ from hetmem.planner.simulated_engine import (
     BACKWARD,
     FORWARD,
     Notes,
-    SimulatedGradients,
     SimulatedUpdates,
     Staged,
     Update,
 )
+from hetmem.planner.simulated_gradients import SimulatedGradients
 from hetmem.planner.simulator import SimulatedTraffic
 from hetmem.planner.workload import Event, Kind, Phase, Setting, StepResult, Workload
 from hetmem.schedule.blocks import Block, in_flight_bytes
@@ -73,7 +73,14 @@ class Rehearsal:
         self._updates = SimulatedUpdates(self._traffic, hardware.host, self._notes)
         awaited = None if self._how.overlapped else self._members
         self._sink = SimulatedGradients(
-            self._traffic, self._notes, self._blocks, arrangement, awaited, self._hurry, self._trained
+            self._traffic,
+            self._notes,
+            self._blocks,
+            arrangement,
+            awaited,
+            self._hurry,
+            self._gradients,
+            turns=workload.micro_batches > 1,
         )
         self._costs = hardware.thread if self._blocks else ThreadCosts()
         self._moved: dict[str, dict[str, int]] = {}
@@ -158,9 +165,9 @@ class Rehearsal:
                 self._notes.begin((*FORWARD, self._turns))
             case Kind.BACKWARD:
                 self._notes.begin((*BACKWARD, self._turns))
-                self._sink.gathers = bool(self._blocks) and self._notes.all_at_once(
-                    set(map(self._block_of, range(len(self.arrangement.chunk_of))))
-                )
+                if self._blocks:
+                    blocks = set(map(self._block_of, range(len(self.arrangement.chunk_of))))
+                    self._sink.begin(leased=self._notes.all_at_once(blocks))
                 self._traffic.gradients.complete.begin()
                 self._sink.prepare_sums(self._begun)
             case Kind.USE | Kind.SAVED if self._blocks:
@@ -261,7 +268,7 @@ class Rehearsal:
     def _arrive(self) -> None:
         """End a backward: wait until every gradient is at home, and written if that is NVMe."""
         if self._blocks:
-            self._sink.send_gathered([*self._sink.gathered])
+            self._sink.end()
             self._traffic.wait_for_gradients()
             self._traffic.wait_until_written(self._on_nvme("grad"))
 
@@ -301,10 +308,6 @@ class Rehearsal:
                 left = self._moved.setdefault(homes[chunk].name.lower(), {})
                 left[role] = left.get(role, 0) + nbytes
         self._sink.arrangement = moved(arrangement, chosen)
-
-    def _trained(self, chunk: int) -> int:
-        """Return how many gradients `chunk` gets in a backward."""
-        return sum(self._gradients.get(member, 0) for member in self._members(chunk))
 
     def _members(self, chunk: int) -> set[int]:
         """Return the parameters of `chunk` that an update changes."""
@@ -353,7 +356,7 @@ class Rehearsal:
             len(members) * hardware.thread.update_seconds + hardware.thread.chunk_seconds,
             0 if on_device else nbytes,
             nbytes / hardware.device.bytes_per_second if on_device else 0.0,
-            ready=lambda: not self._traffic.gradients.arriving(chunk) and chunk not in self._sink.gathered,
+            ready=lambda: not self._traffic.gradients.arriving(chunk) and not self._sink.is_gathered(chunk),
             done=lambda: self._sink.retire(chunk),
         )
         self._updates.add(update)

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.saved import MANY_CHUNKS
-from hetmem.schedule.trace import DEVICE
+from hetmem.schedule.trace import DEVICE, Moment
 from hetmem.schedule.tracer import StepTracer
+
+_SUMS_PART = 2
+"""Sums of gradients take half of the device at most."""
 
 
 @dataclass(slots=True)
@@ -51,7 +54,8 @@ class ChunkLimit(ABC):
         self._tracer, self._residency = tracer, residency
         self._usable_bytes, self._slot_bytes = usable_bytes, slot_bytes
         self._all_slots = sum(spans)
-        self._many_slots = MANY_CHUNKS * max(spans, default=0)
+        self._largest_span = max(spans, default=0)
+        self._many_slots = MANY_CHUNKS * self._largest_span
         self._limit = slots
 
     # ---- sources and commands: a run's or a plan's -------------------------------------------------------------
@@ -124,6 +128,24 @@ class ChunkLimit(ABC):
         """Return the bytes left for transfers, beside chunks and what the trace expects."""
         copies = min(self._limit, self._all_slots) * self._slot_bytes
         return self._usable_bytes - max(self.chunk_bytes(), copies + self._homes()) - self._tracer.own_bytes
+
+    # ---- sums of gradients: see `engine.summed_gradients` --------------------------------------------------------
+
+    def has_room_for_sums(self, nbytes: int, before: int) -> bool:
+        """Return whether sums of gradients of `nbytes` in all, `before` of them there already, may wait on the device
+        in the moment that runs: beside the copies that it uses, and one more. Idle copies make way for them."""
+        if self._tracer.measured or nbytes > self._usable_bytes // _SUMS_PART:
+            return False
+        others, expected = self.leaving_bytes - before, self._tracer.expected
+        if nbytes + others > self.beside_chunks() and self.leaves_copies(expected, nbytes):
+            self.set_limit(expected.non_model_bytes + nbytes)
+        return nbytes + others <= self.beside_chunks()
+
+    def leaves_copies(self, expected: Moment, nbytes: int) -> bool:
+        """Return whether sums of `nbytes` leave the slots that the moment `expected` uses, and those of one more
+        chunk."""
+        spans = [self._residency.blocks[block].span for block in expected.blocks]
+        return self._slots(expected.non_model_bytes + nbytes) >= sum(spans) + self._largest_span
 
     def has_room_ahead(self, nbytes: int) -> bool:
         """Return whether an activation of `nbytes` may be prefetched now."""

@@ -216,6 +216,11 @@ class StepTracer:
             self._now = Moment(now.operator, now.blocks, now.non_model_bytes, (*now.own_bytes, own_bytes))
 
     @property
+    def expected(self) -> Moment:
+        """What is expected until the next moment."""
+        return self._expected
+
+    @property
     def own_bytes(self) -> int:
         """The most bytes expected, up to the next moment or gradient, outside chunks and gradients in flight."""
         return self._expected.own_after(self.gradients_sent)

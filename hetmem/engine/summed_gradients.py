@@ -1,0 +1,191 @@
+"""Adds the gradients of several micro-batches up on the device, in their order, and sends each sum home once.
+
+The backwards of `hetmem.accumulate` take turns at each layer, so the gradients of a weight from all micro-batches come
+one after the other. The first one waits as autograd made it; the sum has the dtype of the home. A weight for whose sum
+there is no room, or whose `p.grad` was there before, is added up at home, as one whose gradients come in other ways is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from hetmem import torch_private
+from hetmem.engine.gradient_views import show_gradient
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored, without_graph
+from hetmem.schedule.trace import Tier
+
+Sink = Any
+"""The `GradientSink` that takes the gradients; it imports this module."""
+
+
+class _Sum:
+    """The sum of `count` gradients of a parameter, of which `left` more are expected."""
+
+    __slots__ = ("count", "home", "is_own", "left", "value")
+
+    def __init__(self, home: torch.Tensor, value: torch.Tensor, left: int) -> None:
+        self.home, self.value, self.left, self.count = home, value, left, 1
+        self.is_own = False
+        """Whether it was made here: what autograd made may be read by the rest of its backward."""
+
+    def bytes_with(self, arrived: torch.Tensor, dtype: torch.dtype) -> int:
+        """Return how many bytes more it takes, in `dtype`, with `arrived`."""
+        return 0 if self.is_own else arrived.numel() * dtype.itemsize - self.value.nbytes
+
+    def add(self, arrived: torch.Tensor, dtype: torch.dtype) -> None:
+        """Add `arrived`, in the order of a loop."""
+        if not self.is_own:
+            self.value, self.is_own = self.value.to(dtype, copy=True), True
+        self.value.add_(arrived)
+        self.count += 1
+        self.left -= 1
+
+
+class SummedGradients:
+    """The sums of one model, in a backward of several micro-batches."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink: Callable[[], Sink] = weakref.ref(sink)
+        self._expected: dict[ManagedParameter, int] = {}
+        self._sums: dict[ManagedParameter, _Sum] = {}
+        self._open: dict[Chunk, set[ManagedParameter]] = {}
+        """By chunk, the parameters whose sum may be made here, and is not complete."""
+        self.runs = False
+        """Whether such a backward runs."""
+
+    def expect(self, arrivals: Mapping[ManagedParameter, int]) -> None:
+        """Expect so many gradients of each parameter in the backward that begins next."""
+        self._expected = {managed: count for managed, count in arrivals.items() if count > 1}
+
+    @property
+    def waits(self) -> bool:
+        """Whether the backward that begins is of several micro-batches."""
+        return bool(self._expected)
+
+    def begin(self, fresh: Iterable[ManagedParameter]) -> None:
+        """Begin a backward; `fresh`: the parameters without a gradient, or hooks of the program."""
+        self.runs = bool(self._expected)
+        self._sink().loans.sums = self.runs
+        for managed in fresh if self.runs else ():
+            if managed in self._expected:
+                self._open.setdefault(managed.chunk, set()).add(managed)
+
+    def end(self) -> None:
+        """End a backward: send what is left."""
+        try:
+            self.send_all()
+        finally:
+            self.runs = self._sink().loans.sums = False
+            self._open.clear()
+            self._expected.clear()
+
+    def add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
+        """Take `arrived`, a dense gradient of `managed` that is on the device; `previous`: `p.grad` before. Return
+        False if it is to be sent alone, behind what was added up before it."""
+        known = self._sums.get(managed)
+        if known is None and managed not in self._open.get(managed.chunk, ()):
+            return False
+        with torch_private.NoFunctionsOfSubclasses(), without_graph(), self._sink().runtime.unwatched():
+            taken = self._begin(managed, arrived, previous) if known is None else self._add(managed, arrived, previous)
+            if not taken:
+                self._leave(managed)
+        return taken
+
+    def _begin(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
+        sink, chunk = self._sink(), managed.chunk
+        if previous is not None or arrived.device != sink.runtime.memory.device.torch_device:
+            return False
+        if not self._has_room(arrived.nbytes):
+            return False
+        sink.prepare_home(managed, arrived, adds=True)
+        if chunk.homes[Role.GRAD].tier is not Tier.HOST or (
+            chunk.hides and managed.stepped_by not in sink.loans.consumers
+        ):
+            return False
+        if managed.grad_home is None or (managed.grad_view is None) is chunk.hides:
+            managed.open_grad_home()
+        elif managed.grad_view is not None:
+            managed.grad_view.begin(managed.grad_home)
+        assert managed.grad_home is not None
+        self._sums[managed] = _Sum(managed.grad_home, arrived, self._expected[managed] - 1)
+        self._count(arrived.nbytes)
+        self._show(managed)
+        return True
+
+    def _add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
+        known, dtype = self._sums[managed], managed.chunk.dtype
+        if stored(previous) is not known.home or managed.grad_home is not known.home:
+            return False  # the program has dropped or replaced it
+        more = known.bytes_with(arrived, dtype)
+        if more and not self._has_room(more):
+            return False
+        known.add(arrived, dtype)
+        self._count(more)
+        self._show(managed)
+        if not known.left:
+            self._close(managed)
+        return True
+
+    def _show(self, managed: ManagedParameter) -> None:
+        """Show the home to which the sum will go."""
+        show_gradient(managed.parameter, managed.grad_home if managed.grad_view is None else managed.grad_view)
+        if managed.grad_view is None:
+            self._sink().flights.begin(managed)
+
+    def _count(self, nbytes: int) -> None:
+        copies = self._sink().runtime.traffic.gradients
+        copies.gathered_bytes += nbytes
+        copies.summed_bytes += nbytes
+
+    def _has_room(self, more: int) -> bool:
+        runtime = self._sink().runtime
+        now = runtime.traffic.gradients.summed_bytes
+        return bool(runtime.room.has_room_for_sums(now + more, now))
+
+    def _leave(self, managed: ManagedParameter) -> None:
+        """Have gradients of `managed` added up at home from here on, behind the sum so far."""
+        if managed in self._sums:
+            self._send([managed])
+            if self._sink().tells:  # its update may have begun
+                self._sink().tell_coming(managed)
+        self._close(managed)
+
+    def _close(self, managed: ManagedParameter) -> None:
+        """Note that no more gradients of `managed` are to be added up here; send its chunk if it was the last."""
+        members = self._open.get(managed.chunk, set())
+        members.discard(managed)
+        if not members:
+            self._send([each for each in managed.chunk.parameters if each in self._sums])
+
+    def send_all(self) -> None:
+        """Send all sums, complete or not."""
+        if not self._sums:
+            return
+        with torch_private.NoFunctionsOfSubclasses(), without_graph(), self._sink().runtime.unwatched():
+            while self._sums:
+                chunk = next(iter(self._sums)).chunk
+                self._open.pop(chunk, None)
+                self._send([each for each in chunk.parameters if each in self._sums])
+
+    def _send(self, together: list[ManagedParameter]) -> None:
+        """Send the sums of `together`, of one chunk, and tell listeners of all gradients in them."""
+        if not together:
+            return
+        sink, sums = self._sink(), [self._sums.pop(managed) for managed in together]
+        values, homes = [each.value for each in sums], [each.home for each in sums]
+        self._count(-sum(value.nbytes for value in values))
+        self._open.get(together[0].chunk, set()).difference_update(together)
+        work = partial(sink.runtime.memory.device.gradients_out, homes, values)
+        try:
+            sink.runtime.traffic.gradients.send(together[0].chunk, work, sum(home.nbytes for home in homes), values)
+        except BaseException:
+            for managed in together:
+                show_gradient(managed.parameter, None)
+            raise
+        if sink.tells:
+            sink.tell_arrived([each for each, of in zip(together, sums, strict=True) for _ in range(of.count)])
