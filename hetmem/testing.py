@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from hetmem.base.hardware import HardwareProfile
+from hetmem.checkpoint.coded import coded_weight
 from hetmem.cpu import square_sum_tasks, total
+from hetmem.cuda.dequantise import NF4, nested_values
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
 from hetmem.schedule import saved
@@ -93,6 +95,19 @@ class ChunkFacts:
 
 
 @dataclass(frozen=True)
+class CodesFacts:
+    """Copies of the parts of a quantised weight: codes, scales, and scales of scales behind their offset. And the
+    values of 4-bit codes and of 8-bit scales."""
+
+    format: str
+    codes: torch.Tensor
+    scales: torch.Tensor
+    nested: torch.Tensor
+    code_values: torch.Tensor
+    scale_values: torch.Tensor
+
+
+@dataclass(frozen=True)
 class MemoryFacts:
     """The bytes of a model's pools and homes, the slots of staging, and whether the model is whole on the device."""
 
@@ -147,6 +162,18 @@ class Inside:
         if managed.code is not None:
             return managed.decoded()
         return managed.view(_role(role)).detach().clone()
+
+    def codes(self, parameter: torch.Tensor | str) -> CodesFacts | None:
+        """Return the bytes of `parameter`, or None if it is not quantised."""
+        found = coded_weight(self._parameter(parameter).parameter)
+        if found is None:
+            return None
+        coding, coded = found.coding, found.codes.clone()
+        spans = coding.codes_span, coding.scales_span, coding.nested_span
+        codes, scales, nested = (coded[start : start + nbytes].clone() for start, nbytes in spans)
+        return CodesFacts(
+            coding.format, codes, scales, nested.view(torch.float32), torch.tensor(NF4), nested_values().clone()
+        )
 
     def leased(self) -> list[str]:
         """Return the labels of the copies that are in use on any tier."""

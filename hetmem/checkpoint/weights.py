@@ -21,6 +21,7 @@ from hetmem.checkpoint.coded import CodedWeight, written
 from hetmem.checkpoint.contents import ModelState, all_of, cannot_fill, of_model, other_model, refuse_half_stepped
 from hetmem.checkpoint.disk import OpenFile, Source, read_names, read_tensors
 from hetmem.checkpoint.layout import Stored
+from hetmem.checkpoint.quantised_files import QuantisedTensor, grouped, renamed
 from hetmem.checkpoint.save_load import partly_loaded
 from hetmem.errors import CheckpointError
 
@@ -54,8 +55,8 @@ def load_weights(
     Values go block by block to their homes: the model is never in host memory as a whole. A parameter that transformers
     merges from several saved tensors (experts of a layer) is in host memory with them, one parameter at a time. Casts
     to wider dtypes (bfloat16 files into float32 masters) are exact; a cast that rounds is refused unless
-    `rounding=True`. Quantised weights (`frozen=` of `manage`) are encoded as they are read, one at a time. The states
-    of an optimizer stay as they are.
+    `rounding=True`. Quantised weights (`frozen=` of `manage`) are encoded as they are read, one at a time; files that
+    are quantised in the same format are taken as they are. The states of an optimizer stay as they are.
 
     Raises `CheckpointError` (a ValueError; names the tensors) and `StoreError` (an OSError; path, offset and bytes).
     Everything but the values themselves is compared first, and such errors change nothing; a disk that fails later,
@@ -65,13 +66,17 @@ def load_weights(
         state = of_model(model)
         refuse_half_stepped(model, "call optimizer.step(), or its forget_step(), first")
         declared = Declared(model, state.names)
-        made = _made(declared, read_names(os.fspath(path), rename, stack))
+        sources, quantised = grouped(read_names(os.fspath(path), renamed(rename), stack))
+        made = _made(declared, sources, quantised)
         keys = _compared(state, made, declared)
         if strict and any(keys):
             problems = [f"the files have no {name}" for name in keys.missing_keys]
             problems += [f"the model has no {name}" for name in keys.unexpected_keys]
             raise other_model("the weights are", problems, "rename= translates names, strict=False loads what matches")
         targets = _targets(state, made, rounding)
+        for source, _ in targets:
+            if source.quantised is not None:
+                source.quantised.check()
         with partly_loaded("the model is"), written(state.coded.values()):
             _read(targets)
     return keys
@@ -85,13 +90,23 @@ class _Made:
     shape: tuple[int, ...]
     sources: list[Source]
     conversion: Conversion | None
+    quantised: QuantisedTensor | None = None
 
 
-def _made(declared: Declared, sources: dict[str, Source]) -> dict[str, _Made]:
+def _made(declared: Declared, sources: dict[str, Source], quantised: Mapping[str, QuantisedTensor]) -> dict[str, _Made]:
     """Return the sources of tensors by the model's names. Raises `CheckpointError` for two of one name, and for tensors
     that cannot be converted."""
     plain, conversions = declared.sort(sources)
-    made = {name: _Made(name, sources[key].stored.shape, [sources[key]], None) for name, key in plain.items()}
+    made: dict[str, _Made] = {}
+    for name, key in plain.items():
+        shape = quantised[key].shape if key in quantised else sources[key].stored.shape
+        made[name] = _Made(name, shape, [sources[key]], None, quantised.get(key))
+    for conversion in conversions:
+        if merged := [key for key in conversion.names if key in quantised]:
+            raise CheckpointError(
+                f"{shown(merged)} in the files are quantised, and merged into {conversion.name} of the model: load "
+                f"files of 16 bits, which are encoded as they are read"
+            )
     for conversion in conversions:
         for name, tensor in conversion.planned().items():
             if name in made:
@@ -113,6 +128,8 @@ def _read(targets: list[tuple[_Made, _Target]]) -> None:
     for made, tensor in sorted(targets, key=lambda target: target[0].sources[0].stored.start):
         if made.conversion is not None:
             converted.setdefault(made.conversion, {})[made.name] = tensor
+        elif isinstance(tensor, CodedWeight) and made.quantised is not None:
+            made.quantised.fill(tensor)
         elif isinstance(tensor, CodedWeight):
             source = made.sources[0]
             values = torch.empty(source.stored.shape, dtype=source.stored.dtype, device="cpu")
@@ -144,6 +161,9 @@ def _targets(state: ModelState, made: dict[str, _Made], rounding: bool) -> list[
         for alias in present:
             coded = state.coded.get(name)
             tensor = state.tensors[name] if coded is None else coded.managed.like()
+            if (quantised := made[alias].quantised) is not None:
+                problems += quantised.differences(name, coded)
+                continue
             problems += _differences(made[alias], tensor, rounding or coded is not None, memory=coded is None)
         targets += [(made[alias], state.coded.get(name, state.tensors[name])) for alias in present[:1]]
     problems += [f"{name} is not a tensor in the model" for name in state.made if name in made]

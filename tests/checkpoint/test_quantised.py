@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import hetmem
@@ -133,3 +136,93 @@ def test_what_is_trained_has_to_have_values(tmp_path: Path) -> None:
     model.register_buffer("scale", torch.ones(1, device="meta"))
     with pytest.raises(ManageError, match="the buffer scale is on meta"):
         managed(model, "nf4", tmp_path)
+
+
+def published(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of `model` as other programs save them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found, shape = testing.of(model).codes(parameter), parameter.shape
+        if found is None:
+            tensors[name] = parameter.detach().clone()
+            continue
+        format_, codes, scales, levels = found.format, found.codes, found.scales, found.nested
+        if format_.startswith("nf4"):
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(shape)}
+            tensors |= {name: codes.view(-1, 1), f"{name}.quant_map": found.code_values}
+            if format_ == "nf4-nested":
+                state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": levels[0].item()}
+                tensors |= {f"{name}.nested_absmax": levels[1:], f"{name}.nested_quant_map": found.scale_values}
+            tensors[f"{name}.absmax"] = scales if format_ == "nf4-nested" else scales.view(torch.float32)
+            text = json.dumps(state).encode()
+            tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor([*text], dtype=torch.uint8)
+        elif format_ == "fp8":
+            tensors[name] = codes.view(torch.float8_e4m3fn).view(shape)
+            tensors[f"{name}_scale_inv"] = scales.view(torch.float32).view(-(-shape[0] // 128), -(-shape[1] // 128))
+        elif format_ == "int8":
+            tensors[name] = codes.view(torch.int8).view(shape)
+            tensors[f"{name.removesuffix('.weight')}.SCB"] = scales.view(torch.float32)
+            tensors[f"{name.removesuffix('.weight')}.weight_format"] = torch.zeros((), dtype=torch.uint8)
+        else:
+            tensors[f"{name}_blocks"] = codes.view(shape[0], -1, 16)
+            tensors[f"{name}_scales"] = scales.view(shape[0], -1)
+    return tensors
+
+
+@pytest.mark.parametrize("frozen", FORMATS)
+def test_quantised_files_of_others_are_taken_as_they_are(frozen: str, tmp_path: Path) -> None:
+    expected, model = (managed(built(seed), frozen, tmp_path) for seed in (1, 0))
+    x = torch.randn(2, WIDTH, dtype=torch.bfloat16)
+    model(x)
+    file = tmp_path / "base.safetensors"
+    save_file({f"base.{name}": value for name, value in published(expected).items()}, file)
+    own = {f"base.{name}": name for name, _ in model.named_parameters()}
+    assert hetmem.load_weights(file, model, rename=own.get) == ([], [])
+    harness.assert_same_weights(expected, model)
+    harness.assert_same(expected(x), model(x), "the output")
+    with pytest.raises(CheckpointError, match=rf"quantised in the files, as {frozen}, and not in the model.*frozen="):
+        hetmem.load_weights(file, built(), rename=own.get)
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _state(tensors: Tensors, **changes: Any) -> None:
+    name = "0.weight.quant_state.bitsandbytes__nf4"
+    text = json.dumps({**json.loads(bytes(tensors[name].tolist())), **changes}).encode()
+    tensors[name] = torch.tensor([*text], dtype=torch.uint8)
+
+
+BAD: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
+    "codes without scales": ("nf4", lambda t: t.pop("1.weight.absmax"), r"have no 1\.weight\.absmax"),
+    "a block of another size": ("nf4", lambda t: _state(t, blocksize=128), "blocksize 128: only 64"),
+    "fp4": ("nf4", lambda t: _state(t, quant_type="fp4"), "quant_type 'fp4': only nf4"),
+    "another map": ("nf4", lambda t: t["0.weight.quant_map"].neg_(), "quant_map in the files has other values"),
+    "a scale that is NaN": ("nf4", lambda t: t["0.weight.absmax"][0].fill_(torch.nan), "no finite number"),
+    "too few scales": ("nf4", lambda t: t.update({"0.weight.absmax": t["0.weight.absmax"][1:]}), "expected 128"),
+    "another shape": ("nf4", lambda t: _state(t, shape=[WIDTH, 2 * WIDTH]), "shape .* in the files"),
+    "no JSON": ("nf4", lambda t: t["0.weight.quant_state.bitsandbytes__nf4"].fill_(255), "not understood"),
+    "a state of another kind": ("nf4", lambda t: _state(t, shape="all"), "not understood: shape"),
+    "a nested state that is cut": ("nf4-nested", lambda t: t.pop("0.weight.nested_absmax"), "have no .*nested_absmax"),
+    "nested scales without offset": ("nf4-nested", lambda t: _state(t, nested_offset="1"), "not understood"),
+    "scales of a row": ("fp8", lambda t: t.update({"0.weight_scale_inv": torch.ones(2 * WIDTH, 1)}), "expected"),
+    "a scale that is infinite": ("fp8", lambda t: t["0.weight_scale_inv"].fill_(torch.inf), "no finite number"),
+    "too few rows": ("int8", lambda t: t.update({"0.SCB": torch.ones(3)}), "expected 128 of torch.float32"),
+    "an exponent that is NaN": ("mxfp4", lambda t: t["0.weight_scales"][0].fill_(255), "no finite number"),
+    "blocks of 8": ("mxfp4", lambda t: t.update({"0.weight_blocks": t["0.weight_blocks"].view(-1, 8)}), "expected"),
+    "another format": ("int8", lambda t: t, "is int8 in the files and nf4 in the model"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_files_change_nothing(what: str, tmp_path: Path) -> None:
+    frozen, spoil, message = BAD[what]
+    tensors = published(managed(built(1), frozen, tmp_path))
+    spoil(tensors)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "bad.safetensors")
+    model = managed(built(), "nf4" if what == "another format" else frozen, tmp_path)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        hetmem.load_weights(tmp_path / "bad.safetensors", model)
+    for name, value in model.state_dict().items():
+        harness.assert_same(before[name], value, name)
