@@ -53,7 +53,6 @@ POINTS = {
     "begin an update": "hetmem.engine.traffic:Traffic.begin_updates",
     "end an update": "hetmem.engine.traffic:Traffic.end_updates",
     "give a home away": "hetmem.engine.write_check:give_away",
-    "give a copy away": "hetmem.engine.param_views:give_away",
     "gradients arrive": "hetmem.engine.gradients:GradientSink.wait_until_home",
     "send a gradient": "hetmem.engine.gradient_watch:GradientCopies.send",
     "gradient is home": "hetmem.engine.gradient_watch:GradientCopies._arrived",

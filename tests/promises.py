@@ -106,8 +106,8 @@ PROMISES: dict[str, Mutation | str] = {
     ),
     "weights that are exchanged for their average": Mutation(
         "intercept/saved_tensors.py",
-        " and packed.replaced == managed.replaced",
-        "",
+        "if packed.replaced != managed.replaced and not packed.itself:",
+        "if False:",
         "tests/engine/test_replaced_data.py::"
         "test_weights_that_a_swap_for_another_forward_took_from_a_graph_are_an_error[host]",
     ),
@@ -130,11 +130,17 @@ PROMISES: dict[str, Mutation | str] = {
         EDITS + "test_a_hook_of_a_module_reads_the_weights_of_the_forward_or_is_refused[backward-host]",
     ),
     "also to views of a weight": "skip the write-back of what an operator wrote",
+    "| within a forward | `p.data = t`": Mutation(
+        "intercept/faults.py",
+        "                raise refused_data(managed)\n",
+        "                return\n",
+        WITHIN + "test_data_that_is_set_within_a_forward_is_an_error_that_says_what_to_write[its module-fp32-host]",
+    ),
     "as a measured forward (the first one) sees it": Mutation(
-        "engine/write_check.py",
-        "            raise _shared(managed, source)\n        self._bindings.leave_to",
-        "            pass\n        self._bindings.leave_to",
-        WITHIN + "test_a_weight_that_a_forward_leaves_the_memory_of_another_is_an_error[weight-host]",
+        "intercept/faults.py",
+        "    if func != set_data or not isinstance(args[0], (Watched, Bound)):",
+        "    if False:",
+        WITHIN + "test_a_tensor_that_gets_the_memory_of_a_weight_by_data_writes_to_it_or_is_an_error[host]",
     ),
     "`torch.utils.swap_tensors(p, other)` (an average": Mutation(
         "intercept/faults.py",

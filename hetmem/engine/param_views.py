@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.errors import ManageError
-from hetmem.memory.chunk import NO_MEMORY, NO_VIEW, Chunk, ManagedParameter, SlotView, give_away
+from hetmem.memory.chunk import NO_MEMORY, NO_VIEW, Chunk, ManagedParameter, SlotView
 from hetmem.memory.device import DevicePool
 
 _HOME, _EXPECTED = attrgetter("home_storage"), attrgetter("home_references")
@@ -248,20 +247,6 @@ class Bindings:
     def show_home(managed: ManagedParameter) -> None:
         """Set `.data` of `managed.parameter`, which the program has set, to its home."""
         set_data(managed.parameter, managed.home)
-
-    def leave_to_holders(self, managed: ManagedParameter) -> None:
-        """Give the memory of the device view of `managed`, which gets other values, to tensors of the program that show
-        it. Raises `ManageError` where that is impossible."""
-        view = managed.slot_view
-        if references(view.storage) <= view.references or not managed.numel:
-            return
-        if not give_away(view.tensor):
-            raise ManageError(
-                f"{managed.name}.data was set within a forward while a view of what it was is held (as in "
-                f"`kept = self.weight.data`): keep a clone of it"
-            )
-        del self.by_address[view.address], self.by_storage[view.storage]
-        managed.device, managed.slot_view, view.tensor, view.reshaped = None, NO_VIEW, NO_MEMORY, None
 
 
 get_data: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from hetmem.engine.events import UNPACKED, EventLog
 from hetmem.engine.homes import Memory
 from hetmem.engine.param_views import Bindings, references
 from hetmem.engine.traffic import Traffic
-from hetmem.engine.write_check import WriteCheck
+from hetmem.engine.write_check import WriteCheck, refused_data
 from hetmem.errors import CapacityError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import ManagedParameter, Role, without_graph
 from hetmem.schedule.trace import DEVICE, Moment
@@ -233,26 +233,11 @@ class Uses:
                 for managed in used
                 if type(managed.working) is managed.kind and self._bindings.shows_no_copy(managed)
             ]
-            data_set = [(managed, managed.working.data) for managed in set_anew]
             uncounted = self._writes.uncounted
             among = used if self._tracer.measured else [each for each in used if id(each) in uncounted]
             self.end_use(used, writes=among)
-            for managed, value in data_set:
-                self.data_set(managed, value)
-
-    def set_bound(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """Do `managed.parameter.data = value` while it is bound: the home gets the value, and so does the copy."""
-        name, block = f"data of {managed.name}", managed.chunk.operand_block
-        with self._unwatched():
-            self._bindings.unbind([managed])
-            try:
-                with torch_private.NoFunctionsOfSubclasses():
-                    self.data_set(managed, value)
-                self._acquire_device(managed, block, name)
-                self._traffic.release(block, DEVICE)  # the use before
-            finally:
-                if managed.device is not None:
-                    self._bindings.bind([managed])
+        if set_anew:
+            raise refused_data(set_anew[0])
 
     def saved(self, managed: ManagedParameter) -> torch.Tensor:
         """Return the device view of `managed` for autograd; its use ends once no tensor holds its memory. Call it
@@ -360,16 +345,9 @@ class Uses:
             for managed in self._writes.all_counted(used):
                 set_anew = self._bindings.is_elsewhere(managed)
                 if set_anew or managed.counter._version != managed.version:
-                    managed.data_sets += set_anew
                     self._writes.by_user(managed)
             if self._bindings.away:
                 self._bindings.watch_again(used)
-
-    def data_set(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """Honour `parameter.data = value` within compute."""
-        with self._unwatched():
-            self._untracked.discard(id(managed))
-            self._writes.of_data(managed, value)
 
     def holds_copies(self) -> bool:
         """Return whether a tensor (a view of a weight, say) holds the memory of a copy on the device."""

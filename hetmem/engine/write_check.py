@@ -214,22 +214,6 @@ class WriteCheck:
             self.by_user(managed)
             self.touched.discard(managed)
 
-    def of_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """Honour `parameter.data = value` within compute: the home gets the value, and the next use reads it."""
-        if managed.code is not None:
-            raise refused_write(managed)
-        _refuse_another_kind(managed, value, value.dtype)
-        source = self.source_of(value)
-        if source not in (None, managed):
-            raise _shared(managed, source)
-        self._bindings.leave_to_holders(managed)
-        at_home = managed.parameter.data_ptr() == managed.home.data_ptr()
-        self._leave_home_to_holders(managed, hetmem_holds=2 + at_home)
-        managed.home.copy_(value)
-        managed.data_sets += 1
-        self.noticed.add(id(managed))
-        self._supersede(managed)
-
     def _leave_home_to_holders(self, managed: ManagedParameter, *, hetmem_holds: int) -> None:
         """Leave the old values of `managed`, whose home gets new ones, to tensors of the program (`kept = p.data`, a
         state dict), if the storage has more than the `hetmem_holds` references: in torch these are two tensors. A
@@ -304,6 +288,16 @@ def refused_write(managed: ManagedParameter, what: str = "a write to it") -> Man
     return ManageError(
         f"{managed.name} is frozen, and kept as codes of {managed.code.coding.format}: {what} is not possible. Call "
         f"hetmem.release(model) first, or leave the weight out of frozen=… (a mapping of name patterns) to train it"
+    )
+
+
+def refused_data(managed: ManagedParameter) -> ManageError:
+    """Return the error for `managed.parameter.data = tensor` within compute."""
+    if managed.code is not None:
+        return refused_write(managed)
+    return ManageError(
+        f"{managed.name}.data is set to another tensor within a forward or a recomputation: set it before or after the "
+        f"call of the model, or write to the weight: with torch.no_grad(): weight.copy_(tensor)"
     )
 
 

@@ -107,7 +107,7 @@ class Casts:
         return cast
 
     def _written(self, managed: ManagedParameter) -> tuple[int, ...]:
-        return managed.counter._version, managed.data_sets, self._runtime.statistics.steps
+        return managed.counter._version, managed.replaced, self._runtime.statistics.steps
 
     def _refuse_if_cached(self, managed: ManagedParameter, cast: torch.Tensor) -> None:
         """Raise `ManageError` if torch's cache still has `cast`, made before a write to `managed`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from hetmem import torch_private
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import get_data, hands_out, is_in_place, set_data, works_for
 from hetmem.engine.runtime import Runtime, in_backward
-from hetmem.engine.write_check import refused_write
+from hetmem.engine.write_check import refused_data, refused_write
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept import coded
 from hetmem.intercept.saved_tensors import SavedTensors
@@ -134,15 +134,12 @@ class Faults:
         return found
 
     def set_data_of_bound(self, parameter: Any, value: torch.Tensor) -> None:
-        """Do `parameter.data = value`, for the rest of the forward and at home."""
-        if value is parameter:  # as `Module.to` does; no write
-            return
+        """Do `parameter.data = value`, of a copy of a parameter; see `_set_data`."""
         managed = self._bound(parameter)
         if managed is None:
             set_data(parameter, value)
             return
-        with HELD_BACK:
-            self._set_data(managed, value)
+        self._set_data(managed, value)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func(*args, **kwargs)`, with a watched parameter among the arguments."""
@@ -358,17 +355,15 @@ class Faults:
                 self._runtime.uses.read_at_home(managed)
 
     def _set_data(self, managed: ManagedParameter, value: torch.Tensor) -> None:
-        """Do `parameter.data = value` within a forward, at home too."""
-        if value is managed.parameter or value is managed.working:  # as `Module.to` does; no write
+        """Raise `ManageError` for `parameter.data = value` within compute, unless `value` is the same memory, which
+        `Module.to` sets."""
+        if value is managed.parameter or value is managed.working:
             return
-        interception = self._interception()
-        if any(compute.all_at_once for compute in interception.stretches.here):
-            interception.working.serve = False
-            _refuse_data(managed)
-        with torch.no_grad():
-            if isinstance(value, Watched):  # it may be a stand-in without values now
-                value = value.data
-            (self._runtime.uses.set_bound if managed.bound else self._runtime.uses.data_set)(managed, value)
+        with _AsItIs():
+            shown = managed.working if managed.device is None else managed.device
+            same = value.data_ptr() == shown.data_ptr() and value.dtype is shown.dtype
+            if not same or value.shape != shown.shape or value.stride() != shown.stride():
+                raise refused_data(managed)
 
     def within_unknown_memory(self, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call `func`, in a forward that may need more memory than is known, again if the device has run out of it."""
@@ -394,14 +389,6 @@ def _exchanged(
         return {key: exchange(each) for key, each in value.items()} if type(value) is dict else value
 
     return tuple(map(exchange, args)), {key: exchange(each) for key, each in kwargs.items()}
-
-
-def _refuse_data(managed: ManagedParameter) -> NoReturn:
-    """Raise `ManageError` for `p.data = tensor` where modules have working weights."""
-    raise ManageError(
-        f"{managed.name}.data is set within a forward for the first time: call the model again, which keeps it "
-        f"from now on, or write with torch.no_grad() and .copy_(value)"
-    )
 
 
 def _refuse_to_hand_out(func: Any, args: Sequence[Any]) -> None:

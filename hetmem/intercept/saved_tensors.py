@@ -54,8 +54,8 @@ class Saved(NamedTuple):
     conj: bool
     neg: bool
     version: int
-    data_sets: int | None
-    """`ManagedParameter.data_sets` as it was saved; None: the parameter itself was saved, whose `.data` may be set."""
+    itself: bool
+    """Whether the parameter itself was saved, whose `.data` may be set since."""
     replaced: int
     """`ManagedParameter.replaced` as it was saved."""
     trains: bool
@@ -169,7 +169,7 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> Saved | torch.Tensor:
         """Return what autograd saves instead of `tensor`."""
         managed = self.runtime.bindings.of_storage(tensor)
-        if managed is None or (managed.data_sets and _is_view_of_copy(tensor, managed)):
+        if managed is None:
             return _detached(tensor)
         return self._place_of(managed, tensor)
 
@@ -182,7 +182,7 @@ class SavedTensors:
             return None
         leaf = getattr(cast.next_functions[0][0], "variable", None)
         managed = None if leaf is None else works_for(leaf)
-        if managed is None or managed.data_sets or base.stride() != managed.stride or base.shape != managed.shape:
+        if managed is None or base.stride() != managed.stride or base.shape != managed.shape:
             return None
         self.casts.note(managed, base)
         return _place_of(self, managed, tensor, tensor.stride(), is_cast=True)
@@ -210,14 +210,13 @@ class SavedTensors:
 
     def _view(self, packed: Saved, managed: ManagedParameter) -> torch.Tensor:
         """Return the view that was saved as `packed`; no mode of the user's sees how."""
-        if packed.data_sets is None:
+        if packed.itself:
             self.runtime.uses.notice_data(managed)
         device = self.runtime.uses.saved(managed)  # may wait for an update of it
         version = managed.counter._version
         if version != packed.version:
             raise RuntimeError(modified(managed.name, version, packed.version))
-        as_packed = packed.data_sets == managed.data_sets and packed.replaced == managed.replaced
-        if not as_packed and packed.data_sets is not None:
+        if packed.replaced != managed.replaced and not packed.itself:
             raise RuntimeError(_set_since(managed.name))
         as_it_is = packed.size == managed.shape and packed.stride == managed.stride
         if packed.is_cast:
@@ -254,7 +253,7 @@ class Pack(Hook):
             storage = _storage_of(tensor)
             if storage in saved.by_storage:
                 managed = saved.by_storage[storage]
-                if managed.bound and not managed.data_sets and storage == managed.slot_view.storage:
+                if managed.bound and storage == managed.slot_view.storage:
                     return _place_of(saved, managed, tensor, tensor.stride())
                 return self._pack(tensor)
             if leaf := tensor.is_leaf:
@@ -374,26 +373,19 @@ def _place_of(
     *,
     is_cast: bool = False,
 ) -> Saved:
-    dtype, sets = tensor.dtype, None if tensor is managed.working else managed.data_sets
+    dtype, itself = tensor.dtype, tensor is managed.working
     conj = neg = False
     if dtype is not managed.chunk.compute_dtype or dtype.is_complex:  # real and negative: a view of a complex one
         conj, neg = tensor.is_conj(), tensor.is_neg()
     offset, trains = tensor.storage_offset(), tensor.requires_grad
     version, replaced = managed.counter._version, managed.replaced
-    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, version, sets, replaced, trains, is_cast
+    place = owner, managed, dtype, tensor.shape, stride, offset, conj, neg, version, itself, replaced, trains, is_cast
     return _tuple(Saved, place)  # type: ignore[no-any-return]
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` as its own graph may save it, without a reference to that graph."""
     return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-def _is_view_of_copy(tensor: torch.Tensor, managed: ManagedParameter) -> bool:
-    """Return whether `tensor` views a device copy of `managed` that `.data = …` in this forward does not change."""
-    if tensor is managed.parameter or managed.device is None:
-        return False
-    return tensor.untyped_storage().data_ptr() == managed.device.untyped_storage().data_ptr()
 
 
 def _flat(device: torch.Tensor, managed: ManagedParameter) -> torch.Tensor:
@@ -425,6 +417,6 @@ def _is_ours(hooks: tuple[Any, Any]) -> bool:
 
 def _set_since(weight: str) -> str:
     return (
-        f"{weight}.data was set within a forward or backward for the first time, or before another forward, after this "
-        f"graph had used it, and what it was then is not kept: compute the forward again, or write by .data.copy_()"
+        f"{weight}.data was set within a backward, or before another forward, after this graph had used it, and what "
+        f"it was then is not kept: compute the forward again, or write by .data.copy_()"
     )

@@ -172,8 +172,7 @@ class BoundCoded(Bound):
 def refuse_set() -> NoReturn:
     """Raise `ManageError` for `p.set_(…)` within compute."""
     raise ManageError(
-        "p.set_(…) of a managed parameter within a forward or backward: write p.data = tensor, or p.copy_(tensor) with "
-        "torch.no_grad()"
+        "p.set_(…) of a managed parameter within a forward or backward: write p.copy_(tensor) with torch.no_grad()"
     )
 
 
@@ -181,7 +180,7 @@ def refuse_exchange() -> NoReturn:
     """Raise `ManageError` for `torch.utils.swap_tensors` within compute."""
     raise ManageError(
         "torch.utils.swap_tensors of a managed parameter within a forward or backward: exchange tensors before or after"
-        " it, or write p.data = tensor"
+        " it, or write p.copy_(tensor) with torch.no_grad()"
     )
 
 

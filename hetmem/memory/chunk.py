@@ -373,11 +373,11 @@ class ManagedParameter(Referable):
     `grad_spare` has both of the last step, to be reused. `version` is the last known version counter of the parameter:
     another value means that it was written to; `counter` is a tensor without memory that shares the counter and is
     independent of the parameter's class. `own` is the `__dict__` of the parameter: `torch.utils.swap_tensors` exchanges
-    that together with the C++ tensor below. `data_sets` counts assignments to `.data` within a forward or backward,
-    `replaced` those outside of both that went home. `kind` is the parameter's class, and `watched_kind` while it may
-    not be used as it is (see `intercept.watched`); that of `working` is `bound_kind` while it shows a copy, else
-    `watched_kind`. `bound` counts the module calls that it is bound for, and `data_taken` says that `.data` was read
-    within one. `stepped_by` is the token of the hetmem optimizer that steps it.
+    that together with the C++ tensor below. `replaced` counts assignments to `.data` that went home. `kind` is the
+    parameter's class, and `watched_kind` while it may not be used as it is (see `intercept.watched`); that of `working`
+    is `bound_kind` while it shows a copy, else `watched_kind`. `bound` counts the module calls that it is bound for,
+    and `data_taken` says that `.data` was read within one. `stepped_by` is the token of the hetmem optimizer that steps
+    it.
     """
 
     parameter: torch.nn.Parameter
@@ -397,7 +397,6 @@ class ManagedParameter(Referable):
     version: int = 0
     counter: torch.Tensor = field(init=False)
     own: dict[str, Any] | None = None
-    data_sets: int = 0
     replaced: int = 0
     device: torch.Tensor | None = None
     slot_view: SlotView = NO_VIEW

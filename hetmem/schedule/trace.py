@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, zip_longest
 from operator import is_
 
@@ -307,6 +307,7 @@ class Turns(int):
     """How many micro-batches take turns in a segment: a part of its key."""
 
 
+@lru_cache(1024)  # called for each segment; a count of turns has a place of its own in a key
 def turns_of(key: Hashable) -> int:
     """Return how many micro-batches take turns in a segment with `key`, or in the forwards that it names; else 1."""
     if isinstance(key, tuple):

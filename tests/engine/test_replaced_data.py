@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from hetmem import testing
 from hetmem.errors import ManageError
@@ -21,7 +20,6 @@ from tests.engine.harness import (
     assert_same,
     assert_same_grads,
     assert_same_weights,
-    assert_trains_alike,
     both,
     everywhere,
     loss_of,
@@ -209,52 +207,7 @@ def test_a_storage_that_was_given_other_memory_needs_none_for_who_holds_it(place
     assert_same(held * 4, managed[0].weight.detach(), "what is held has memory of its own")
 
 
-# ---- within a forward --------------------------------------------------------------------------------------------
-
-
-class Rounded(nn.Linear):
-    """Computes with a rounded weight, and puts the weight back, as training for quantised weights does."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.way = way
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        kept = {"data": lambda: weight.data, "detach": weight.detach, "clone": lambda: weight.data.clone()}[self.way]()
-        weight.data = (weight.data * 16).round() / 16
-        x = F.linear(x, weight, self.bias) * weight.sum()
-        weight.data = kept
-        return x
-
-
-@pytest.mark.each
-@everywhere
-@pytest.mark.parametrize("way", ["data", "detach", "clone"])
-def test_a_weight_that_is_put_away_within_a_forward_comes_back(way: str, placement: str, tmp_path: Path) -> None:
-    assert_trains_alike(lambda: nn.Sequential(*(Rounded(way) for _ in range(3))), placement, tmp_path)
-
-
-@streamed
-def test_what_is_held_of_a_copy_that_was_replaced_takes_nothing_of_the_device(placement: str, tmp_path: Path) -> None:
-    class Keeps(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.kept = self.weight.data
-            self.weight.data = self.weight.data * 2
-            return super().forward(x)
-
-    plain, managed = pair(lambda: nn.Sequential(*(Keeps(WIDTH, WIDTH) for _ in range(3))), placement, tmp_path)
-    with torch.no_grad():
-        assert_same(*both((plain, managed), lambda module: module(*BATCHES[0])), "output")
-    assert not testing.of(managed).holds_views()
-    assert_same(plain[1].kept, managed[1].kept, "what is held")
-
-
-class SetAfterUse(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.linear(x, self.weight)
-        self.weight.data = self.weight.data * 2
-        return x
+# ---- between a forward and its backward ----------------------------------------------------------------------------
 
 
 def assert_refused_once(modules: tuple[Any, Any], losses: list[torch.Tensor], says: str) -> None:
@@ -266,13 +219,6 @@ def assert_refused_once(modules: tuple[Any, Any], losses: list[torch.Tensor], sa
         module.zero_grad()
     assert_same(*both(modules, lambda module: _step(module, BATCHES[1])), "loss")
     assert_same_grads(*modules)
-
-
-@streamed
-def test_what_a_graph_used_before_it_was_known_that_it_is_set_is_an_error_once(placement: str, tmp_path: Path) -> None:
-    modules = pair(lambda: nn.Sequential(*(SetAfterUse(WIDTH, WIDTH) for _ in range(3))), placement, tmp_path)
-    losses = both(modules, lambda module: loss_of(module, BATCHES[0]))
-    assert_refused_once(modules, losses, r"weight.data was set within a forward .* compute the forward again")
 
 
 @streamed
@@ -328,11 +274,3 @@ def test_a_backward_uses_what_the_data_of_a_saved_parameter_is_by_then(
         loss.backward()
     assert_same_grads(*modules)
     assert_same(*both(modules, lambda module: _step(module, BATCHES[1])), "loss")
-
-
-@streamed
-@testing.around("give a copy away", lambda *_: False)
-def test_where_a_held_copy_cannot_be_left_that_is_said(placement: str, tmp_path: Path) -> None:
-    _, managed = pair(lambda: nn.Sequential(*(Rounded("data") for _ in range(3))), placement, tmp_path)
-    with pytest.raises(ManageError, match=r"0.weight.data was set within a forward .* keep a clone"):
-        managed(*BATCHES[0])
