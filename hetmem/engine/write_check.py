@@ -207,7 +207,9 @@ class WriteCheck:
 
     def by_optimizer(self, stepped: list[ManagedParameter]) -> None:
         """Honour a step of another optimizer than hetmem's, which may count no versions (torch's fused ones do not). If
-        this raises, as a drive has failed, the next forward honours the rest."""
+        this raises, as a drive has failed, the next forward honours the rest. Quantised ones among `stepped` have no
+        gradients, so it has skipped them."""
+        stepped = [managed for managed in stepped if managed.code is None]
         self.touched.update(stepped)
         refuse_common_memory(stepped, self._parameters)
         for managed in stepped:

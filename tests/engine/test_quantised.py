@@ -375,3 +375,36 @@ def test_a_weight_whose_model_is_gone_says_so(tmp_path: Path) -> None:
     gc.collect()
     with pytest.raises(ManageError, match="its model, which had its codes, is gone"):
         weight.sum()
+
+
+def test_optimizers_of_torch_skip_codes_and_copies_of_the_model_have_the_values(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = GPT().bfloat16()
+    model = managed(copy.deepcopy(plain), "nf4", tmp_path)
+    decoded_twin(plain, model)
+    for module in (plain, model):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+        for _ in range(2):
+            module(torch.arange(16).view(2, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    harness.assert_same_weights(plain, model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(model)
+    harness.assert_same_weights(plain, average.module)
+    assert type(copy.deepcopy(model).blocks[0].out.base.weight) is nn.Parameter
+    with torch.inference_mode():
+        harness.assert_same(plain(torch.arange(16).view(2, 8)), model(torch.arange(16).view(2, 8)), "the loss")
+
+
+def test_micro_batches_share_each_decoded_copy(tmp_path: Path) -> None:
+    """`hetmem.accumulate` over codes has the gradients of the loop over their values."""
+    torch.manual_seed(0)
+    plain = GPT().bfloat16()
+    model = managed(copy.deepcopy(plain), "mxfp4", tmp_path)
+    decoded_twin(plain, model)
+    batches = [torch.randint(0, TOKENS, (2, 8)) for _ in range(3)]
+    for batch in batches:
+        plain(batch).backward()
+    hetmem.accumulate(model, batches, lambda module, batch: module(batch))
+    harness.assert_same_grads(plain, model)
