@@ -366,6 +366,8 @@ class GradientLoans:
             )
         ]
         for chunk in sorted(waiting, key=lambda chunk: address_of(chunk.homes[Role.GRAD].memory)):
+            for listener in self._listeners:
+                listener.leave_gradients(chunk)
             self.widen(chunk)
 
     def hide(self, chunks: Iterable[Chunk]) -> None:

@@ -52,6 +52,9 @@ class GradientListener(Protocol):
     def updates_on_device(self) -> set[int]:
         """Return the `id`s of parameters whose update has the same bits on the device."""
 
+    def leave_gradients(self, chunk: Chunk) -> None:
+        """Wait until no pass reads gradients of `chunk`, whose home is about to move."""
+
     def may_move(self, chunk: Chunk) -> bool:
         """Return whether the program holds no states in homes of `chunk`."""
 

@@ -196,6 +196,11 @@ class Stepper:
         chunks, groups = filter(self._passes.equals_host, self.runtime.chunks), self._optimizer.groups_by_parameter()
         return {id(each.parameter) for chunk in chunks for each in chunk.parameters} & groups.keys()
 
+    def leave_gradients(self, chunk: Chunk) -> None:
+        """Wait until no pass reads gradients of `chunk`: a step that was skipped leaves sums of squares behind."""
+        self._updates.give_way(again=False)
+        self._updates.wait_for(chunk)
+
     def may_move(self, chunk: Chunk) -> bool:
         """Return whether the program holds no states in homes of `chunk`. Waits until the optimizer reads none."""
         self._updates.wait_for(chunk)  # it may be summing squares of its gradients
