@@ -167,10 +167,13 @@ def _step(data: dict[str, Any]) -> str:
 
 
 def _history(past: dict[str, Any], step: dict[str, Any]) -> str:
-    """Return the range and bars of the step times in the history, and the tokens a second of the last step."""
+    """Return the range and bars of the step times in the history, and of the last step the tokens a second and the
+    bytes on each link for one of them, which `hetmem.accumulate` makes fewer."""
     seconds, speed = past["seconds"], ""
     if step["tokens"]:
-        speed = f" {step['tokens_per_second']:,.0f} tokens/s in the last."
+        moved = {_LINK_NAMES[link]: nbytes // step["tokens"] for link, nbytes in step["bytes"].items() if nbytes}
+        each = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in moved.items())
+        speed = f" {step['tokens_per_second']:,.0f} tokens/s in the last{f'; a token: {each}' if each else ''}."
     if not seconds:
         return speed.strip()
     low, middle, high = (format_seconds(sorted(seconds)[place]) for place in (0, len(seconds) // 2, -1))
