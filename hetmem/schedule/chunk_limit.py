@@ -142,9 +142,9 @@ class ChunkLimit(ABC):
         return nbytes + others <= self.beside_chunks()
 
     def leaves_copies(self, expected: Moment, nbytes: int) -> bool:
-        """Return whether sums of `nbytes` leave the slots that the moment `expected` uses, and those of one more
-        chunk."""
-        spans = [self._residency.blocks[block].span for block in expected.blocks]
+        """Return whether sums of `nbytes` leave the slots that micro-batches use in turns from `expected` on,
+        and those of one more chunk."""
+        spans = [self._residency.blocks[block].span for block in self._tracer.blocks_until_again()]
         return self._slots(expected.non_model_bytes + nbytes) >= sum(spans) + self._largest_span
 
     def has_room_ahead(self, nbytes: int) -> bool:

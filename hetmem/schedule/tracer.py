@@ -215,6 +215,19 @@ class StepTracer:
             now = self._now
             self._now = Moment(now.operator, now.blocks, now.non_model_bytes, (*now.own_bytes, own_bytes))
 
+    def blocks_until_again(self) -> set[int]:
+        """Return the blocks that are used from now until the present moment's are used again, by another micro-batch
+        say; those of the present moment if that is not known to be."""
+        now, left = {*self._expected.blocks}, False
+        found = {*now}
+        for moment in self._ahead[self.position :]:
+            if now.isdisjoint(moment.blocks):
+                left = True
+                found.update(moment.blocks)
+            elif left:
+                return found
+        return now
+
     @property
     def expected(self) -> Moment:
         """What is expected until the next moment."""

@@ -93,13 +93,14 @@ def test_training_with_sums_has_the_bits_of_the_loop(
 
 
 @pytest.mark.parametrize("device", ["224KiB", "300KiB"])
-def test_sums_that_have_no_room_are_made_at_home(device: str, tmp_path: Path) -> None:
+@precisions
+def test_sums_that_have_no_room_are_made_at_home(device: str, mixed: torch.dtype | None, tmp_path: Path) -> None:
     """All of them, or some."""
     torch.manual_seed(0)
     plain = Tower()
-    managed = placed(copy.deepcopy(plain), tmp_path, device, chunks="64KiB")
+    managed = placed(copy.deepcopy(plain), tmp_path, device, chunks="64KiB", mixed_precision=mixed)
     for step in range(5):
-        both_ways(plain, managed, batches(4, seed=step), None, f"step {step}")
+        both_ways(plain, managed, batches(4, seed=step), mixed, f"step {step}")
         for model in (plain, managed):
             model.zero_grad()
 
@@ -177,7 +178,7 @@ def test_an_error_in_a_backward_leaves_the_next_call_right(overlap: Any, tmp_pat
 
 
 def test_a_gradient_that_a_hook_drops_between_two_micro_batches_is_dropped(tmp_path: Path) -> None:
-    plain, seen = Tower(), list[torch.Tensor | None]()
+    plain = Tower()
     managed = placed(copy.deepcopy(plain), tmp_path)
     for model in (plain, managed):
 
@@ -187,12 +188,9 @@ def test_a_gradient_that_a_hook_drops_between_two_micro_batches_is_dropped(tmp_p
         model.layers[5].register_full_backward_hook(drop)  # type: ignore[index,union-attr]
     for step in range(4):
         several = batches(3, seed=step)
-        hetmem.accumulate(managed, several)
-        expected = hetmem.accumulate(plain, several)
-        assert len(expected) == 3
+        for model in (managed, plain):
+            hetmem.accumulate(model, several, borders=[model.layers[0], model.layers[4]])  # type: ignore[index,list-item]
         for one, other in zip(plain.parameters(), managed.parameters(), strict=True):
             assert_same(one.grad, other.grad, f"step {step}")
-        seen.append(managed.layers[6].weight.grad)  # type: ignore[index,union-attr,arg-type]
         for model in (plain, managed):
             model.zero_grad()
-    assert seen == [None] * 4
