@@ -77,7 +77,10 @@ class Watched:
 
     def __deepcopy__(self, memo: Any) -> Any:
         managed = works_for(self)
-        return self._call_own("__deepcopy__", memo) if managed is None else deepcopy(managed.parameter, memo)
+        if managed is not None:
+            return deepcopy(managed.parameter, memo)
+        # Of a quantised one torch would note in `memo` the `id` of decoded values, which end at once.
+        return self._call_own("__deepcopy__", {} if self.hetmem_coded else memo)
 
     def as_subclass(self, cls: Any) -> Any:
         """Return what torch's method does, which calls no `__torch_function__`."""

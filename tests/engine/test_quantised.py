@@ -392,6 +392,8 @@ def test_optimizers_of_torch_skip_codes_and_copies_of_the_model_have_the_values(
     average = torch.optim.swa_utils.AveragedModel(model)
     average.update_parameters(model)
     harness.assert_same_weights(plain, average.module)
+    for _ in range(5):  # whatever the addresses of decoded values
+        harness.assert_same_weights(plain, copy.deepcopy(model), "of a copy")
     assert type(copy.deepcopy(model).blocks[0].out.base.weight) is nn.Parameter
     with torch.inference_mode():
         harness.assert_same(plain(torch.arange(16).view(2, 8)), model(torch.arange(16).view(2, 8)), "the loss")
