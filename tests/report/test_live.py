@@ -86,10 +86,11 @@ def test_a_status_goes_with_its_model_and_that_of_a_killed_process_with_the_next
 
 
 ENDS = """
-import os, sys, torch, hetmem
+import faulthandler, os, sys, torch, hetmem
 from pathlib import Path
 from hetmem.report import live
 
+faulthandler.cancel_dump_traceback_later()  # a fork has not its thread, and would wait for that at its end
 directory = Path(sys.argv[1])
 live.status_directory = lambda: directory
 model = hetmem.manage(torch.nn.Linear(64, 64), hetmem.Budget(device="1MiB", host="1MiB"), device="sim")
