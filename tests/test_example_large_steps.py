@@ -9,7 +9,7 @@ import pytest
 from tests.scripts import load_script
 
 example = load_script("examples/05_large_steps.py")
-SMALL = example.Sizes(layers=4, width=64, tokens=16, micro_batches=4, device_memory="768KiB", link="1GB")
+SMALL = example.Sizes(layers=4, width=64, tokens=16, micro_batches=8, device_memory="1MiB", link="1GB")
 
 
 def test_both_ways_have_the_bits_of_plain_torch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,7 +17,8 @@ def test_both_ways_have_the_bits_of_plain_torch(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert "3 losses and all weights equal those of the loop and plain torch" in said
     loop, accumulate = (float(number) for number in re.findall(r"moves ([0-9.]+) MiB to the device", said))
-    assert accumulate < 0.5 * loop
+    weights = sum(parameter.nbytes for parameter in example.Model(SMALL).parameters()) / (1 << 20)
+    assert accumulate <= 2 * weights < loop, "a weight is fetched twice, whatever else the device has to hold"
 
 
 def test_a_budget_that_cannot_do_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,6 +72,8 @@ class Cache:
         self._farther: Cache | None = None
         self._added = 0
         self.unused: set[int] = set()
+        self.too_early = False
+        """Whether a prefetched copy was evicted before its use, since the schedule was set."""
         self.fed_ahead = 0  # a number of uses, see `unfed`; 0 until something comes here through staging
         self.complete = 0
         """All blocks of the uses from the schedule's position up to this one have copies, in any state."""
@@ -141,7 +143,7 @@ class Cache:
     def expect(self, schedule: Schedule) -> None:
         """Make `schedule` the one that is expected next."""
         within, self._least = self._least if self.schedule.scan else self.limit, self.limit
-        self.schedule, self.complete, self.prefetch_at = schedule, 0, 0
+        self.schedule, self.complete, self.prefetch_at, self.too_early = schedule, 0, 0, False
         self.at_once = min(self.most_ahead, _AHEAD_IN_A_SCAN) if schedule.scan else self.most_ahead
         self._choose_retained(within)
         self._order.renew()

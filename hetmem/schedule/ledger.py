@@ -103,6 +103,7 @@ class Ledger:
         if copy.dirty:
             raise self.illegal(block, tier, "dropping a dirty copy")
         self.counts.evictions[tier] += evicted
+        cache.too_early = cache.too_early or (evicted and block in cache.unused)
         cache.remove(block)
         if copy.slot >= 0:
             cache.slots.give(copy.slot, self.blocks[block].span)

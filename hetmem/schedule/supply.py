@@ -156,8 +156,9 @@ class Supply:
                 self.prefetch(staging, commands)
 
     def _lookahead(self, cache: Cache) -> int:
-        """Return how many uses ahead to look: of micro-batches that take turns those of each come in a row."""
-        return self.lookahead * cache.schedule.turns
+        """Return how many uses ahead to look: of micro-batches that take turns those of each come in a row, so as many
+        times as far, unless what was fetched so early had no room until its use."""
+        return self.lookahead * (1 if cache.too_early else cache.schedule.turns)
 
     def _has_enough(self, cache: Cache, at_once: int) -> bool:
         """Return whether `at_once` copies are ahead of their use. On the device prefetched copies count until used, so
