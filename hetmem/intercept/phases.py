@@ -274,13 +274,14 @@ class StepSegments:
         if self.in_backward:
             self.unseen = False
             self._runtime.in_backward = False
+            section, self._section = self._section, None  # what ends it may begin another one
             try:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
                 self._runtime.events.end_segment()  # the program's own work before the step is no compute
-                if self._section is not None:
-                    self._runtime.turn.give(self._section)
+                if section is not None:
+                    self._runtime.turn.give(section)
 
     def rest(self) -> None:
         """Watch parameters again, which the user may read until the next segment."""
