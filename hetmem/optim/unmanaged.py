@@ -42,14 +42,15 @@ def refuse_managed(options: dict[str, Any], name: str) -> None:
             raise ManageError(f"{option}= is for managed models (hetmem.manage): leave it out, or budget=")
 
 
-def _check_overlap(overlap: str, *, needs_all: str) -> None:
-    """Raise `ManageError` for what an unmanaged model cannot do; `needs_all`: the option that needs all gradients."""
+def _check_overlap(overlap: str, **need_all: Any) -> None:
+    """Raise `ManageError` for what an unmanaged model cannot do; `need_all`: options that need all gradients."""
     if overlap not in ("off", "backward"):
         raise ManageError(f'overlap={overlap!r} is for managed models: with budget= it is "off" or "backward"')
-    if overlap != "off" and needs_all:
-        raise ManageError(
-            f'{needs_all}= needs all gradients before the first update: with budget= it takes overlap="off"'
-        )
+    for option, value in need_all.items():
+        if overlap != "off" and value is not None:
+            raise ManageError(
+                f'{option}= needs all gradients before the first update: with budget= it takes overlap="off"'
+            )
 
 
 class UnmanagedOptimizer(Optimizer):
@@ -83,7 +84,7 @@ class UnmanagedOptimizer(Optimizer):
     ) -> None:
         refuse_budget(budget)
         check_max_grad_norm(max_grad_norm)
-        _check_overlap(overlap, needs_all="max_grad_norm" if max_grad_norm is not None else "loss_scale" * bool(scale))
+        _check_overlap(overlap, max_grad_norm=max_grad_norm, loss_scale=scale)
         self.overlap = overlap
         self.max_grad_norm = max_grad_norm
         self.loss_scale = loss_scale(scale)
@@ -92,6 +93,8 @@ class UnmanagedOptimizer(Optimizer):
         self._process = os.getpid()
         self._early: BackwardUpdates | None = None
         self._shards: dict[int, Shard] = {}
+        self._arriving: dict[int, GroupOptions] = {}
+        """The options of the group of each parameter, when the first gradient of a step arrived."""
         self._options: list[tuple[dict[str, Any], GroupOptions]] = []
         """The groups, and their options when a step last read them."""
         self._shown: dict[Shard, dict[str, torch.Tensor]] = {}
@@ -311,7 +314,9 @@ class UnmanagedOptimizer(Optimizer):
         """Begin the update of `parameter`, whose gradient a backward has completed, unless `step` is to look at it
         first. Raises RuntimeError if this step has updated it already, and `ManageError` for gradients that ranks may
         still add up."""
-        shard, options = self._shards.get(id(parameter)), self._options_by_parameter().get(id(parameter))
+        if not self._updates:  # the first one of a step
+            self._arriving = self._options_by_parameter()
+        shard, options = self._shards.get(id(parameter)), self._arriving.get(id(parameter))
         if shard is None or options is None or self._early is None or self._pass.corrupt or not shard.is_as_before():
             return
         if not shard.gradient_is_complete():
