@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from hetmem import torch_private
@@ -38,9 +39,8 @@ def with_buffers(model: nn.Module, borders: Iterable[nn.Module]) -> list[nn.Modu
     """Return `borders`, and the modules outside of them that have buffers, as running statistics, in the order of
     `model`: there micro-batches have to come in their order even if one leaves a stack of blocks early."""
     asked = set(borders)
-    within = {part for border in asked for part in border.modules()}
-    having = {part for part in model.modules() if any(buffer is not None for buffer in part._buffers.values())} - within
-    return [part for part in model.modules() if part in asked or part in having]
+    within = {part for border in asked for part in _parts(border)}
+    return [part for part in _parts(model) if part in asked or (part not in within and _buffers(part))]
 
 
 def refuse_borders(model: nn.Module, borders: Sequence[nn.Module]) -> None:
@@ -118,22 +118,43 @@ class Borders:
             )
         self.passed[number].append((visit, index))
         self._baton.pass_on(number)
-        while any(not self._is_beyond(other, number) for other in self._baton.running if other < number):
+        while not self._are_beyond(number):
             self._baton.pass_on(number)
         self.starts[number].append(torch_private.next_node_number())
 
-    def _is_beyond(self, other: int, number: int) -> bool:
-        """Return whether the micro-batch `other` has gone on behind the border that `number` has come to, or come to a
-        later one."""
-        theirs, ours = self.passed[other], self.passed[number]
-        if len(theirs) > len(ours) and theirs[len(ours) - 1] == ours[-1]:
-            return True
-        if not theirs or theirs[-1] <= ours[-1]:
-            return False
-        # A block that is called again at once comes to the border of a module behind it that has buffers yet.
-        return ours[-1][1] not in self._unwritten or theirs[-1][1] > ours[-1][1]
+    def _are_beyond(self, number: int) -> bool:
+        """Return whether the micro-batches before `number` have all gone on behind the border that it has come to, or
+        come to a later one."""
+        ours = self.passed[number]
+        count, here = len(ours), ours[-1]
+        for other in self._baton.running:
+            if other == number:
+                break
+            theirs = self.passed[other]
+            if theirs[count:] and theirs[count - 1] == here:
+                continue
+            # A block that is called again at once comes to the border of a module behind it that has buffers yet.
+            if not theirs or theirs[-1] <= here or (here[1] in self._unwritten and theirs[-1][1] <= here[1]):
+                return False
+        return True
 
 
 def _versions(module: nn.Module) -> list[tuple[int, int]]:
     """Return what changes with each write to a buffer of `module`, and with each that is exchanged."""
-    return [(id(buffer), buffer._version) for buffer in module.buffers() if not buffer.is_inference()]
+    buffers = [buffer for part in _parts(module) for buffer in _buffers(part)]
+    return [(id(buffer), buffer._version) for buffer in buffers if not buffer.is_inference()]
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Return `module.modules()`, in its order, in some three calls for each."""
+    found, todo = dict[nn.Module, None](), [module]
+    while todo:
+        part = todo.pop()
+        if part not in found:
+            found[part] = None
+            todo += [child for child in part._modules.values() if child is not None][::-1]
+    return [*found]
+
+
+def _buffers(module: nn.Module) -> list[torch.Tensor]:
+    return [buffer for buffer in module._buffers.values() if buffer is not None] if module._buffers else []

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hetmem.intercept.backward import parameter_of
 
 _ACCUMULATES: Any = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The kind of the nodes that accumulate gradients."""
+_NUMBER = methodcaller("_sequence_nr")
 _HIDES = "CheckpointFunctionBackward"
 """A node that runs a backward of its own: the parameters within are not in the graph."""
 
@@ -44,22 +46,23 @@ class Graph:
         """Look at all nodes behind `loss`. Those behind each border have at least the number in `starts`."""
         graph = cls(stretches=len(starts))
         nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-        met, numbers, last = dict.fromkeys(nodes), list[int](), dict[int, tuple[int, Any]]()
-        for node in nodes:  # some 50 of a layer: in as few calls as possible
-            number = node._sequence_nr()
-            numbers += (number,)
+        met, ends = dict.fromkeys(nodes), list[tuple[int, Any]]()
+        for at, node in enumerate(nodes):  # some 50 of a layer: without a call of Python for each
             for following, _ in node.next_functions:
-                if following is None:
+                if following is None or following in met:
                     continue
-                if type(following) is _ACCUMULATES:
-                    key = id(parameter_of(following))
-                    if key not in last or number < last[key][0]:
-                        last[key] = number, node
-                elif following not in met:
+                if following.__class__ is _ACCUMULATES:
+                    ends += ((at, following),)
+                else:
                     met[following] = None
                     nodes += (following,)
+        numbers = [*map(_NUMBER, nodes)]
         graph.hides = any(kind.__name__ == _HIDES for kind in set(map(type, nodes)))
-        graph.last = {key: (number, bisect_right(starts, number), node) for key, (number, node) in last.items()}
+        last: dict[int, int] = {}
+        for key, (at, _) in zip(map(id, map(parameter_of, [node for _, node in ends])), ends, strict=True):
+            if key not in last or numbers[at] < numbers[last[key]]:
+                last[key] = at
+        graph.last = {key: (numbers[at], bisect_right(starts, numbers[at]), nodes[at]) for key, at in last.items()}
         stretch = len(starts)
         for number, at in sorted(zip(numbers, range(len(nodes)), strict=True), reverse=True):
             while stretch and number < starts[stretch - 1]:

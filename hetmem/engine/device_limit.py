@@ -144,11 +144,17 @@ class DeviceRoom(ChunkLimit):
             if self._tracer.measured or not self.is_as_left(opening):
                 self.before_moment(opening)
 
-    def is_as_left(self, expected: Moment) -> bool:
-        """Return whether `before_moment` would change nothing: the chunk limit is the largest, and stays so."""
+    def is_as_left(self, expected: Moment, *, beside_gradients: bool = False) -> bool:
+        """Return whether `before_moment` would change nothing: the chunk limit is the largest, and stays so, also
+        beside gradients that wait or are in flight, if these are asked for."""
         if self._left != self._memory.device_home_bytes:
             return False
-        return (expected.non_model_bytes if self._watched else self._room_wanted) <= self._harmless
+        needed = expected.non_model_bytes if self._watched else self._room_wanted
+        gradients = self._traffic.gradients
+        waiting = gradients.gathered_bytes if beside_gradients else gradients.summed_bytes
+        if beside_gradients and gradients.leaving:
+            waiting += gradients.leaving_bytes
+        return needed + waiting <= self._harmless
 
     def has_room_for(self, expected: Moment, slots: int | None = None) -> bool:
         """Return whether chunks may have `slots` slots (None: one for each copy) beside the bytes `expected`."""
@@ -167,7 +173,7 @@ class DeviceRoom(ChunkLimit):
         if self.shortage.activations is None:  # copies may have to leave room for activations
             chunks = min(chunks, homes + self._all_slots * memory.device_pool.slot_bytes)
         self._harmless = memory.usable_bytes - chunks
-        if needed <= self._harmless and not (self._tracer.measured or sums):
+        if needed <= self._harmless and not self._tracer.measured:
             self._left = homes
 
     def has_room_for_sums(self, nbytes: int, before: int) -> bool:
@@ -217,7 +223,9 @@ class DeviceRoom(ChunkLimit):
         """Device bytes of gradients that are gathered, of gradients and activations in flight, or fetched ahead."""
         gradients = self._traffic.gradients
         leaving = (gradients.leaving_bytes if gradients.leaving else 0) + gradients.gathered_bytes
-        return leaving + sum(self.leaving.values()) + sum(self.ahead.values())
+        if self.leaving or self.ahead:
+            leaving += sum(self.leaving.values()) + sum(self.ahead.values())
+        return leaving
 
     def _wait_for_leaving(self) -> None:
         """Wait for gradients and activations in flight, of which there may be more than in the measured segment, until

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.gradient_views import show_gradient
+from hetmem.engine.gradient_views import show_gradient, take_gradient
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored, without_graph
 from hetmem.schedule.trace import Tier
 
@@ -52,7 +52,8 @@ class SummedGradients:
     def __init__(self, sink: Sink) -> None:
         self._sink: Callable[[], Sink] = weakref.ref(sink)
         self._expected: dict[ManagedParameter, int] = {}
-        self._sums: dict[ManagedParameter, _Sum] = {}
+        self.sums: dict[ManagedParameter, _Sum] = {}
+        """By parameter, what was added up so far; `p.grad` is its home, in flight."""
         self._open: dict[Chunk, set[ManagedParameter]] = {}
         """By chunk, the parameters whose sum may be made here, and is not complete."""
         self.runs = False
@@ -84,10 +85,24 @@ class SummedGradients:
             self._open.clear()
             self._expected.clear()
 
+    def take(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
+        """Do `add` of `arrived`, the gradient of the working weight `weight`, to a sum of `sums` that takes no more
+        memory with it. Return False, with nothing changed, if there is more to it."""
+        known = self.sums[managed]
+        if not known.is_own or stored(managed.parameter.grad) is not known.home:
+            return False
+        take_gradient(weight)
+        known.value.add_(arrived)
+        known.count += 1
+        known.left -= 1
+        if not known.left:
+            self._close(managed)
+        return True
+
     def add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
         """Take `arrived`, a dense gradient of `managed` that is on the device; `previous`: `p.grad` before. Return
         False if it is to be sent alone, behind what was added up before it."""
-        known = self._sums.get(managed)
+        known = self.sums.get(managed)
         if known is None and managed not in self._open.get(managed.chunk, ()):
             return False
         with torch_private.NoFunctionsOfSubclasses(), without_graph(), self._sink().runtime.unwatched():
@@ -112,13 +127,13 @@ class SummedGradients:
         elif managed.grad_view is not None:
             managed.grad_view.begin(managed.grad_home)
         assert managed.grad_home is not None
-        self._sums[managed] = _Sum(managed.grad_home, arrived, self._expected[managed] - 1)
+        self.sums[managed] = _Sum(managed.grad_home, arrived, self._expected[managed] - 1)
         self._count(arrived.nbytes)
         self._show(managed)
         return True
 
     def _add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
-        known, dtype = self._sums[managed], managed.chunk.dtype
+        known, dtype = self.sums[managed], managed.chunk.dtype
         if stored(previous) is not known.home or managed.grad_home is not known.home:
             return False  # the program has dropped or replaced it
         more = known.bytes_with(arrived, dtype)
@@ -149,7 +164,7 @@ class SummedGradients:
 
     def _leave(self, managed: ManagedParameter) -> None:
         """Have gradients of `managed` added up at home from here on, behind the sum so far."""
-        if managed in self._sums:
+        if managed in self.sums:
             self._send([managed])
             if self._sink().tells:  # its update may have begun
                 self._sink().tell_coming(managed)
@@ -160,23 +175,23 @@ class SummedGradients:
         members = self._open.get(managed.chunk, set())
         members.discard(managed)
         if not members:
-            self._send([each for each in managed.chunk.parameters if each in self._sums])
+            self._send([each for each in managed.chunk.parameters if each in self.sums])
 
     def send_all(self) -> None:
         """Send all sums, complete or not."""
-        if not self._sums:
+        if not self.sums:
             return
         with torch_private.NoFunctionsOfSubclasses(), without_graph(), self._sink().runtime.unwatched():
-            while self._sums:
-                chunk = next(iter(self._sums)).chunk
+            while self.sums:
+                chunk = next(iter(self.sums)).chunk
                 self._open.pop(chunk, None)
-                self._send([each for each in chunk.parameters if each in self._sums])
+                self._send([each for each in chunk.parameters if each in self.sums])
 
     def _send(self, together: list[ManagedParameter]) -> None:
         """Send the sums of `together`, of one chunk, and tell listeners of all gradients in them."""
         if not together:
             return
-        sink, sums = self._sink(), [self._sums.pop(managed) for managed in together]
+        sink, sums = self._sink(), [self.sums.pop(managed) for managed in together]
         values, homes = [each.value for each in sums], [each.home for each in sums]
         self._count(-sum(value.nbytes for value in values))
         self._open.get(together[0].chunk, set()).difference_update(together)

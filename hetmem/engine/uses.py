@@ -80,17 +80,20 @@ class Uses:
 
     def _moment(self, operator: str, blocks: tuple[int, ...]) -> bool:
         """Begin a moment; the caller then moves the schedule on to its use of `blocks`. Returns whether it is the usual
-        one: nothing is measured, and no bytes in flight off the device count."""
+        one: nothing is measured, and bytes in flight off the device do not count, or have room beside all copies."""
         tracer, room, gradients = self._tracer, self._room, self._gradients
         gradients.beside_bytes = -1
-        leaving = (gradients.leaving or gradients.gathered_bytes) and self._watched
-        usual = not (tracer.measured or room.leaving or room.ahead or leaving)
+        usual = not (tracer.measured or room.leaving or room.ahead)
         if usual:
             moment = tracer.moment(operator, blocks, self._buffer_bytes)
         else:
             live = room.look_at_allocator() if tracer.measured else self._buffer_bytes
             moment = tracer.moment(operator, blocks, live, room.leaving_bytes)
-        if not (usual and room.is_as_left(moment)):
+        if usual and (gradients.leaving or gradients.gathered_bytes) and self._watched:
+            usual = as_left = room.is_as_left(moment, beside_gradients=True)
+        else:
+            as_left = usual and room.is_as_left(moment)
+        if not as_left:
             with self._unwatched():
                 room.before_moment(moment)
         self.log_moment(moment, operator, blocks)

@@ -58,15 +58,11 @@ class WorkingGradients:
                 return
             if not sink.runtime.in_backward:
                 sink.segments.on_backward()
-            gathered = self.gathered
-            if (
-                managed in gathered.fresh
-                and parameter.grad is None
-                and not sink.parts
-                and arrived.layout is torch.strided
-            ):
+            gathered, summed = self.gathered, sink.summed
+            fresh = managed in gathered.fresh and parameter.grad is None
+            if (fresh or managed in summed.sums) and not sink.parts and arrived.layout is torch.strided:
                 plain = sink.segments.unseen and not (arrived.requires_grad or sink.runtime.bindings.met)
-                if plain and gathered.take(managed, weight, arrived):
+                if plain and (gathered if fresh else summed).take(managed, weight, arrived):
                     return
             if managed.chunk in gathered.chunks:
                 gathered.send(managed.chunk)

@@ -8,7 +8,7 @@ device are waited for, and the trace records the bytes that remain.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from hetmem.schedule.residency import Residency
@@ -57,6 +57,9 @@ class ChunkLimit(ABC):
         self._largest_span = max(spans, default=0)
         self._many_slots = MANY_CHUNKS * self._largest_span
         self._limit = slots
+        self._turned: Sequence[Moment] = ()
+        self._slots_in_turns: dict[tuple[int, tuple[int, ...]], int] = {}
+        """By place in the trace `_turned`, what sums leave to copies: walking a trace costs more than a moment."""
 
     # ---- sources and commands: a run's or a plan's -------------------------------------------------------------
 
@@ -136,16 +139,28 @@ class ChunkLimit(ABC):
         in the moment that runs: beside the copies that it uses, and one more. Idle copies make way for them."""
         if self._tracer.measured or nbytes > self._usable_bytes // _SUMS_PART:
             return False
-        others, expected = self.leaving_bytes - before, self._tracer.expected
-        if nbytes + others > self.beside_chunks() and self.leaves_copies(expected, nbytes):
-            self.set_limit(expected.non_model_bytes + nbytes)
-        return nbytes + others <= self.beside_chunks()
+        needed, expected = nbytes + self.leaving_bytes - before, self._tracer.expected
+        if needed <= self.beside_chunks():
+            return True
+        if not self.leaves_copies(expected, nbytes):
+            return False
+        self.set_limit(expected.non_model_bytes + nbytes)
+        return needed <= self.beside_chunks()
 
     def leaves_copies(self, expected: Moment, nbytes: int) -> bool:
-        """Return whether sums of `nbytes` leave the slots that micro-batches use in turns from `expected` on,
+        """Return whether sums of `nbytes` leave all slots, or those that micro-batches use in turns from `expected` on,
         and those of one more chunk."""
-        spans = [self._residency.blocks[block].span for block in self._tracer.blocks_until_again()]
-        return self._slots(expected.non_model_bytes + nbytes) >= sum(spans) + self._largest_span
+        left = self._slots(expected.non_model_bytes + nbytes)
+        if left >= self._slots(expected.non_model_bytes):
+            return True
+        trace, place = self._tracer.place
+        if trace is not self._turned:
+            self._turned, self._slots_in_turns = trace, {}
+        slots = self._slots_in_turns.get(place)
+        if slots is None:
+            spans = [self._residency.blocks[block].span for block in self._tracer.blocks_until_again()]
+            slots = self._slots_in_turns[place] = sum(spans) + self._largest_span
+        return left >= slots
 
     def has_room_ahead(self, nbytes: int) -> bool:
         """Return whether an activation of `nbytes` may be prefetched now."""

@@ -5,7 +5,7 @@ It observes: moments come in, traces and schedules go out. It moves nothing and 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from hetmem.schedule.trace import Moment, SegmentTrace, TraceBook, segment_name
 
@@ -227,6 +227,12 @@ class StepTracer:
             elif left:
                 return found
         return now
+
+    @property
+    def place(self) -> tuple[Sequence[Moment], tuple[int, tuple[int, ...]]]:
+        """What `blocks_until_again` follows from: the trace, and the place in it, with the blocks of the present
+        moment."""
+        return self._ahead, (self.position, self._expected.blocks)
 
     @property
     def expected(self) -> Moment:
