@@ -40,6 +40,7 @@ from hetmem.memory.transfer import TransferEngine
 from hetmem.placing.build import Precision, build_memory, precision_of
 from hetmem.placing.filling import Building, BuildingMemory, build_within, move_home
 from hetmem.placing.frozen import Frozen
+from hetmem.placing.taken import TakenOver
 from hetmem.schedule.blocks import EvictionPolicy, ahead_at_once
 from hetmem.schedule.placement import Capacities
 from hetmem.schedule.residency import Residency
@@ -167,6 +168,9 @@ def _manage(
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
     with HELD_BACK, ExitStack() as undone:
+        taken = TakenOver(module)
+        undone.callback(taken.give_back)
+        taken.take()
         with torch.inference_mode(False):  # tensors made here are written to later
             how = asked.activations if asked.activations != "keep" or planned is None else planned.activations
             moves = how != "keep"
@@ -178,12 +182,13 @@ def _manage(
                 nbytes,
                 moves_activations=moves,
                 frozen=asked.frozen,
+                taken=taken,
                 built=built,
             )
             undone.callback(memory.close)
             if built is None:  # else the constructor fails, and the program gets no module
                 undone.callback(_to_host_memory, module, memory.parameters())
-            move_home(memory, module, built)
+            move_home(memory, module, built, taken)
             memory.page_lock()
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
         at_once = ahead_at_once(memory.device_pool.slot_bytes, memory.device_bytes)
@@ -226,7 +231,7 @@ def _rehearser(
         homes = {id(managed.parameter): managed.home for managed in runtime.parameters}
         asked = rehearsal.setting(capacities, chunk_bytes, runtime.hardware, by_the_caller=memory.device.watched)
         coded = ((managed.name, managed.code) for managed in runtime.parameters)
-        formats: dict[str, Any] = {name: code.coding.format for name, code in coded if code is not None}
+        formats: dict[str, Any] = {name: code.coding.public_format for name, code in coded if code is not None}
         return rehearsal.rehearsed(module, homes, called, asked, memory.mixed_precision, activations, formats)
 
     return rehearse

@@ -151,7 +151,9 @@ struct fp8 {
     }
 };
 
-struct int8 {
+// Of rows with a scale each: of int8 that is an absmax, to be multiplied by 1 / 127.
+template <bool ABSMAX>
+struct scaled_rows {
     static __device__ inline void decode(const Weight& w, i64 at, int count, float (&x)[GROUP]) {
         u64 codes = load_codes(w.codes + at, count);
         const float* scales = (const float*)w.scales;
@@ -161,10 +163,14 @@ struct int8 {
         for (int i = 0; i < GROUP; i++) {
             if (i >= count) break;
             if (i > 0 && here.next() == 0) s = scales[here.row];
-            x[i] = __int2float_rn((signed char)(codes >> 8 * i & 0xFF)) * s * 0.007874015718698502f;
+            x[i] = __int2float_rn((signed char)(codes >> 8 * i & 0xFF)) * s;
+            if (ABSMAX) x[i] = x[i] * 0.007874015718698502f;
         }
     }
 };
+
+using int8 = scaled_rows<true>;
+using scaled = scaled_rows<false>;
 
 template <class Format, class To>
 __device__ inline void dequantise(i64 numel, const Weight& weight, typename To::Bits* to) {
@@ -189,3 +195,4 @@ DEQUANTISES(nested)
 DEQUANTISES(mxfp4)
 DEQUANTISES(fp8)
 DEQUANTISES(int8)
+DEQUANTISES(scaled)

@@ -27,7 +27,14 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 INT8_UNIT = float(np.float32(1 / 127))
 """What the product of a code of int8 and its scale is multiplied by."""
 
-_KERNELS = {"nf4": "nf4", "nf4-nested": "nested", "mxfp4": "mxfp4", "fp8": "fp8", "int8": "int8"}
+_KERNELS = {
+    "nf4": "nf4",
+    "nf4-nested": "nested",
+    "mxfp4": "mxfp4",
+    "fp8": "fp8",
+    "int8": "int8",
+    "int8-torchao": "scaled",
+}
 
 
 @cache

@@ -351,6 +351,12 @@ def leave_ordinary(parameter: Any) -> None:
     parameter.__class__ = type(parameter).__mro__[2]  # behind the watched class and `Watched`
 
 
+def exchange_kind(parameter: Any, kind: type, other: torch.Tensor) -> None:
+    """Exchange the C++ tensors of `parameter`, which gets the class `kind`, and `other`."""
+    torch_private.swap_impl(parameter, other)
+    parameter.__class__ = kind
+
+
 @contextmanager
 def of_class(parameter: torch.Tensor, kind: type) -> Iterator[None]:
     """Give `parameter` the class `kind` in the body."""

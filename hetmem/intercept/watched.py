@@ -197,8 +197,21 @@ def classes_of(kind: type, faults: Callable[[], FaultHandler | None], *, coded: 
     """Return the classes of bound and of watched parameters, `coded` or not, whose own class is `kind`."""
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "hetmem_faults": faults}
     own |= {"hetmem_coded": coded}
+    if coded:  # what PEFT asks a weight for that bitsandbytes has quantised, to merge an adapter into it
+        own |= {"quant_state": property(_no_state), "SCB": property(_no_state)}
     bound = BoundCoded if coded else Bound
     return type(kind.__name__, (bound, kind), dict(own)), type(kind.__name__, (Watched, kind), dict(own))
+
+
+class _NoStateError(ManageError, AttributeError):
+    """Says that a quantised weight has no state of bitsandbytes; `getattr` with a default returns that."""
+
+
+def _no_state(parameter: Any) -> NoReturn:
+    raise _NoStateError(
+        "hetmem keeps the codes of this weight, which has no quant_state of bitsandbytes any more, and cannot be "
+        "written: to merge an adapter, save it (model.save_pretrained(…)) and merge it into a base of 16 bits"
+    )
 
 
 def detached(parameter: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 from types import CellType, FunctionType, ModuleType
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes
 from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite, refuse_on_meta
+from hetmem.placing.taken import TakenOver
 from hetmem.schedule.formats import Coding
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, ChunkSpec, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
@@ -151,9 +152,9 @@ def _referred_to(value: Any) -> list[Any]:
     return gc.get_referents(value)
 
 
-def collect(module: torch.nn.Module, *, quantises: bool) -> dict[str, torch.nn.Parameter]:
+def collect(module: torch.nn.Module, *, quantises: bool, taken: Collection[str] = ()) -> dict[str, torch.nn.Parameter]:
     """Return the distinct parameters of `module` by name, in order of registration; raise if any cannot be managed.
-    `quantises`: frozen ones may be on `meta`, as their values are to be loaded."""
+    `quantises`: frozen ones may be on `meta`, as their values are to be loaded, as may those with the names `taken`."""
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise ManageError(
@@ -167,7 +168,7 @@ def collect(module: torch.nn.Module, *, quantises: bool) -> dict[str, torch.nn.P
     for name, parameter in parameters.items():
         if torch.nn.parameter.is_lazy(parameter):
             raise ManageError(f"{name} has no shape yet (a lazy module): run one forward before managing the model")
-        if parameter.is_meta and quantises:
+        if parameter.is_meta and (quantises or name in taken):
             refuse_on_meta(module, name, parameter)
             continue
         if parameter.device.type != "cpu":
@@ -213,15 +214,18 @@ def build_memory(
     *,
     moves_activations: bool = False,
     frozen: Frozen | None = None,
+    taken: TakenOver | None = None,
     built: BuildingMemory | None = None,
 ) -> Memory:
     """Lay `module` out and open the pools, for `move_home`, with host memory for activations if `moves_activations`.
-    `module` is not changed. `frozen`: which weights are quantised. `built`: the memory that it was built in, which the
-    pools take over."""
+    `module` is not changed. `frozen`: which weights are quantised; `taken`: those that are already, on `meta`. `built`:
+    the memory that it was built in, which the pools take over."""
     if built is not None:
         built.hand_over(module)
-    parameters = collect(module, quantises=frozen is not None)
-    codings = choose_codings(module, parameters, frozen)
+    codings = taken.codings() if taken is not None else {}
+    parameters = collect(module, quantises=frozen is not None, taken=codings)
+    others = {name: parameter for name, parameter in parameters.items() if name not in codings}
+    codings |= choose_codings(module, others, frozen)
     refuse_infinite(parameters, codings)
     check_directories(limits)
     capacities = Capacities(

@@ -39,6 +39,7 @@ from hetmem.memory.heap import Freed, untouched
 from hetmem.memory.host_memory import PAGE_BYTES, Mapping, free_host_bytes
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.nvme_store import NvmeStore
+from hetmem.placing.taken import TakenOver
 from hetmem.torch_private import is_traceable_wrapper_subclass
 
 _Dimensions = TypeVar("_Dimensions", bound="tuple[int, ...]")
@@ -150,8 +151,11 @@ class BuildingMemory:
             self.store.close()
 
 
-def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | None = None) -> None:
-    """Move the parameters of `module`, for which `memory` was made, to their homes, and its buffers to the device.
+def move_home(
+    memory: Memory, module: torch.nn.Module, built: BuildingMemory | None = None, taken: TakenOver | None = None
+) -> None:
+    """Move the parameters of `module`, for which `memory` was made, to their homes, and its buffers to the device;
+    `taken` has the codes of some.
     Held-back interrupts are raised between two parameters; those in `Memory.parameters` have moved by then."""
     for parameter in module.parameters():
         if parameter.is_meta:
@@ -168,9 +172,9 @@ def move_home(memory: Memory, module: torch.nn.Module, built: BuildingMemory | N
         if built is None:
             for managed in found:
                 HELD_BACK.raise_here()
-                _move(memory, managed, None, workers.run)
+                _move(memory, managed, None, workers.run, taken)
         else:
-            _move_in_place(memory, found, built, workers.run)
+            _move_in_place(memory, found, built, workers.run, taken)
             built.clear(memory)
     finally:
         workers.close()
@@ -207,14 +211,16 @@ def _shared(dimensions: _Dimensions) -> _Dimensions:
     return dimensions
 
 
-def _move_in_place(memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory, run: Run) -> None:
+def _move_in_place(
+    memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory, run: Run, taken: TakenOver | None
+) -> None:
     """Move parameters within the memory they were built in: see note "in place"."""
     sources = [built.source(managed.parameter.data) for managed in found]
     for index, goes_home in _order(sources, [_target(managed) for managed in found]):
         HELD_BACK.raise_here()
         managed = found[index]
         if goes_home:
-            _move(memory, managed, built, run)
+            _move(memory, managed, built, run, taken)
         else:
             managed.parameter.data = managed.parameter.data.clone()
     for chunk in memory.chunks:
@@ -256,13 +262,17 @@ def _order(sources: Sequence[range], targets: Sequence[range]) -> Iterator[tuple
                 ready.append(index)
 
 
-def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | None, run: Run) -> None:
+def _move(
+    memory: Memory, managed: ManagedParameter, built: BuildingMemory | None, run: Run, taken: TakenOver | None
+) -> None:
     data = managed.parameter.data
     source = built.source(data) if built is not None else _NOWHERE
     if managed.code is not None:
         coded = managed.chunk.source(Role.PARAM)
         assert isinstance(coded, CodedHome), managed.name
-        if _is_unfilled(data):
+        if taken is not None and (weight := taken.of(managed.parameter)) is not None:
+            weight.fill(managed.code.bytes_in(coded.codes))
+        elif _is_unfilled(data):
             managed.code.bytes_in(coded.codes).fill_(_DECODES_TO_NAN)
         else:
             values = data.clone() if source else data  # codes may overlap them

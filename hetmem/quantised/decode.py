@@ -70,6 +70,7 @@ _LOOPS: dict[str, Loop] = {
     "mxfp4": loops.mxfp4,
     "fp8": loops.fp8,
     "int8": loops.int8,
+    "int8-torchao": loops.rows,
 }
 
 

@@ -12,7 +12,7 @@ from functools import cache, partial
 import torch
 
 from hetmem.cpu.workers import Task, one_torch_thread
-from hetmem.cuda.dequantise import NF4, nested_values, parts_of
+from hetmem.cuda.dequantise import INT8_UNIT, NF4, nested_values, parts_of
 from hetmem.schedule.formats import FP8_TILE, MX_BLOCK, NESTED_BLOCK, NF4_BLOCK, PIECE_ELEMENTS, Coding
 
 _TASK_ELEMENTS = 16 * PIECE_ELEMENTS
@@ -72,7 +72,8 @@ def _by_rows(coding: Coding, values: torch.Tensor, codes: torch.Tensor, scales: 
                 here = tiles[number, row // FP8_TILE : -(-rows.stop // FP8_TILE)]
                 made.append(partial(_alone, _fp8, matrices[number, rows], own[number, rows], here))
             else:
-                made.append(partial(_alone, _int8, matrices[number, rows], own[number, rows], tiles[number, rows]))
+                kind = _int8 if coding.format == "int8" else _int8_torchao
+                made.append(partial(_alone, kind, matrices[number, rows], own[number, rows], tiles[number, rows]))
     return made
 
 
@@ -154,6 +155,11 @@ def _int8(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> No
     scales.copy_(absmax)
     factors = torch.where(absmax > 0, 127.0 / absmax, 0.0)
     codes.view(torch.int8).copy_((values * factors.unsqueeze(1)).round().clamp(-127, 127))
+
+
+def _int8_torchao(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    _int8(values, codes, scales)
+    scales.mul_(INT8_UNIT)
 
 
 @cache

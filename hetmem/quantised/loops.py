@@ -79,6 +79,20 @@ def _scaled_fp8(codes: Any, scale: Any, out: Any) -> None:
         out[i] = narrow(np.uint32(bits).view(np.float32) * scale, out[i])
 
 
+def rows(first: Any, columns: Any, codes: Any, scales: Any, out: Any) -> None:
+    """Decode int8-torchao, a part of a row at a time."""
+    at = 0
+    while at < out.size:
+        count = min(columns - (first + at) % columns, out.size - at)
+        _scaled(codes[at : at + count], scales[(first + at) // columns], out[at : at + count])
+        at += count
+
+
+def _scaled(codes: Any, scale: Any, out: Any) -> None:
+    for i in range(out.size):
+        out[i] = narrow(np.float32(codes[i]) * scale, out[i])
+
+
 def int8(first: Any, columns: Any, codes: Any, scales: Any, out: Any) -> None:
     """Decode int8, a part of a row at a time."""
     at = 0
@@ -192,7 +206,7 @@ def _teach_numba() -> None:
         order = [n + size * which + part for n in range(0, size, width) for which in (0, 1) for part in range(width)]
         return build.shuffle_vector(one, other, ir.Constant(ir.VectorType(ir.IntType(32), 2 * size), order))
 
-    for helper in (_scaled_fp8, _scaled_int8):
+    for helper in (_scaled_fp8, _scaled_int8, _scaled):
         register_jitable(fastmath=False, error_model="numpy")(helper)
     type_callable(_has_shuffles)(lambda context: lambda out: types.boolean)
     lower_builtin(_has_shuffles, types.Array)(has_shuffles)

@@ -8,6 +8,7 @@ Both begin at multiples of 16 bytes, as does the end. Arithmetic is in float32, 
     mxfp4       E2M1[c] * 2 ** (e - 127), e uint8 for 32 elements; the low nibble first (OCP MX 1.0)
     fp8         E4M3[c] * s, s float32 for 128 x 128 elements of a matrix (DeepSeek-V3, 2024)
     int8        (c * s) * float32(1 / 127), s float32 for a row (bitsandbytes)
+    int8-torchao  c * s, s float32 for a row: of weights that torchao has quantised, which keep these scales
 
 T and D are bitsandbytes' tables (see `hetmem.cuda.dequantise`). Blocks of nf4 and mxfp4 are of consecutive elements, so
 the last one of a weight may be shorter.
@@ -23,6 +24,8 @@ from typing import NamedTuple
 from hetmem.base.units import round_up
 
 FORMATS = ("nf4", "nf4-nested", "mxfp4", "fp8", "int8")
+"""Those that users may choose."""
+ALL_FORMATS = (*FORMATS, "int8-torchao")
 
 NF4_BLOCK, MX_BLOCK, NESTED_BLOCK, FP8_TILE = 64, 32, 256, 128
 """Elements of nf4, of mxfp4, scales of nf4-nested and rows or columns of fp8 that share a scale."""
@@ -43,7 +46,7 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """How a weight is coded: `matrices` of `rows` times `columns` elements, in `format`, one of `FORMATS`."""
+    """How a weight is coded: `matrices` of `rows` times `columns` elements, in `format`, one of `ALL_FORMATS`."""
 
     format: str
     matrices: int
@@ -54,7 +57,7 @@ class Coding:
     def of(name: str, shape: Sequence[int]) -> Coding:
         """Return the coding of a weight of `shape`. A row is its last dimension or, where that is short, as of the
         kernel of a convolution, as many of its last ones as give 64 elements."""
-        assert name in FORMATS, name
+        assert name in ALL_FORMATS, name
         sizes = list(shape) or [1]
         columns = sizes.pop()
         while columns < _ROW_AT_LEAST and sizes:
@@ -70,7 +73,12 @@ class Coding:
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 8 if self.format in ("fp8", "int8") else 4
+        return 8 if self.format in ("fp8", "int8", "int8-torchao") else 4
+
+    @property
+    def public_format(self) -> str:
+        """The one of `FORMATS` with the same sizes."""
+        return self.format.removesuffix("-torchao")
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -85,7 +93,7 @@ class Coding:
                 return -(-self.numel // MX_BLOCK)
             case "fp8":
                 return self.matrices * math.prod(self.grid)
-            case "int8":
+            case "int8" | "int8-torchao":
                 return self.matrices * self.rows
         return -(-self.numel // NF4_BLOCK)
 

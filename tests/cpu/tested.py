@@ -33,11 +33,11 @@ from hetmem.cuda.dequantise import parts_of, torch_dequantise
 from hetmem.cuda.kernels import torch_adamw, torch_square_sums
 from hetmem.quantised.decode import decode, decode_tasks
 from hetmem.quantised.encode import NotFiniteError, encode
-from hetmem.schedule.formats import FORMATS, PIECE_ELEMENTS, Coding
+from hetmem.schedule.formats import ALL_FORMATS, PIECE_ELEMENTS, Coding
 
 __all__ = [
+    "ALL_FORMATS",
     "BLOCK",
-    "FORMATS",
     "GROUP_ELEMENTS",
     "PIECE_ELEMENTS",
     "RUN",

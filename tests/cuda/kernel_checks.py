@@ -16,7 +16,7 @@ from hetmem.cpu import adamw as update
 from hetmem.cuda import backend
 from hetmem.cuda.dequantise import dequantise, dequantise_parts, torch_dequantise
 from hetmem.cuda.kernels import ADAMS, CASTS, adamw, cast, square_sums, torch_adamw, torch_square_sums
-from hetmem.schedule.formats import FORMATS, ByteRange, Coding
+from hetmem.schedule.formats import ALL_FORMATS, ByteRange, Coding
 from tests.cuda.vectors import HALVES, WIDE, Place, assert_same, numbers, ordinary
 
 # ---- Casts. ----
@@ -191,7 +191,7 @@ SHAPES = ((1,), (3, 5), (64, 64), (129, 257), (2, 130, 70), (7, 3, 3, 3), (40, 1
 
 def check_dequantise(place: Place) -> None:
     """Every format and dtype, on shapes with short last blocks and tiles, at any alignment of the result."""
-    for name in FORMATS:
+    for name in ALL_FORMATS:
         for number, shape in enumerate(SHAPES):
             coding = Coding.of(name, shape)
             coded = made_codes(coding, number)
@@ -209,7 +209,7 @@ def check_dequantise(place: Place) -> None:
 
 def check_dequantise_in_parts(place: Place) -> None:
     """Parts of a weight, whose codes and scales lie in different places, as they do when it is copied in pieces."""
-    for name in FORMATS:
+    for name in ALL_FORMATS:
         coding = Coding.of(name, (150, 300))
         coded, whole = made_codes(coding), torch.empty(coding.numel, dtype=torch.bfloat16)
         codes, scales, nested = (coded[span.start : span.start + span.nbytes] for span in spans_of(coding))
