@@ -26,10 +26,12 @@ PACKAGES = ("hetmem", "hetmem.optim", "hetmem.errors")
 ELSEWHERE = (
     "hetmem.optim.optimizer:OffloadedOptimizer",
     "hetmem.optim.unmanaged:UnmanagedOptimizer",
+    "hetmem.optim.states_report:StatesReport",
     "hetmem.optim.options:Overlap",
     "hetmem.schedule.blocks:EvictionPolicy",
     "hetmem.schedule.blocks:CopyFacts",
     "hetmem.planner.plan:Plan",
+    "hetmem.planner.states:OptimizerPlan",
     "hetmem.planner.plan:PlanError",
     "hetmem.planner:load_profile",
     "hetmem.planner:known_profiles",

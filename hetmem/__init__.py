@@ -26,10 +26,13 @@ finally:
         gc.enable()
 
 if TYPE_CHECKING:
+    from hetmem import planner
     from hetmem.accumulation import accumulate
     from hetmem.checkpoint import load, load_weights, save
     from hetmem.losses import chunked_loss
-    from hetmem.planner import plan
+    from hetmem.planner.states import plan_optimizer
+
+    plan = planner.plan  # imported by name, mypy takes it for the module planner.plan
 
 __version__ = VERSION
 
@@ -48,6 +51,7 @@ __all__ = [
     "manage",
     "managed",
     "plan",
+    "plan_optimizer",
     "progress",
     "release",
     "report",
@@ -64,10 +68,10 @@ def __getattr__(name: str) -> Any:
         from hetmem.accumulation import accumulate
 
         return accumulate
-    if name == "plan":
-        from hetmem.planner import plan  # planning costs more to import than training does
+    if name in ("plan", "plan_optimizer"):
+        from hetmem import planner  # planning costs more to import than training does
 
-        return plan
+        return getattr(planner, name)
     if name == "chunked_loss":
         from hetmem.losses import chunked_loss
 

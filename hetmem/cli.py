@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -166,6 +167,14 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--real", action="store_true", help="trace one real step on this machine, for control flow that sees values"
     )
+    parser.add_argument(
+        "--optimizer-only",
+        action="store_true",
+        help="of an unmanaged model: hetmem.AdamW(…, budget=…); with --host-memory and --nvme of a rank",
+    )
+    parser.add_argument("--ranks", type=int, help="with --optimizer-only: that fully_shard divides the model among")
+    parser.add_argument("--machines", type=int, help="with --optimizer-only: that the ranks are on; default: 1")
+    parser.add_argument("--offloaded", action="store_true", help="with --optimizer-only: CPUOffloadPolicy")
     parser.add_argument("-o", "--output", help="save the plan that is to be pasted as JSON")
     parser.add_argument("--write", metavar="FILE", help="write a program that trains as planned, e.g. train.py")
 
@@ -187,6 +196,12 @@ def _plan(options: argparse.Namespace) -> int:
             f"huggingface_hub.hf_hub_download(name, 'config.json') fetches it"
         )
     _check_output(options.write)
+    if options.optimizer_only:
+        return _plan_optimizer(options)
+    if options.ranks or options.machines or options.offloaded:
+        raise HetmemError(
+            "--ranks, --machines and --offloaded go with --optimizer-only: hetmem.manage is for one process"
+        )
     collects = gc.isenabled()
     gc.disable()  # collections took a fifth of the time, and found nothing
     try:
@@ -196,6 +211,38 @@ def _plan(options: argparse.Namespace) -> int:
     finally:
         if collects:
             gc.enable()
+
+
+_OPTIMIZER_OPTIONS = "builder hf_config hardware host_memory nvme nvme_dir optimizer_only ranks machines offloaded"
+
+
+def _plan_optimizer(options: argparse.Namespace) -> int:
+    from hetmem import planner
+
+    defaults = argparse.ArgumentParser()
+    _plan_arguments(defaults)
+    for name, value in vars(options).items():
+        if name not in (*_OPTIMIZER_OPTIONS.split(), "command", "run") and value != defaults.get_default(name):
+            raise HetmemError(
+                f"--{name.replace('_', '-')} does not go with --optimizer-only: it plans no step of a model"
+            )
+    nvme = parse_size(options.nvme, "--nvme")
+    budget = hetmem.Budget(
+        host=options.host_memory, nvme=nvme, nvme_dir=(options.nvme_dir or [tempfile.gettempdir()]) if nvme else None
+    )
+    with planner.Offline(Path(options.hf_config)) if options.hf_config else nullcontext():
+        plan = planner.plan_optimizer(
+            planner.hugging_face_call(options.hf_config, 1, 1, None).build_model
+            if options.hf_config
+            else _function(options.builder),
+            budget,
+            hardware=options.hardware,
+            ranks=options.ranks or 1,
+            machines=options.machines or 1,
+            offloaded=options.offloaded,
+        )
+    _say(plan)
+    return 0 if plan.fits else 1
 
 
 def _planned(options: argparse.Namespace, begin: Callable[[str], None]) -> int:

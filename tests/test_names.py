@@ -40,6 +40,7 @@ PUBLIC = {
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches accumulate tokens "
     "checkpointing overlap "
     "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations frozen others",
+    "plan_optimizer": "build_model budget hardware ranks machines offloaded",
     "progress": "model",
     "release": "module",
     "report": "model",

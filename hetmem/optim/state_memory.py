@@ -139,7 +139,7 @@ class StateMemory:
     def reserve(self, shards: Sequence[tuple[Shard, tuple[Role, ...]]], optimizer: str) -> list[StateBlock]:
         """Return new blocks for the states of `shards`, all zero. Raises `BudgetError`, in the name of `optimizer`, if
         there is no room, and `StoreError` if a drive has none, with nothing changed."""
-        blocks = _divided(shards, most_bytes=self.host_capacity_bytes // _BLOCKS)
+        blocks = divided(shards, self.host_capacity_bytes)
         on_nvme = self._on_nvme(blocks, optimizer)
         beside = [block for block, away in zip(blocks, on_nvme, strict=True) if away]
         if beside:
@@ -159,24 +159,11 @@ class StateMemory:
 
     def _on_nvme(self, new: list[StateBlock], optimizer: str) -> list[bool]:
         """Return which of the `new` blocks go to NVMe: none, if all have room in host memory."""
-        every = [*self.blocks, *new]
-        room = self.host_capacity_bytes - self.host_bytes + sum(map(len, self.slots))
-        needed = sum(block.nbytes for block in new)
-        if needed + _slots_nbytes(every, self.host_capacity_bytes, on_nvme=self.nvme_bytes > 0) <= room:
-            return [False] * len(new)
-        slots = _slots_nbytes(every, self.host_capacity_bytes, on_nvme=True)
-        left, found = room - slots, list[bool]()
-        for block in new:
-            found.append(block.nbytes > left)
-            left -= 0 if found[-1] else block.nbytes
-        away = sum(block.nbytes for block, there in zip(new, found, strict=True) if there)
-        missing = max(-left, away - (self.nvme_capacity_bytes - self.nvme_bytes))
-        if missing <= 0:
-            return found
-        if self.store is None:  # all could lie in host memory, where less passes
-            slots = _slots_nbytes(every, self.host_capacity_bytes, on_nvme=False)
-            missing = needed + slots - room
-        raise BudgetError(self._no_room(every, slots, missing, optimizer))
+        used = self.host_bytes - sum(map(len, self.slots)), self.nvme_bytes
+        placed = place(new, self.blocks, used, self.host_capacity_bytes, self.nvme_capacity_bytes)
+        if placed.missing_bytes > 0:
+            raise BudgetError(self._no_room([*self.blocks, *new], placed.slots_bytes, placed.missing_bytes, optimizer))
+        return placed.on_nvme
 
     def _no_room(self, blocks: list[StateBlock], slots: int, missing: int, optimizer: str) -> str:
         """Return the message for `blocks` that lack `missing` bytes."""
@@ -215,8 +202,39 @@ def _end(unpin: list[Callable[[], None]], store: NvmeStore | None) -> None:
         store.close()
 
 
-def _divided(shards: Sequence[tuple[Shard, tuple[Role, ...]]], most_bytes: int) -> list[StateBlock]:
-    """Divide `shards` into blocks of about `most_bytes` or `BLOCK_ELEMENTS`."""
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Which of some blocks go to NVMe, the bytes of all slots then, and those that are missing; 0 if all have room."""
+
+    on_nvme: list[bool]
+    slots_bytes: int
+    missing_bytes: int
+
+
+def place(
+    new: Sequence[StateBlock], before: Sequence[StateBlock], used: tuple[int, int], host_bytes: int, nvme_bytes: int
+) -> Placed:
+    """Place `new` blocks beside those `before`, which have `used` bytes of `host_bytes` and of `nvme_bytes`. Pure."""
+    every = [*before, *new]
+    room = host_bytes - used[0]
+    needed = sum(block.nbytes for block in new)
+    alone = _slots_nbytes(every, host_bytes, on_nvme=used[1] > 0)
+    if needed + alone <= room:
+        return Placed([False] * len(new), alone, 0)
+    if not nvme_bytes:
+        return Placed([False] * len(new), alone, needed + alone - room)
+    slots = _slots_nbytes(every, host_bytes, on_nvme=True)
+    left, found = room - slots, list[bool]()
+    for block in new:
+        found.append(block.nbytes > left)
+        left -= 0 if found[-1] else block.nbytes
+    away = sum(block.nbytes for block, there in zip(new, found, strict=True) if there)
+    return Placed(found, slots, max(0, -left, away - (nvme_bytes - used[1])))
+
+
+def divided(shards: Sequence[tuple[Shard, tuple[Role, ...]]], host_bytes: int) -> list[StateBlock]:
+    """Divide `shards` into blocks of about `BLOCK_ELEMENTS`, or a part of `host_bytes`."""
+    most_bytes = host_bytes // _BLOCKS
     blocks: list[StateBlock] = []
     open_blocks: dict[StateKind, StateBlock] = {}
     for shard, roles in shards:

@@ -7,6 +7,7 @@ It knows memory and transfers, and in which order; not where gradients come from
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from hetmem.memory.nvme_store import NvmeStore
 from hetmem.optim.options import ParameterUpdate, Rule
 from hetmem.optim.shards import Shard
 from hetmem.optim.state_memory import StateBlock, StateMemory
+from hetmem.optim.states_report import PassCounts
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +109,12 @@ class StatePass:
         """Whether an update has failed half-way: its parameters and states belong to no step."""
         self._slots: list[memoryview] = []
         self._writing: deque[Passing] = deque()
-        self.moved_bytes = {"nvme_read": 0, "nvme_write": 0, "device_to_host": 0, "host_to_device": 0}
+        self._moved = {"nvme_read": 0, "nvme_write": 0, "device_to_host": 0, "host_to_device": 0}
+        self._update_seconds, self._updated = 0.0, 0
+
+    def counts(self) -> PassCounts:
+        """Return what has been done so far."""
+        return PassCounts(self._updated, self._update_seconds, {**self._moved})
 
     def carry_out(
         self, updates: dict[Shard, ShardUpdate], grad_scale: float, pieces: Iterable[Piece] | None = None
@@ -167,11 +174,14 @@ class StatePass:
         made = [each for piece, passed in pieces for each in self._updates_of(piece, passed, updates, grad_scale)]
         made += [_of_nothing(each) for each in updates.values() if not each.shard.numel and each.after is None]
         if made:
+            began = time.perf_counter()
             try:
                 self._workers.run(self._rule.tasks([given for _, given in made]))
             except BaseException:
                 self.corrupt = True
                 raise
+            self._update_seconds += time.perf_counter() - began
+            self._updated += sum(given.param.numel() for _, given in made)
         for update, given in made:
             update.after = {name: value for name, value in given.state.items() if name not in given.states}
         self.done.update(piece for piece, _ in pieces)
@@ -232,13 +242,13 @@ class StatePass:
             for role in block.kind.roles:
                 into, store = bytes_of(passed.flats[role.name]), self._store
                 passed.transfers.append(store.read(block.part(role, piece.start, piece.stop), into))
-                self.moved_bytes["nvme_read"] += into.nbytes
+                self._moved["nvme_read"] += into.nbytes
         if PARAM in passed.flats:
             for shard, own, here in piece.cuts():
                 if (update := updates.get(shard)) is not None:
                     for name, source in ((PARAM, shard.memory()), (GRAD, update.gradient)):
                         passed.flats[name][here].copy_(source[own], non_blocking=True)
-                        self.moved_bytes["device_to_host"] += (own.stop - own.start) * source.itemsize
+                        self._moved["device_to_host"] += (own.stop - own.start) * source.itemsize
             passed.mark = marked(block.kind.device)
 
     def _write(self, passed: Passing, updates: dict[Shard, ShardUpdate]) -> None:
@@ -248,7 +258,7 @@ class StatePass:
             for shard, own, here in passed.piece.cuts():
                 if shard in updates:
                     shard.memory()[own].copy_(passed.flats[PARAM][here], non_blocking=True)
-                    self.moved_bytes["host_to_device"] += (own.stop - own.start) * shard.dtype.itemsize
+                    self._moved["host_to_device"] += (own.stop - own.start) * shard.dtype.itemsize
             passed.mark = marked(passed.piece.block.kind.device)
         self._write_states(passed)
 
@@ -258,7 +268,7 @@ class StatePass:
         for role in block.kind.roles if block.extent is not None else ():
             source = bytes_of(passed.flats[role.name])
             passed.transfers.append(self._store.write(block.part(role, piece.start, piece.stop), source))
-            self.moved_bytes["nvme_write"] += source.nbytes
+            self._moved["nvme_write"] += source.nbytes
         passed.written = True
 
     @property

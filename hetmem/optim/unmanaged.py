@@ -29,6 +29,7 @@ from hetmem.optim.shards import Shard, local, shards_of, square_total
 from hetmem.optim.state_memory import StateMemory
 from hetmem.optim.state_pass import Piece, ShardUpdate, StatePass, same_inputs
 from hetmem.optim.states import check_states, incomplete
+from hetmem.optim.states_report import StatesReport, StepTimes
 
 _MANAGED = {"moments": None, "stochastic_rounding": False, "seed": 0}
 """Options of the optimizers of managed models, and their defaults."""
@@ -91,6 +92,7 @@ class UnmanagedOptimizer(Optimizer):
         self.grad_norm: float | None = None
         self.rule, self._name, self._budget = rule, name, budget
         self._process = os.getpid()
+        self._times = StepTimes()
         self._early: BackwardUpdates | None = None
         self._shards: dict[int, Shard] = {}
         self._arriving: dict[int, GroupOptions] = {}
@@ -116,7 +118,8 @@ class UnmanagedOptimizer(Optimizer):
         Raises `StoreError` if a drive fails (call `step` again, with the same gradients).
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self._step()
+        with self._times.of_a_step(lambda: self._pass.counts()):
+            self._step()
         return loss
 
     @HELD_BACK
@@ -218,6 +221,24 @@ class UnmanagedOptimizer(Optimizer):
         """Return the bytes that are used of the budget, of host memory and of NVMe."""
         return {"host": self._memory.host_bytes, "nvme": self._memory.nvme_bytes}
 
+    def report(self) -> StatesReport:
+        """Report where the states are, and what the last whole step took."""
+        memory, times = self._memory, self._times
+        slots = sum(map(len, memory.slots))
+        return StatesReport(
+            name=self._name,
+            parameters=sum(shard.numel for shard in self._shards.values()),
+            state_bytes={"host": memory.host_bytes - slots, "nvme": memory.nvme_bytes},
+            slots_bytes=slots,
+            budget_bytes={"host": memory.host_capacity_bytes, "nvme": memory.nvme_capacity_bytes},
+            steps=times.steps,
+            step_seconds=times.seconds,
+            update_seconds=times.last.update_seconds,
+            early_seconds=times.early_seconds,
+            updated=times.last.updated,
+            moved_bytes=times.last.moved_bytes,
+        )
+
     def synchronize(self) -> None:
         """Write to NVMe what a step that failed has left in memory; all else is there when `step` returns. With
         `overlap="backward"`, wait for the updates that have begun."""
@@ -244,6 +265,7 @@ class UnmanagedOptimizer(Optimizer):
         threads = max(1, most_threads() // ranks_here()) if ranks_here() > 1 else None
         self._workers = WorkerPool(threads, near)
         self._pass = StatePass(self._memory, self.rule, self._workers, apart=self._early is not None)
+        self._times.begin_again()
 
     def _reserve(self) -> None:
         """Make memory for the states of those parameters that have none. Raises `BudgetError` with nothing changed."""

@@ -9,8 +9,6 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,9 +21,8 @@ from hetmem.base.config import (
     refuse_activations,
     refuse_budget,
 )
-from hetmem.base.hardware import HardwareProfile, ProfileError
+from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
-from hetmem.base.whole_files import read_regular
 from hetmem.optim.options import Overlap, check_max_grad_norm, choice, refuse_others
 from hetmem.optim.options import loss_scale as scale_of
 from hetmem.placing.build import Precision, precision_of
@@ -56,6 +53,8 @@ from hetmem.planner.model import (
     with_adapters,
 )
 from hetmem.planner.plan import Plan, PlanError
+from hetmem.planner.profiles import DEFAULT_HARDWARE, known_profiles, load_profile, profile_of
+from hetmem.planner.states import OptimizerPlan, plan_optimizer
 from hetmem.planner.variants import changes_of, chunked_variants, of_tokens, variants_of
 from hetmem.planner.ways import cheapest_way
 from hetmem.planner.wording import LOGITS_SHARE
@@ -63,8 +62,10 @@ from hetmem.planner.workload import Kind, Setting, Updating, Workload
 from hetmem.schedule.placement import Capacities
 
 __all__ = [
+    "DEFAULT_HARDWARE",
     "Capacities",
     "Offline",
+    "OptimizerPlan",
     "Plan",
     "PlanError",
     "TracedCall",
@@ -73,12 +74,11 @@ __all__ = [
     "known_profiles",
     "load_profile",
     "plan",
+    "plan_optimizer",
     "plan_within",
     "trace",
     "with_adapters",
 ]
-
-DEFAULT_HARDWARE = "h100"
 
 
 def plan(
@@ -137,8 +137,7 @@ def plan(
     mixed_precision = precision_of(mixed_precision)
     if loss not in (None, "chunked") and not callable(loss):
         raise PlanError(f'loss must be "chunked" or a function from the model\'s output to a scalar, got {loss!r}')
-    asked = DEFAULT_HARDWARE if hardware is None else hardware
-    profile = asked if isinstance(asked, HardwareProfile) else load_profile(asked)
+    profile = profile_of(hardware)
     limits = (budget or Budget()).limits()
     return plan_within(
         TracedCall(build_model, batch, loss, mixed_precision, frozen=frozen),
@@ -368,30 +367,3 @@ def capacities_of(limits: Limits, hardware: HardwareProfile) -> Capacities:
         int(hardware.device.allocator_share * device),
         limits.home_copies,
     )
-
-
-_MOST_PROFILE_BYTES = 1 << 20
-_SHIPPED = resources.files("hetmem").joinpath("profiles")
-
-
-def known_profiles() -> list[str]:
-    """Return the names of the shipped profiles."""
-    names = (file.name for file in _SHIPPED.iterdir())
-    return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
-
-
-def load_profile(name: str | os.PathLike[str]) -> HardwareProfile:
-    """Return the shipped profile `name`, or the one in the file of that name. Raises `ProfileError`."""
-    if not isinstance(name, (str, os.PathLike)):
-        raise ProfileError(f"hardware must be the name of a profile, its path or a HardwareProfile, got {name!r}")
-    text = os.fspath(name)
-    if text in known_profiles():
-        return HardwareProfile.from_json(_SHIPPED.joinpath(f"{text}.json").read_text())
-    path = Path(text)
-    if not path.is_file():
-        known = ", ".join(known_profiles())
-        raise ProfileError(f"no hardware profile {text!r}: it is no file, and the shipped ones are {known}")
-    try:
-        return HardwareProfile.from_json(read_regular(path, _MOST_PROFILE_BYTES).decode("utf-8"))
-    except ValueError as error:
-        raise ProfileError(f"{text}: {error}") from error

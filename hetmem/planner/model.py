@@ -82,7 +82,7 @@ def trace(
     may change the keywords of an inference's call, and returns tensors that are on the device before it.
     """
     device, results = "cpu" if real else "meta", results or Results()
-    model, loss = _build(call.build_model, device), call.loss
+    model, loss = build(call.build_model, device), call.loss
     if call.recomputed != 0:
         checkpoint_layers(model, call.recomputed)
     args, kwargs = tree_map(lambda leaf: _on(leaf, device), arguments(call.batch))
@@ -165,7 +165,7 @@ def checkpoint_layers(model: nn.Module, first: int | None = None) -> None:
 
 def repeated_layers(call: TracedCall) -> tuple[str, int]:
     """Return the repeated layers of `model` as a Python expression, and their number."""
-    found = _repeated(_build(call.build_model))
+    found = _repeated(build(call.build_model))
     return " + ".join(_expression(path) for path in dict.fromkeys(path for path, _ in found)), len(found)
 
 
@@ -208,7 +208,8 @@ def divided(call: TracedCall, parts: int) -> TracedCall:
     return replace(call, batch=tree_map(part, call.batch))
 
 
-def _build(build_model: Builder, device: str = "meta") -> nn.Module:
+def build(build_model: Builder, device: str = "meta") -> nn.Module:
+    """Build the model on `device`, by default without memory. Raises `PlanError` if that is not possible."""
     if isinstance(build_model, nn.Module) or not callable(build_model):
         raise PlanError(
             f"expected a function that builds the model, got {type(build_model).__name__}: pass `lambda: Model(…)`, so "

@@ -111,6 +111,10 @@ def bits(at: Rank, *, offload: bool, mixed: bool, overlap: str = "off") -> None:
     assert_same(plain, left, ours, right)
     used = right.memory_bytes()
     assert used["host"] <= 160 << 10 and used["nvme"] > 0, used
+    if at.rank == 0:
+        plan = hetmem.plan_optimizer(at.build, at.budget(third=True), ranks=at.world, offloaded=True)
+        planned = {"host": plan.state_bytes["host"] + plan.slots_bytes, "nvme": plan.state_bytes["nvme"]}
+        assert planned == used, f"planned {planned}, used {used}"
 
 
 def norm(at: Rank) -> None:
