@@ -83,6 +83,7 @@ profiler_runs = _C._autograd._profiler_enabled  # whether torch.profiler records
 labelled = _C._profiler._RecordFunctionFast  # `record_function` without an operator, which modes of operators would see
 
 # ---- modules and compilers ----
+SAVES_STATE = torch.nn.Module._save_to_state_dict.__code__  # what `state_dict()` runs for each module
 NormBase: Any = _NormBase  # what BatchNorm and InstanceNorm share: running statistics, which stay in float32
 call_of_a_module = torch.nn.Module._call_impl  # its frames, between a caller's and a hook's
 checkpoint_hook = torch.utils.checkpoint._checkpoint_hook  # the hooks of saved tensors of a checkpoint's forward
@@ -103,6 +104,7 @@ REPLACED = {
 # ---- memory ----
 storage_address = _C._storage_address  # the same as `_cdata` of the storage of a tensor, in one call
 storage_references = _C._storage_Use_Count  # how many tensors hold a storage: the use count of a copy (ADR 2)
+make_subclass = torch.Tensor._make_subclass  # one with the memory of another tensor
 make_wrapper = torch.Tensor._make_wrapper_subclass  # one without memory, which answers for another tensor
 without_functions = _C._disabled_torch_function_impl  # as `__torch_function__`: a subclass whose attributes are torch's
 tensor_references: Any = _C.TensorBase._use_count  # how often C++ refers to a tensor: whether a graph may hold a weight

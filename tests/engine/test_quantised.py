@@ -220,13 +220,6 @@ def test_a_function_gets_the_decoded_values(read: str, tmp_path: Path) -> None:
     assert isinstance(weight, nn.Parameter)
 
 
-def test_the_state_dict_has_the_decoded_values(tmp_path: Path) -> None:
-    model = small(directory=tmp_path)
-    found = model.state_dict()
-    assert list(found) == [name for name, _ in model.named_parameters()]
-    harness.assert_same(testing.of(model).home("0.weight"), found["0.weight"], "the weight")
-
-
 WRITES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda p: p.mul_(2),
     "an element": lambda p: p.__setitem__((0, 0), 1.0),
