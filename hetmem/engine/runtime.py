@@ -5,8 +5,9 @@ It knows nothing of torch's hooks and modes.
 Note "turns": a forward, a backward, a step, and any other access to a model's memory is a section of one thread;
 sections of the same thread nest. Another thread waits until the outermost section ends; threads are served in order.
 Between the sections of a step another thread may have its turn, so a program gets the results that it would get if one
-thread made all these calls in the same order. A section that no hook sees end, as a forward that Ctrl-C ends, is over
-once its call is not on the stack of its thread.
+thread made all these calls in the same order. Whoever takes a section owns it: it ends as it is given back, or as its
+owner is gone. One whose owner stays, and that no hook sees end, as a forward that Ctrl-C ends, is over once its call is
+not on the stack of its thread.
 """
 
 from __future__ import annotations
@@ -197,10 +198,10 @@ _NUMBERS = itertools.count()
 
 
 class Section:
-    """One use of a model by a thread, called `what` in messages. Ends as the thread gives the turn back, or once `runs`
-    returns False."""
+    """One use of a model by a thread, called `what` in messages. Ends as the thread gives the turn back, as nothing
+    refers to this object any more, or once `runs` returns False."""
 
-    __slots__ = ("runs", "thread", "what")
+    __slots__ = ("__weakref__", "runs", "thread", "what")
 
     def __init__(self, what: str, thread: int, runs: Callable[[], bool | None] | None) -> None:
         self.what, self.thread, self.runs = what, thread, runs
@@ -231,7 +232,8 @@ class Turn:
         self.trainers: set[int] = set()
         """Threads that have computed forwards with a graph, so that a backward of theirs may be of this model."""
         self._changed = threading.Condition()
-        self._sections: list[Section] = []
+        self._sections: list[weakref.ref[Section]] = []
+        """Those that have not ended, oldest first. Held weakly: what ends without giving them back loses them."""
         self._queue: list[Section] = []
         self._given = 0
         self._last: Section | None = None
@@ -239,7 +241,8 @@ class Turn:
     def take(
         self, what: str, runs: Callable[[], bool | None] | None = None, ready: Callable[[], bool] | None = None
     ) -> Section:
-        """Begin a section of this thread once no other thread has the turn, and `ready` returns True.
+        """Begin a section of this thread once no other thread has the turn, and `ready` returns True. It is the
+        caller's, who keeps it as long as it is to last.
 
         Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other; and at
         once in a rehearsal.
@@ -251,19 +254,17 @@ class Turn:
             with self._changed:
                 if self._queue or self._sections:
                     self._wait_in_line(section)
-                self._sections.append(section)
                 if ready is None or ready():
+                    self._sections.append(weakref.ref(section, self._sections.remove))
                     return section
-                self._sections.remove(section)
-                self._changed.notify_all()
                 given = self._given
                 self._wait(section, partial(self._may_be, ready, given))
 
     def give(self, section: Section) -> None:
         """End `section`."""
         with self._changed:
-            if section in self._sections:
-                self._sections.remove(section)
+            if (own := weakref.ref(section)) in self._sections:
+                self._sections.remove(own)
                 self._last = section
                 self._given += 1
                 self._changed.notify_all()
@@ -284,7 +285,10 @@ class Turn:
     # ---- inside ------------------------------------------------------------------------------------------------
 
     def _has(self, thread: int) -> bool:
-        return any(section.thread == thread for section in tuple(self._sections))
+        return any(section.thread == thread for section in self._running())
+
+    def _running(self) -> list[Section]:
+        return [section for own in tuple(self._sections) if (section := own()) is not None]
 
     def _may_be(self, ready: Callable[[], bool], given: int) -> bool:
         """Return whether `ready` may be True, which was False when turns had been `given` that often."""
@@ -301,9 +305,9 @@ class Turn:
             self._changed.notify_all()
 
     def _is_free(self) -> bool:
-        for other in tuple(self._sections):
+        for other in self._running():
             if other.is_over():
-                self._sections.remove(other)
+                self._sections.remove(weakref.ref(other))
         return not self._sections
 
     def _wait(self, section: Section, over: Callable[[], bool]) -> None:
@@ -312,8 +316,9 @@ class Turn:
         while not over():
             HELD_BACK.raise_here()
             if time.monotonic() >= until:
-                other = next(iter(self._sections), self._last)
-                raise ManageError(_stuck(section, other, patience, ready=bool(self._sections)))
+                running = self._running()
+                other = running[0] if running else self._last
+                raise ManageError(_stuck(section, other, patience, ready=bool(running)))
             self._changed.wait(min(_POLL_SECONDS, patience / 4))
 
 

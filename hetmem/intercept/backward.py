@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
 from hetmem.engine.param_views import works_for
-from hetmem.engine.runtime import REHEARSAL, Runtime, Section, Turn, acting_thread, in_backward
+from hetmem.engine.runtime import REHEARSAL, Runtime, Turn, acting_thread, in_backward
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.diagnostics import refused_stream
@@ -41,7 +41,7 @@ from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import drop_ended_modes
 from hetmem.intercept.interceptor import Interception
-from hetmem.intercept.phases import BACKWARDS, StepSegments, forget_nodes_that_did_not_run
+from hetmem.intercept.phases import BACKWARDS, RunningBackward, forget_nodes_that_did_not_run
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import nodes_behind
 
@@ -74,13 +74,13 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     if REHEARSAL.runs:
         return _engine(outputs, *args, **kwargs)
     if torch_private.dispatch_mode(torch_private.PROXY) is not None:
-        models = list[StepSegments]()  # an enclosing forward may have saved what this backward unpacks
-        BACKWARDS.began.append(models)
-        try:
+        running = RunningBackward()  # an enclosing forward may have saved what this backward unpacks
+        with ExitStack() as ends:
+            ends.callback(_give_back, running)
+            ends.callback(_settle, running)
+            ends.callback(BACKWARDS.end, len(BACKWARDS.running))
+            BACKWARDS.running.append(running)
             return _engine(outputs, *args, **kwargs)
-        finally:
-            BACKWARDS.began.pop()
-            _settle(models)
     try:
         return differentiate(_backward, outputs, *args, **kwargs)
     except DeviceOutOfMemoryError as error:
@@ -89,40 +89,47 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run torch's engine between the begin and the end of a backward for each model that it may be of."""
-    outermost, taken, began = not in_backward(), list[tuple[Turn, Section]](), list[Interception]()
-    models, depth = list[StepSegments](), 0 if outermost else len(BACKWARDS.began)
-    try:
+    outermost, running, began = not in_backward(), RunningBackward(), list[Interception]()
+    depth = 0 if outermost else len(BACKWARDS.running)
+    with ExitStack() as ends:  # calls all of them, also if one raises an interrupt that has come meanwhile
+        ends.callback(HELD_BACK.end_segment)
+        HELD_BACK.begin_segment()
+        ends.callback(_give_back, running)
+        ends.callback(BACKWARDS.end, depth)
+        ends.callback(_end_for_all, began)
         if outermost:
-            _take_turns(outputs, taken)
+            _take_turns(outputs, running)
         _begin_for_all(began, accumulates=kwargs.get("accumulate_grad", True))
-        BACKWARDS.began[depth:] = [models]  # replaces what an interrupt has left
+        BACKWARDS.running[depth:] = [running]  # replaces what an interrupt has left
         several = [each.gradients.listeners for each in began if each.segments.several]
         early = any(listener.begins_early for listeners in several for listener in listeners)
         if early or any(each.gradients.is_parted for each in began):
             _expect_arrivals(outputs)
-        with ExitStack() as stack:
-            if outermost and _may_cross():
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
-            if lacking:
-                stack.enter_context(_RunsAgain(lacking))
-            gradients = _engine(outputs, *args, **kwargs)
-        if models:
-            _settle(models)
+        try:
+            with ExitStack() as stack:
+                if outermost and _may_cross():
+                    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+                lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
+                if lacking:
+                    stack.enter_context(_RunsAgain(lacking))
+                gradients = _engine(outputs, *args, **kwargs)
+            _settle(running)
+        except BaseException as error:
+            _fail(error, running, began)
+            raise
         return gradients
-    except BaseException as error:
-        with HELD_BACK, contextlib.suppress(Exception):  # the error that is raised counts
-            for listener in chain.from_iterable(each.gradients.listeners for each in began):
-                listener.backward_raised(error)
-            _settle(models)
-            if outermost:
-                forget_nodes_that_did_not_run()
-        raise
-    finally:
-        _end_for_all(began)
-        del BACKWARDS.began[depth:]
-        for turn, section in reversed(taken):
-            turn.give(section)
+
+
+@HELD_BACK
+def _fail(error: BaseException, running: RunningBackward, began: list[Interception]) -> None:
+    """Settle a backward that has raised `error`, which counts more than what this meets."""
+    with contextlib.suppress(Exception):
+        for listener in chain.from_iterable(each.gradients.listeners for each in began):
+            listener.backward_raised(error)
+    with contextlib.suppress(Exception):
+        _settle(running)
+    if not in_backward():
+        forget_nodes_that_did_not_run()
 
 
 class _RunsAgain(TorchFunctionMode):
@@ -143,17 +150,22 @@ class _RunsAgain(TorchFunctionMode):
 
 
 @HELD_BACK
-def _take_turns(outputs: Any, taken: list[tuple[Turn, Section]]) -> None:
-    """Take the turns of the models that an outermost backward may be of, and add them to `taken`."""
-    taken.extend((turn, turn.take("a backward")) for turn in _turns(outputs))
+def _take_turns(outputs: Any, running: RunningBackward) -> None:
+    """Take the turns of the models that `running`, an outermost backward, may be of."""
+    for turn in _turns(outputs):
+        running.take(turn)
 
 
 @uncompiled
 @HELD_BACK
-def _settle(models: list[StepSegments]) -> None:
-    """End the backward of each of `models`."""
-    while models:
-        models.pop().end_backward()
+def _settle(running: RunningBackward) -> None:
+    running.settle()
+
+
+@uncompiled
+@HELD_BACK
+def _give_back(running: RunningBackward) -> None:
+    running.give_back()
 
 
 @uncompiled
@@ -174,7 +186,6 @@ def _turns(outputs: Any) -> list[Turn]:
 def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
     """Begin a backward for each model that it may be of, and add these to `began`. `accumulates`: it gives parameters
     gradients, and does not return them."""
-    HELD_BACK.begin_segment()
     for interception in registry.interceptions():
         if _may_be_of(interception):
             begin_for(interception, accumulates=accumulates)
@@ -184,10 +195,10 @@ def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
 @uncompiled
 @HELD_BACK
 def _end_for_all(began: list[Interception]) -> None:
-    while began:
-        end_for(began.pop())
-    drop_ended_modes()
-    HELD_BACK.end_segment()
+    with ExitStack() as ends:
+        ends.callback(drop_ended_modes)
+        for interception in began:
+            ends.callback(end_for, interception)
 
 
 def begin_for(interception: Interception, *, accumulates: bool) -> None:

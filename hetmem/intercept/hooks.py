@@ -60,6 +60,8 @@ class BeforeForward(_OfThisModule):
         tracing = self._tracing
         where = tracing.where
         if tracing.quiet and tracing.quiet == HERE.ident and where is not None and where() is not module:
+            if HELD_BACK.came:
+                HELD_BACK.leave()
             return None  # if it is the same module, an interrupt has ended that forward
         if kwargs is None:  # torch's quantization has moved the hook into another module
             return None
@@ -302,7 +304,6 @@ class AfterAccumulation:
     def __init__(self, sink: GradientSink, key: int) -> None:
         self._sink, self._key = weakref.ref(sink), key
 
-    @HELD_BACK.covers
     @opaque
     def __call__(self, parameter: torch.Tensor) -> None:
         sink = self._sink()
@@ -327,7 +328,6 @@ class WorkingGradient:
     def __init__(self, sink: GradientSink, managed: ManagedParameter) -> None:
         self._sink, self._managed = weakref.ref(sink), weakref.ref(managed)
 
-    @HELD_BACK.covers
     @opaque
     def __call__(self, weight: torch.Tensor) -> None:
         sink, managed = self._sink(), self._managed()

@@ -102,7 +102,6 @@ class Interception:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    @HELD_BACK.covers
     @opaque
     def before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -303,7 +302,6 @@ class Interception:
         for _ in range(self.backwards):
             bindings.leave_home()
 
-    @HELD_BACK.covers
     @opaque
     def after_forward(self, module: torch.nn.Module, output: Any) -> None:
         """Unbind the weights of the call of `module` that has returned or raised; the outermost leaves the modes."""

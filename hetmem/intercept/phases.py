@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
 from itertools import repeat
 from typing import Any
 
 import torch
 
 from hetmem import torch_private
-from hetmem.engine.runtime import Runtime, Section, in_backward
+from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.engine.shortage import Called
 from hetmem.errors import ManageError
 from hetmem.intercept.diagnostics import NOT_TRACED
@@ -129,21 +130,58 @@ def forget_nodes_that_did_not_run() -> None:
         torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
+class RunningBackward:
+    """A backward that runs: the models found to take part in it, whose segments end with it, also if it raises, and
+    the sections of their turns, which it owns (`intercept.backward`)."""
+
+    def __init__(self) -> None:
+        self._models: list[StepSegments] = []
+        self._sections: list[tuple[Turn, Section]] = []
+
+    def take(self, turn: Turn) -> Section:
+        """Take `turn` until `give_back`."""
+        section = turn.take("a backward")
+        self._sections.append((turn, section))
+        return section
+
+    def join(self, segments: StepSegments, turn: Turn) -> Section:
+        """Have `settle` end the backward of `segments`, which begins; returns the section of `turn` for it."""
+        section = self.take(turn)
+        self._models.append(segments)
+        return section
+
+    def settle(self) -> None:
+        """End the backward of each model, also if that of another one raises."""
+        with ExitStack() as ends:
+            for segments in self._models:
+                ends.callback(segments.end_backward)
+            self._models = []
+
+    def give_back(self) -> None:
+        """Give all turns back."""
+        while self._sections:
+            turn, section = self._sections.pop()
+            turn.give(section)
+
+
 class _Backwards(threading.local):
     def __init__(self) -> None:
-        self.began: list[list[StepSegments]] = []
+        self.running: list[RunningBackward] = []
+
+    def end(self, depth: int) -> None:
+        """Forget all but the outermost `depth`."""
+        del self.running[depth:]
 
 
 BACKWARDS = _Backwards()
-"""For each backward that runs on this thread, outermost first, the models found to take part in it: they are settled at
-its end, also if it raises (`intercept.backward`)."""
+"""The backwards that run on this thread, outermost first."""
 
 
 class Joined:
     """What the segments of a model know while forwards of `count` micro-batches count as one, and so do the backwards
     behind them; see `intercept.together`."""
 
-    __slots__ = ("began", "count", "in_forwards", "measured", "models")
+    __slots__ = ("began", "count", "in_forwards", "measured", "running")
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -151,8 +189,8 @@ class Joined:
         """Whether the first forward has begun the segment, and whether that is measured."""
         self.in_forwards = True
         """Whether the forwards have not all ended."""
-        self.models: list[StepSegments] = []
-        """As an entry of `BACKWARDS.began`, for all backwards together."""
+        self.running = RunningBackward()
+        """All backwards together."""
 
 
 class StepSegments:
@@ -170,7 +208,6 @@ class StepSegments:
         """Whether no mode sees the operators of this backward; see `is_unseen`."""
         self.backward_thread: int | None = None
         """The thread that called the last backward."""
-        self._section: Section | None = None
         self._attempts: dict[Hashable, int] = {}
         self._watched = False
         self._size = 0
@@ -240,16 +277,15 @@ class StepSegments:
         """Begin the backward segment, if a backward runs and its first use or gradient of the model has come."""
         if self.in_backward or not in_backward():
             return
-        if not BACKWARDS.began:
+        if not BACKWARDS.running:
             raise ManageError(
                 "a backward of a managed model runs that torch.autograd was not asked for on this thread: call "
                 "loss.backward(), torch.autograd.backward or torch.autograd.grad"
             )
         if self.refused is not None:
             raise self.refused
-        section = self._runtime.turn.take("a backward")
-        self._section, self.backward_thread = section, section.thread
-        (BACKWARDS.began[-1] if self.joined is None else self.joined.models).append(self)
+        running = BACKWARDS.running[-1] if self.joined is None else self.joined.running
+        self.backward_thread = running.join(self, self._runtime.turn).thread
         self._runtime.in_backward = True
         with self._runtime.unwatched():
             self.program_waits()
@@ -274,14 +310,11 @@ class StepSegments:
         if self.in_backward:
             self.unseen = False
             self._runtime.in_backward = False
-            section, self._section = self._section, None  # what ends it may begin another one
             try:
                 with self._runtime.unwatched():
                     self.backward_ended()
             finally:
                 self._runtime.events.end_segment()  # the program's own work before the step is no compute
-                if section is not None:
-                    self._runtime.turn.give(section)
 
     def rest(self) -> None:
         """Watch parameters again, which the user may read until the next segment."""

@@ -333,7 +333,6 @@ _Packed = Saved | tuple[Any, Any, int]
 interrupt; None: there is none), the activation or tensor, and the tensor's version."""
 
 
-@HELD_BACK.covers
 @skipped
 def _unpack(packed: _Packed) -> torch.Tensor:
     if type(packed) is Saved:  # most are not, and cost as little as they can

@@ -18,7 +18,7 @@ from hetmem.errors import ManageError
 from hetmem.intercept import registry
 from hetmem.intercept.backward import begin_for, end_for
 from hetmem.intercept.interceptor import Interception
-from hetmem.intercept.phases import Joined
+from hetmem.intercept.phases import Joined, RunningBackward
 from hetmem.memory.interrupts import HELD_BACK
 
 _PARAMETER = attrgetter("parameter")
@@ -60,7 +60,8 @@ class JoinedModels:
             yield
         finally:
             with HELD_BACK:
-                for each in self._models:
+                for each, running in zip(self._models, self._running(), strict=True):
+                    running.give_back()
                     each.segments.joined = None
                     each.gradients.summed.expect({})
                     if not each.backwards:
@@ -110,8 +111,9 @@ class JoinedModels:
     @HELD_BACK
     def _settle(self) -> None:
         """End the backward of each model that has begun one."""
-        for each in self._models:
-            assert each.segments.joined is not None
-            models = each.segments.joined.models
-            while models:
-                models.pop().end_backward()
+        with ExitStack() as ends:
+            for running in self._running():
+                ends.callback(running.settle)
+
+    def _running(self) -> list[RunningBackward]:
+        return [each.segments.joined.running for each in self._models if each.segments.joined is not None]

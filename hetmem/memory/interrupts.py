@@ -1,15 +1,13 @@
 """Defers Ctrl-C while hetmem works, until that work ends or waits for something.
 
 Python raises KeyboardInterrupt between any two instructions: a copy that has begun and is not recorded yet would be
-waited for without end. So within `HELD_BACK` an interrupt is only remembered. It is raised where a transfer is waited
-for, like an error of that transfer, and at the end. A second interrupt is raised at once, whatever it breaks.
+waited for without end. So within `HELD_BACK`, and within a segment (a forward, a backward), an interrupt is only
+remembered. It is raised where something is waited for, like an error of that transfer, as the outermost `HELD_BACK`
+ends, and at the end of each hook that torch calls around modules and gradients (`leave`). A second interrupt is raised
+at once, whatever it breaks.
 
 Only the main thread gets signals; in the end the program's own handler is called. This module does not know what the
 work is.
-
-Note "hooks": for functions that torch calls around each module and gradient, interrupts are held back by their code
-objects alone (`covers`), as that costs no call: the handler is set for the length of a segment, and looks for such code
-on the stack.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from threading import get_ident
-from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-_FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 _INTERRUPT = int(signal.SIGINT)
 _SIGNALS: Any = importlib.import_module("_signal")
 """The C module that `signal` wraps, twenty times slower, to make enums; called around every operator."""
@@ -51,25 +47,21 @@ class HeldBack(ContextDecorator):
         self.depth = 0
         """How many times it is entered."""
         self.segments = 0
-        self._covered: set[CodeType] = set()
+        """How many segments run."""
         self._handler_before: Any = None
         self.came = False
+        """Whether an interrupt was remembered."""
         self._wake: Callable[[], None] | None = None
         self._ours = self._remember
 
-    def covers(self, function: _FunctionT) -> _FunctionT:
-        """Hold interrupts back while `function` runs within a segment; at its end it calls `leave` if one `came`."""
-        self._covered.add(function.__code__)
-        return function
-
     def begin_segment(self) -> None:
-        """Install the handler for a forward, a backward or a step, until `end_segment`; where nothing is held back it
-        does what the program's handler does."""
+        """Hold interrupts back until `end_segment`, but where `leave` is called with no `HELD_BACK` around it."""
         if HERE.is_main and (self.depth or self._take()):
             self.segments += 1
 
     def end_segment(self) -> None:
-        """End a segment; call it once for each `begin_segment`. Without effect if none runs."""
+        """End a segment; call it once for each `begin_segment`. Without effect if none runs. Raises an interrupt that
+        came, if nothing is entered any more."""
         if self.segments and HERE.is_main:
             self.segments -= 1
             if not (self.segments or self.depth):
@@ -97,7 +89,7 @@ class HeldBack(ContextDecorator):
             self.leave()
 
     def leave(self) -> None:
-        """Raise an interrupt that came, if nothing is entered any more."""
+        """Raise an interrupt that came, if nothing is entered any more. Hooks call it last, if one `came`."""
         if not self.depth and (self.came or not self.segments) and HERE.is_main:
             self._give_back()
 
@@ -119,11 +111,8 @@ class HeldBack(ContextDecorator):
         finally:
             self._wake = None
 
-    def _remember(self, _: int, frame: FrameType | None) -> None:
-        held = self.depth > 0
-        while not held and frame is not None:
-            held, frame = frame.f_code in self._covered, frame.f_back
-        if not held:
+    def _remember(self, *_: object) -> None:
+        if not (self.depth or self.segments):
             self._deliver()
             return
         if self.came:  # the second one

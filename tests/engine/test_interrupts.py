@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from tests.engine.harness import (
     manage,
     mlp,
     pair,
+    streamed,
     token_batches,
     train_both,
     vector_batches,
@@ -340,6 +342,41 @@ def test_training_goes_on_after_an_interrupt_with_the_same_bits(
     assert testing.of(modules[1]).at_rest()
     modules[1].zero_grad()
     train_both(*modules, token_batches(2), recipe, optimizers=optimizers)
+
+
+class Strikes(nn.Module):
+    """Ctrl-C comes between two of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.strikes, self.ran = 0, list[str]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(self.strikes):
+            signal.raise_signal(signal.SIGINT)
+            self.ran.append("goes on")
+        x = self.second(x)
+        self.ran.append("second")
+        return x
+
+
+@streamed
+def test_an_interrupt_of_a_forward_comes_at_its_next_module_and_a_second_one_at_once(
+    placement: str, tmp_path: Path
+) -> None:
+    modules = pair(Strikes, placement, tmp_path)
+    optimizers = train_both(*modules, BATCHES)
+    managed = modules[1]
+    for strikes in (1, 2):
+        managed.strikes, managed.ran = strikes, []
+        with pytest.raises(KeyboardInterrupt):
+            managed(BATCHES[0][0])
+        assert managed.ran == ["goes on"]
+        assert testing.of(managed).at_rest()
+    managed.strikes = 0
+    train_both(*modules, BATCHES, optimizers=optimizers)
 
 
 class Passes(TorchFunctionMode):

@@ -17,6 +17,7 @@ from torch import nn
 
 import hetmem
 from hetmem.errors import ManageError
+from hetmem.intercept import backward
 from tests.engine.harness import (
     BATCHES,
     CHUNK,
@@ -34,6 +35,7 @@ from tests.engine.harness import (
     streamed,
     train_both,
 )
+from tests.engine.struck import Struck, some_of
 from tests.forked import end_in_a_fork
 
 
@@ -87,6 +89,34 @@ def test_a_backward_that_raises_gives_the_turn_to_other_threads(tmp_path: Path) 
         handle.remove()
         module.zero_grad()
     assert_same(*both(modules, lambda module: beside(lambda: loss_of(module, BATCHES[1]), waits=False)()), "loss")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_backward_that_an_interrupt_ends_gives_the_turn_to_other_threads(
+    raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_cases: bool
+) -> None:
+    """One that came while the backward ended was raised before its turn was given back: the next forward of another
+    thread waited for good. Ctrl-C comes before each line of what begins and ends a backward, also of one that raises."""
+    monkeypatch.setenv("HETMEM_TURN_TIMEOUT", "0.5")
+    plain, managed = pair(mlp, "host", tmp_path, sanitize=False)
+    expected = evaluated(plain)
+    hook = managed.get_parameter("0.weight").register_hook(lambda gradient: 1 / 0) if raises else None
+
+    def struck(at: int) -> int:
+        loss = loss_of(managed, BATCHES[0])
+        within = Struck(lambda code: code.co_filename == backward.__file__, "line", at)
+        with contextlib.suppress(KeyboardInterrupt, ZeroDivisionError), within:
+            loss.backward()
+        return within.places
+
+    places = struck(-1)
+    for at in some_of(places, places if all_cases else 24):
+        struck(at)
+        assert_same(expected, on_a_thread(lambda: evaluated(managed)), f"line {at} of {places}")
+    if hook is not None:
+        hook.remove()
+    managed.zero_grad()
+    train_both(plain, managed, BATCHES)
 
 
 def beside(act: Callable[[], Any], *, waits: bool = True) -> Callable[[], Any]:

@@ -246,26 +246,33 @@ def test_a_segment_that_was_forgotten_holds_back_under_a_handler_that_came_later
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_one_within_a_hook_of_a_segment_comes_at_its_end_also_after_a_handler_that_has_not_raised() -> None:
-    came: list[str] = []
-    seen: list[int] = []
+def test_one_within_a_segment_comes_at_the_end_of_its_next_hook_also_after_a_handler_that_has_not_raised() -> None:
+    came: list[int] = []
 
-    @HELD_BACK.covers
     def hook() -> None:
-        ctrl_c()
-        seen.append(len(came))
         if HELD_BACK.came:
             HELD_BACK.leave()
 
-    before = signal.signal(signal.SIGINT, lambda *_: came.append("one"))
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     HELD_BACK.begin_segment()
     try:
+        for count in (1, 2):
+            ctrl_c()
+            assert len(came) == count - 1, "it waits for a hook"
+            with HELD_BACK:
+                hook()
+                assert len(came) == count - 1, "that is within nothing else"
+            hook()
+            assert len(came) == count
         ctrl_c()
-        assert came == ["one"], "nothing is held back between hooks"
-        hook()
-        hook()
     finally:
         HELD_BACK.end_segment()
         signal.signal(signal.SIGINT, before)
-    assert seen == [1, 2]
-    assert len(came) == 3
+    assert len(came) == 3, "or for the end of the segment"
+
+
+def test_the_second_of_two_within_a_segment_comes_at_once() -> None:
+    HELD_BACK.begin_segment()
+    ctrl_c()
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
