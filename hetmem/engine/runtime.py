@@ -5,9 +5,9 @@ It knows nothing of torch's hooks and modes.
 Note "turns": a forward, a backward, a step, and any other access to a model's memory is a section of one thread;
 sections of the same thread nest. Another thread waits until the outermost section ends; threads are served in order.
 Between the sections of a step another thread may have its turn, so a program gets the results that it would get if one
-thread made all these calls in the same order. Whoever takes a section owns it: it ends as it is given back, or as its
-owner is gone. One whose owner stays, and that no hook sees end, as a forward that Ctrl-C ends, is over once its call is
-not on the stack of its thread.
+thread made all these calls in the same order. A section belongs to the object that keeps it, and ends as it is given
+back, or as that object is gone. One whose owner stays, and that no hook sees end, as a forward that Ctrl-C ends, is
+over once its call is not on the stack of its thread.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Turn:
         """Threads that have computed forwards with a graph, so that a backward of theirs may be of this model."""
         self._changed = threading.Condition()
         self._sections: list[weakref.ref[Section]] = []
-        """Those that have not ended, oldest first. Held weakly: what ends without giving them back loses them."""
+        """The sections that have not ended, oldest first. Held weakly: what ends without giving them back drops them."""
         self._queue: list[Section] = []
         self._given = 0
         self._last: Section | None = None
@@ -241,8 +241,8 @@ class Turn:
     def take(
         self, what: str, runs: Callable[[], bool | None] | None = None, ready: Callable[[], bool] | None = None
     ) -> Section:
-        """Begin a section of this thread once no other thread has the turn, and `ready` returns True. It is the
-        caller's, who keeps it as long as it is to last.
+        """Begin a section of this thread once no other thread has the turn, and `ready` returns True. The
+        caller keeps the section as long as it is to last.
 
         Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other; and at
         once in a rehearsal.

@@ -75,28 +75,25 @@ def _run(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         return _engine(outputs, *args, **kwargs)
     if torch_private.dispatch_mode(torch_private.PROXY) is not None:
         running = RunningBackward()  # an enclosing forward may have saved what this backward unpacks
-        with ExitStack() as ends:
-            ends.callback(_give_back, running)
-            ends.callback(_settle, running)
-            ends.callback(BACKWARDS.end, len(BACKWARDS.running))
-            BACKWARDS.running.append(running)
+        BACKWARDS.running.append(running)
+        try:
             return _engine(outputs, *args, **kwargs)
+        finally:
+            BACKWARDS.running.pop()
+            _settle(running)
+            running.give_back()
     try:
         return differentiate(_backward, outputs, *args, **kwargs)
     except DeviceOutOfMemoryError as error:
         raise error.told() from None
 
 
+@skipped
 def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run torch's engine between the begin and the end of a backward for each model that it may be of."""
     outermost, running, began = not in_backward(), RunningBackward(), list[Interception]()
     depth = 0 if outermost else len(BACKWARDS.running)
-    with ExitStack() as ends:  # calls all of them, also if one raises an interrupt that has come meanwhile
-        ends.callback(HELD_BACK.end_segment)
-        HELD_BACK.begin_segment()
-        ends.callback(_give_back, running)
-        ends.callback(BACKWARDS.end, depth)
-        ends.callback(_end_for_all, began)
+    try:
         if outermost:
             _take_turns(outputs, running)
         _begin_for_all(began, accumulates=kwargs.get("accumulate_grad", True))
@@ -105,21 +102,23 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         early = any(listener.begins_early for listeners in several for listener in listeners)
         if early or any(each.gradients.is_parted for each in began):
             _expect_arrivals(outputs)
-        try:
-            with ExitStack() as stack:
-                if outermost and _may_cross():
-                    stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-                lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
-                if lacking:
-                    stack.enter_context(_RunsAgain(lacking))
-                gradients = _engine(outputs, *args, **kwargs)
-            _settle(running)
-        except BaseException as error:
-            _fail(error, running, began)
-            raise
+        with ExitStack() as stack:
+            if outermost and _may_cross():
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            lacking = [each.runtime for each in began if _may_lack_memory(each.runtime)] if outermost else []
+            if lacking:
+                stack.enter_context(_RunsAgain(lacking))
+            gradients = _engine(outputs, *args, **kwargs)
+        _settle(running)
         return gradients
+    except BaseException as error:
+        _fail(error, running, began)
+        raise
+    finally:
+        _end(running, began, depth)
 
 
+@uncompiled
 @HELD_BACK
 def _fail(error: BaseException, running: RunningBackward, began: list[Interception]) -> None:
     """Settle a backward that has raised `error`, which counts more than what this meets."""
@@ -152,6 +151,7 @@ class _RunsAgain(TorchFunctionMode):
 @HELD_BACK
 def _take_turns(outputs: Any, running: RunningBackward) -> None:
     """Take the turns of the models that `running`, an outermost backward, may be of."""
+    HELD_BACK.begin_segment()
     for turn in _turns(outputs):
         running.take(turn)
 
@@ -160,12 +160,6 @@ def _take_turns(outputs: Any, running: RunningBackward) -> None:
 @HELD_BACK
 def _settle(running: RunningBackward) -> None:
     running.settle()
-
-
-@uncompiled
-@HELD_BACK
-def _give_back(running: RunningBackward) -> None:
-    running.give_back()
 
 
 @uncompiled
@@ -194,8 +188,14 @@ def _begin_for_all(began: list[Interception], *, accumulates: bool) -> None:
 
 @uncompiled
 @HELD_BACK
-def _end_for_all(began: list[Interception]) -> None:
+def _end(running: RunningBackward, began: list[Interception], depth: int) -> None:
+    """End a backward, also one that has raised: `running`, the backward of each of `began`, and those of this thread
+    but the outermost `depth`. Does all of it, also if a part raises."""
     with ExitStack() as ends:
+        if not in_backward():
+            ends.callback(HELD_BACK.end_segment)
+        ends.callback(running.give_back)
+        ends.callback(BACKWARDS.end, depth)
         ends.callback(drop_ended_modes)
         for interception in began:
             ends.callback(end_for, interception)

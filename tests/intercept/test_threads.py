@@ -96,7 +96,7 @@ def test_a_backward_that_an_interrupt_ends_gives_the_turn_to_other_threads(
     raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_cases: bool
 ) -> None:
     """One that came while the backward ended was raised before its turn was given back: the next forward of another
-    thread waited for good. Ctrl-C comes before each line of what begins and ends a backward, also of one that raises."""
+    thread waited for good. Ctrl-C comes before each line of what begins and ends a backward, and one that raises."""
     monkeypatch.setenv("HETMEM_TURN_TIMEOUT", "0.5")
     plain, managed = pair(mlp, "host", tmp_path, sanitize=False)
     expected = evaluated(plain)
