@@ -233,7 +233,7 @@ class Turn:
         """Threads that have computed forwards with a graph, so that a backward of theirs may be of this model."""
         self._changed = threading.Condition()
         self._sections: list[weakref.ref[Section]] = []
-        """The sections that have not ended, oldest first. Held weakly: what ends without giving them back drops them."""
+        """The sections that have not ended, oldest first; held weakly, as what fails to give one back drops it."""
         self._queue: list[Section] = []
         self._given = 0
         self._last: Section | None = None

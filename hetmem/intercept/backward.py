@@ -41,7 +41,7 @@ from hetmem.intercept.dynamo import opaque, skipped, uncompiled
 from hetmem.intercept.faults import run_again
 from hetmem.intercept.forward_scope import drop_ended_modes
 from hetmem.intercept.interceptor import Interception
-from hetmem.intercept.phases import BACKWARDS, RunningBackward, forget_nodes_that_did_not_run
+from hetmem.intercept.phases import BACKWARDS, RunningBackward
 from hetmem.memory.interrupts import HELD_BACK
 from hetmem.memory.live_bytes import nodes_behind
 
@@ -128,7 +128,19 @@ def _fail(error: BaseException, running: RunningBackward, began: list[Intercepti
     with contextlib.suppress(Exception):
         _settle(running)
     if not in_backward():
-        forget_nodes_that_did_not_run()
+        _forget_nodes_that_did_not_run()
+
+
+@uncompiled
+def _forget_nodes_that_did_not_run() -> None:
+    """Free the graph of a backward that has raised.
+
+    Autograd keeps the nodes that were ready to run in a queue of the thread, and with them the graph behind them: saved
+    tensors, and the model. It drops them as the thread's next backward begins, of which there may be none: so run one.
+    """
+    with torch_private.NoFunctions(), torch.inference_mode(False), torch.enable_grad():
+        nothing = torch.zeros((), device="cpu", requires_grad=True)
+        _engine((nothing,), (torch.ones_like(nothing),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _RunsAgain(TorchFunctionMode):

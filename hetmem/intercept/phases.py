@@ -15,7 +15,6 @@ from hetmem.engine.runtime import Runtime, Section, Turn, in_backward
 from hetmem.engine.shortage import Called
 from hetmem.errors import ManageError
 from hetmem.intercept.diagnostics import NOT_TRACED
-from hetmem.intercept.dynamo import uncompiled
 from hetmem.memory.live_bytes import is_unseen
 from hetmem.schedule.trace import STEP, Turns
 from hetmem.torch_private import tree_leaves, tree_map
@@ -117,17 +116,6 @@ def without_memory(device: torch.device, args: tuple[Any, ...], kwargs: dict[str
 
     args, kwargs = tree_map(empty, (args, kwargs))
     return args, kwargs
-
-
-@uncompiled
-def forget_nodes_that_did_not_run() -> None:
-    """Free the graph of a backward that has raised.
-
-    Autograd keeps the nodes that were ready to run in a queue of the thread, and with them the graph behind them: saved
-    tensors, and the model. It drops them as the thread's next backward begins, of which there may be none: so run one.
-    """
-    with torch_private.NoFunctions(), torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), device="cpu", requires_grad=True).backward()
 
 
 class RunningBackward:
