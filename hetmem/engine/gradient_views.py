@@ -248,17 +248,18 @@ _REFERENCES_OF_LISTED = _references_of_listed()
 # ---- gradients that an update consumes ----------------------------------------------------------------------------
 
 
-def consume(managed: ManagedParameter, gradient: torch.Tensor) -> None:
-    """Note that a step that has ended has used up `gradient` of `managed`: if it is `p.grad` still, it cannot be read
-    from now on, and no step or backward adds to it."""
-    parameter = managed.parameter
-    if type(gradient) is HiddenGradient:
-        gradient.consumed = gradient.stepped = True
-    elif parameter.grad is gradient:
-        hidden = HiddenGradient(parameter, parameter.dtype, f"the gradient of {managed.name}")
-        hidden.consumed = hidden.stepped = True
-        take_gradient(parameter)
-        show_gradient(parameter, hidden)
+def consume(used: Iterable[ManagedParameter], gradients: Iterable[torch.Tensor]) -> None:
+    """Note that a step that has ended has used up `gradients` of those `used`: one that is `p.grad` still cannot be
+    read from now on, and no step or backward adds to it."""
+    for managed, gradient in zip(used, gradients, strict=True):
+        if type(gradient) is HiddenGradient:
+            gradient.consumed = gradient.stepped = True
+        elif managed.parameter.grad is gradient:
+            parameter = managed.parameter
+            hidden = HiddenGradient(parameter, parameter.dtype, f"the gradient of {managed.name}")
+            hidden.consumed = hidden.stepped = True
+            take_gradient(parameter)
+            show_gradient(parameter, hidden)
 
 
 def clear_consumed(parameter: torch.Tensor) -> None:
@@ -289,9 +290,12 @@ def refuse_consumed(parameters: Iterable[torch.Tensor]) -> None:
             )
 
 
-def is_as_it_was(gradient: torch.Tensor | None, used: torch.Tensor) -> bool:
-    """Return whether a parameter's `gradient` is `used`, the one that an update reads, and was not zeroed."""
-    return gradient is used and not (type(used) is HiddenGradient and used.zeroed)
+def are_as_they_were(parameters: Iterable[torch.Tensor], used: Sequence[torch.Tensor]) -> bool:
+    """Return whether the gradients of `parameters` are those `used`, which updates read, and none was zeroed. In C
+    alone."""
+    if False in map(is_, map(_GRADIENT, parameters), used):
+        return False
+    return True not in map(getattr, used, repeat("zeroed"), repeat(False))
 
 
 def updated_by_another(name: str) -> str:

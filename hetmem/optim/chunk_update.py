@@ -4,7 +4,7 @@ all parameters of a group at once in a model that is whole on the device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -13,28 +13,32 @@ import torch
 
 from hetmem.cpu import square_sum_tasks
 from hetmem.cpu.workers import Batch, Task, WorkerPool
-from hetmem.engine.gradient_views import is_as_it_was
 from hetmem.engine.runtime import Runtime
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
-from hetmem.optim.members import Members, Opened, Part, in_order
+from hetmem.optim.members import Members, Opened, Options, Part, are_same, in_order
 from hetmem.optim.options import Rule
 from hetmem.schedule.trace import Tier
 
 # Read for each parameter in each step: these run in C.
 ADDRESS, _STRIDES = torch.Tensor.data_ptr, torch.Tensor.stride
 _DTYPE, _COUNT = attrgetter("dtype"), attrgetter("is_cpu", "dtype")
-_ROLES, _GRADIENT, VERSION = attrgetter("roles"), attrgetter("grad"), attrgetter("_version")
+_GRADIENT, VERSION = attrgetter("grad"), attrgetter("_version")
 _HOMES, _FLAT = attrgetter("homes"), attrgetter("flat")
 
 
 @dataclass(eq=False)
 class ChunkUpdate:
-    """The update of `members` of `chunks` (several only if all their homes are in host memory), with the gradients of
-    `parts`. At most one pass of it is queued or under way: its sums of squares, or the update itself. `tasks` makes the
-    tiles once the roles that it `needs` are open, `done` ends the pass."""
+    """The update of `members` of `chunks` (several only if all their homes are in host memory), all of which have
+    gradients, with the options that are `known` of their groups. At most one pass of it is queued or under way: that of
+    its sums of squares, or the update itself. `tasks` makes the tiles once the roles that it `needs` are open, `done`
+    ends the pass."""
 
     members: Members
-    parts: list[Part]
+    known: InitVar[Options]
+    gradients: list[torch.Tensor] = field(init=False)
+    """Those of the members, and their versions, when this was made."""
+    versions: list[int] = field(init=False)
+    parts: list[Part] = field(init=False)
     chunks: tuple[Chunk, ...] = field(init=False)
     chunk: Chunk = field(init=False)
     """The first of `chunks`."""
@@ -69,10 +73,16 @@ class ChunkUpdate:
     batch: Batch | None = None
     began: float = 0.0
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, known: Options) -> None:
         self.chunks = self.members.chunks
         self.chunk = self.chunks[0]
-        self.roles = tuple(dict.fromkeys(chain.from_iterable(map(_ROLES, self.parts))))
+        self.gradients = [*map(_GRADIENT, self.members.parameters)]
+        self.versions = [*map(VERSION, self.gradients)]
+        self.read_options(known)
+
+    def read_options(self, known: Options) -> None:
+        """Take over the options that are `known` of the groups: one that has not begun needs none before."""
+        self.parts, self.roles = self.members.parts(self.gradients, known)
 
     @property
     def flats(self) -> list[torch.Tensor | None]:
@@ -91,22 +101,18 @@ class ChunkUpdate:
         """Return whether `managed` is one of the parts."""
         return any(part.managed is managed for part in self.parts)
 
-    def of(self, parts: list[Part]) -> bool:
-        """Return whether its parts are the same as `parts`, in any order."""
-        theirs = {part.managed: part for part in parts}
-        return len(theirs) == len(self.parts) and all(
-            part.managed in theirs and part.same(theirs[part.managed]) for part in self.parts
-        )
+    def is_of(self, members: Members) -> bool:
+        """Return whether it is the update of `members`, with the gradients that they have now. In C alone."""
+        if members.managed != self.members.managed:
+            return False
+        gradients = [*map(_GRADIENT, members.parameters)]
+        return are_same(gradients, self.gradients) and [*map(VERSION, gradients)] == self.versions
 
     def consume(self) -> None:
         """Note that this update has read its gradients."""
-        for part in self.parts:
-            if type(part.gradient) is HiddenGradient:
-                part.gradient.consumed = True
-
-    def lacks_gradients(self) -> bool:
-        """Return whether the program has dropped or zeroed a gradient since this update has begun."""
-        return not all(is_as_it_was(part.managed.parameter.grad, part.gradient) for part in self.parts)
+        for gradient in self.gradients:
+            if type(gradient) is HiddenGradient:
+                gradient.consumed = True
 
     def remember_numbers(self, states: Iterable[dict[str, Any]], homes: Container[str]) -> None:
         """Save the states outside chunks that an update changes (step counts); those in `homes` are in chunks."""

@@ -37,24 +37,31 @@ def are_same(some: Sequence[object], others: Sequence[object]) -> bool:
     return [*map(id, some)] == [*map(id, others)]
 
 
+Chosen = tuple[dict[str, Any], tuple[Role, ...]]
+"""The options of a group at one time, and the roles of its states."""
+
+Options = dict[tuple["GroupOptions", torch.dtype], Chosen]
+"""The options that a step has read, once for each group and dtype."""
+
+
 class GroupOptions:
     """A parameter group of an optimizer with `rule`, and its options when a step last read them."""
 
     def __init__(self, group: dict[str, Any], rule: Rule) -> None:
         self._group, self._rule = group, rule
         self._options: dict[str, Any] | None = None
-        self._roles: dict[torch.dtype, tuple[Role, ...]] = {}
+        self._found: dict[torch.dtype, Chosen] = {}
         self._needs: dict[torch.dtype, tuple[str, ...]] = {}
 
-    def now(self, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Role, ...]]:
-        """Return the group's options without its parameters, the same object as long as they are equal, and the roles
-        of its states for `dtype`. Raises the rule's errors for invalid options."""
+    def now(self, dtype: torch.dtype) -> Chosen:
+        """Return the group's options without its parameters, and the roles of its states for `dtype`: the same object
+        as long as they are equal. Raises the rule's errors for invalid options."""
         options = {name: value for name, value in self._group.items() if name != "params"}
         if self._options != options:
-            self._options, self._roles, self._needs = deepcopy(options), {}, {}
-        if dtype not in self._roles:
-            self._roles[dtype] = self._rule.roles(self._options, dtype)
-        return self._options, self._roles[dtype]
+            self._options, self._found, self._needs = deepcopy(options), {}, {}
+        if dtype not in self._found:
+            self._found[dtype] = self._options, self._rule.roles(self._options, dtype)
+        return self._found[dtype]
 
     def needs(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Return what `Rule.needs` does for the options now."""
@@ -79,6 +86,8 @@ class Members:
         self.chunks = (*dict.fromkeys(managed.chunk for managed in self.managed),)
         self.dtypes = {chunk.dtype for chunk in self.chunks}
         self._some: tuple[list[bool], Members] | None = None
+        self._made: tuple[list[Chosen], list[bool], tuple[list[Part], tuple[Role, ...]]] | None = None
+        """Of `parts`: the options and places of gradients for which they were made, and the result."""
         self.roles: tuple[Role, ...] = ()
         """The states of all parameters, once read."""
         self._addresses: list[list[int]] = []
@@ -88,13 +97,11 @@ class Members:
         """Return the parameters of all `members`, of chunks of one dtype."""
         return cls(pair for each in members for pair in zip(each.managed, each._groups, strict=True))
 
-    def roles_now(self, known: dict[object, tuple[Role, ...]]) -> set[Role]:
-        """Return the roles of the states of these parameters, by the present options of their groups; `known` keeps
-        those of each group for another call."""
-        for group in self._distinct:
-            if group not in known:
-                known[group] = group.now(self.managed[0].chunk.dtype)[1]
-        return {role for group in self._distinct for role in known[group]}
+    def options(self, known: Options) -> list[Chosen]:
+        """Return the options of each of the groups, of parameters of one dtype; `known`: those that the step has
+        read."""
+        (dtype,) = self.dtypes
+        return [known.get((group, dtype)) or _read(group, dtype, known) for group in self._distinct]
 
     @cached_property
     def strides(self) -> list[tuple[int, ...]]:
@@ -112,15 +119,15 @@ class Members:
         """Return those that have a gradient; None if none has. Raises RuntimeError, in the name of `optimizer`, for a
         sparse one."""
         gradients: list[Any] = [*map(_GRADIENT, self.parameters)]
-        have = [gradient is not None for gradient in gradients]
-        if not any(have):
+        have = [*map(is_not, gradients, repeat(None))]
+        if True not in have:
             return None
         layouts = [*map(_LAYOUT, compress(gradients, have))]
-        if set(layouts) != {torch.strided}:
+        if {*layouts} != {torch.strided}:
             names = (managed.name for managed in compress(self.managed, have))
             name = next(name for name, layout in zip(names, layouts, strict=True) if layout is not torch.strided)
             raise RuntimeError(f"{optimizer} does not support sparse gradients, and {name} has one")
-        if all(have):
+        if False not in have:
             return self
         if self._some is None or self._some[0] != have:
             self._some = have, Members(compress(zip(self.managed, self._groups, strict=True), have))
@@ -142,18 +149,26 @@ class Members:
         needs = {name for group in self._distinct for name in group.needs(dtype)}
         return any(True in map(is_, map(dict.get, entries, repeat(name)), nothing) for name in needs)
 
-    def parts(self) -> list[Part]:
-        """Return the inputs of an update of these parameters, all of which have gradients, as they are now."""
-        dtype, gradients = self.managed[0].chunk.dtype, [*map(_GRADIENT, self.parameters)]
-        options_of = {group: group.now(dtype) for group in self._distinct}
-        at_home = are_home(gradients, self.managed)
-        if HiddenGradient in set(map(type, gradients)):
+    def parts(self, gradients: Sequence[torch.Tensor], known: Options) -> tuple[list[Part], tuple[Role, ...]]:
+        """Return the parts of an update with `gradients`, those of all these parameters, and the roles of their states:
+        the same objects in each step, as long as nothing differs. `known`: see `options`."""
+        options, at_home = self.options(known), are_home(gradients, self.managed)
+        if HiddenGradient in {*map(type, gradients)}:
             zeroed = map(getattr, gradients, repeat("zeroed"), repeat(False))
             at_home = [*map(and_, at_home, map(not_, zeroed))]
-        fields = zip(self.managed, map(options_of.__getitem__, self._groups), gradients, at_home, strict=True)
-        return [
-            Part(managed, *options, gradient, home, gradient._version) for managed, options, gradient, home in fields
-        ]
+        if self._made is None or self._made[1] != at_home or not are_same(self._made[0], options):
+            chosen = map(dict(zip(self._distinct, options, strict=True)).__getitem__, self._groups)
+            of_each = zip(self.managed, chosen, at_home, strict=True)
+            parts = [Part(managed, *options_of, home) for managed, options_of, home in of_each]
+            roles = tuple(dict.fromkeys(role for part in parts for role in part.roles))
+            self._made = options, at_home, (parts, roles)
+        return self._made[2]
+
+
+def _read(group: GroupOptions, dtype: torch.dtype, known: Options) -> Chosen:
+    """Read the options of `group` now, and keep them in `known`."""
+    known[group, dtype] = group.now(dtype)
+    return known[group, dtype]
 
 
 def is_zeroed(gradient: torch.Tensor) -> bool:
@@ -249,56 +264,55 @@ class Joins:
     def __init__(self) -> None:
         self._made: dict[tuple[Members, ...], Members] = {}
 
-    def of(self, chunks: Mapping[Chunk, Members], under_way: Mapping[Chunk, object]) -> list[Members]:
+    def of(self, chunks: Mapping[Chunk, Members], under_way: Mapping[Chunk, object], known: Options) -> list[Members]:
         """Return the members of `chunks`, in the order of their first chunks. Those of an update `under_way` are joined
-        as there; of others, chunks of equal dtypes with all their homes in host memory."""
+        as there; of others, chunks of equal dtypes with all their homes in host memory. `known`: see
+        `Members.options`."""
         found: dict[object, list[Members]] = {}
-        roles_of: dict[object, tuple[Role, ...]] = {}
         last: dict[object, tuple[object, int]] = {}
         for chunk in sorted(chunks, key=_INDEX):
             members, homes = chunks[chunk], chunk.homes
-            key: object = under_way.get(chunk, chunk)
-            if key is chunk and members.roles_now(roles_of) <= homes.keys() and {*map(_TIER, homes.values())} == _HOST:
+            if chunk in under_way:
+                key = under_way[chunk]
+            elif _in_host_memory(members, homes, known):
                 kind = chunk.dtype, chunk.compute_dtype if Role.COMPUTE in homes else None
                 key, nbytes = last.get(kind, (chunk, 0))
                 if nbytes + members.nbytes > JOINED_BYTES:
                     key, nbytes = chunk, 0
                 last[kind] = key, nbytes + members.nbytes
-            found.setdefault(key, []).append(members)
+            else:
+                key = chunk
+            if key in found:
+                found[key] += (members,)
+            else:
+                found[key] = [members]
         before, self._made = self._made, {}
         for joined in map(tuple, found.values()):
             self._made[joined] = before.get(joined) or (Members.joined(joined) if len(joined) > 1 else joined[0])
         return [*self._made.values()]
 
 
+def _in_host_memory(members: Members, homes: Mapping[Role, object], known: Options) -> bool:
+    """Return whether all of `homes`, of the chunk of `members`, are in host memory, those of states among them."""
+    needed = {role for _, roles in members.options(known) for role in roles}
+    return needed <= homes.keys() and {*map(_TIER, homes.values())} == _HOST
+
+
 @dataclass(slots=True, eq=False)
 class Part:
-    """A parameter to update: its gradient, the options of its group at that time, and the roles of its states."""
+    """A parameter to update: the options of its group at that time, the roles of its states, and whether its gradient
+    is at home."""
 
     managed: ManagedParameter
     group: dict[str, Any]
     roles: tuple[Role, ...]
-    gradient: torch.Tensor
     at_home: bool
-    version: int
 
-    def same(self, other: Part) -> bool:
-        """Return whether both stand for the same update."""
-        return (
-            (self.managed, self.version) == (other.managed, other.version)
-            and self.gradient is other.gradient
-            and (self.group is other.group or self.matches(other.group))
-        )
-
-    def matches(self, group: dict[str, Any]) -> bool:
-        """Return whether `group` has the options of this part."""
-        return self.group == {name: value for name, value in group.items() if name != "params"}
-
-    def flat_gradient(self, opened: Opened) -> torch.Tensor:
-        """Return the gradient in the order in which the parameter's elements lie in memory."""
+    def flat(self, gradient: torch.Tensor, opened: Opened) -> torch.Tensor:
+        """Return `gradient`, that of the parameter, in the order in which its elements lie in memory."""
         if self.at_home and Role.GRAD in opened:
             return self.managed.part(opened[Role.GRAD])
-        gradient = in_order(self.managed, self.gradient)
+        gradient = in_order(self.managed, gradient)
         return torch.as_strided(gradient, (self.managed.numel,), (1,), gradient.storage_offset())
 
 

@@ -7,17 +7,22 @@ overlaps nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import repeat
-from operator import ge
+from itertools import chain, repeat
+from operator import attrgetter, ge
 from typing import Any
 
+from hetmem.engine.gradient_views import are_as_they_were
 from hetmem.engine.write_check import WriteCheck
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.members import Part
 from hetmem.optim.states import SteppingOptimizer
+
+# Read for each parameter in each step: these run in C.
+_MANAGED, _PARAMETERS = attrgetter("members.managed"), attrgetter("members.parameters")
+_GRADIENTS, _PARTS, _GROUP = attrgetter("gradients"), attrgetter("parts"), attrgetter("group")
 
 _NAMED = 32  # parameters that an error names
 
@@ -34,8 +39,8 @@ class Arrivals:
     """Counts one optimizer's gradients on one runtime. `sees_all`: whether it gets all those of the next step."""
 
     def __init__(self, *, sees_all: bool) -> None:
-        self._now: Counter[int] = Counter()
-        self._most: Counter[int] = Counter()
+        self._now: defaultdict[int, int] = defaultdict(int)
+        self._most: dict[int, int] = {}
         self._most_of_any = 1
         """That is usual for a parameter that never had a gradient."""
         self._expected: dict[int, int] = {}
@@ -53,15 +58,17 @@ class Arrivals:
 
     def expect(self, managed: ManagedParameter, more: int) -> None:
         """Expect `more` gradients of `managed` in the backward that begins."""
-        self._expected[id(managed)] = self._now[id(managed)] + more
+        self._expected[id(managed)] = self.of(managed) + more
 
     def count(self, arrived: Iterable[ManagedParameter]) -> None:
         """Count a gradient of each of those that have `arrived`."""
-        self._now.update(map(id, arrived))
+        now = self._now
+        for key in map(id, arrived):
+            now[key] += 1
 
     def of(self, managed: ManagedParameter) -> int:
         """Return how many gradients of `managed` this step has."""
-        return self._now[id(managed)]
+        return self._now.get(id(managed), 0)
 
     def complete(self, managed: Iterable[ManagedParameter]) -> bool:
         """Return whether as many gradients of each of `managed` have arrived as any step had, and all that are
@@ -73,8 +80,8 @@ class Arrivals:
     def end_step(self, *, sees_all: bool) -> None:
         """Learn from the counts of the step that ends; another begins."""
         if self._sees_all:
-            for key, count in self._now.items():
-                self._most[key] = max(self._most[key], count)
+            most = map(max, self._now.values(), map(self._most.get, self._now, repeat(0)))
+            self._most |= zip(self._now, most, strict=True)
             self._most_of_any = max(self._most.values(), default=1)
         self._sees_all = sees_all
         self._now.clear()
@@ -86,24 +93,25 @@ def found_changes(
 ) -> RuntimeError | None:
     """Return the error if an input of the updates in `begun` that the program can reach has changed since."""
     groups = optimizer.groups_by_parameter() if begun else {}
-    for update in begun:
-        if update.lacks_gradients() or _have_changed(update, groups, writes):
-            return changed(update.parts, optimizer, begun)
+    if begun and _have_changed(begun, groups, writes):
+        first = next(update for update in begun if _have_changed([update], groups, writes))
+        return changed(first.parts, optimizer, begun)
     return None
 
 
-def _have_changed(update: ChunkUpdate, groups: dict[int, dict[str, Any]], writes: WriteCheck) -> bool:
-    """Return whether options of groups, or weights, differ from those with which `update` was made."""
-    compared: set[tuple[int, int]] = set()  # most parts share the options of one group
-    for part in update.parts:
-        group = groups.get(id(part.managed.parameter), {})
-        if (id(part.group), id(group)) not in compared:
-            if not part.matches(group):
-                return True
-            compared.add((id(part.group), id(group)))
-        if id(part.managed) in writes.noticed:
-            return True
-    return any(writes.counted(part.managed) for part in update.parts)
+def _have_changed(updates: Sequence[ChunkUpdate], groups: dict[int, dict[str, Any]], writes: WriteCheck) -> bool:
+    """Return whether gradients, weights, or options of groups differ from those with which `updates` were made, or may
+    do so. Looks at each parameter in C alone."""
+    managed = [*chain.from_iterable(map(_MANAGED, updates))]
+    parameters = [*chain.from_iterable(map(_PARAMETERS, updates))]
+    if not are_as_they_were(parameters, [*chain.from_iterable(map(_GRADIENTS, updates))]):
+        return True
+    if not writes.noticed.isdisjoint(map(id, managed)) or writes.all_counted(managed):
+        return True
+    used = [*map(_GROUP, chain.from_iterable(map(_PARTS, updates)))]
+    now = [*map(groups.get, map(id, parameters), repeat({}))]
+    distinct = dict(zip(zip(map(id, used), map(id, now), strict=True), zip(used, now, strict=True), strict=True))
+    return any(used != {name: now[name] for name in now if name != "params"} for used, now in distinct.values())
 
 
 def changed(parts: Sequence[Part], optimizer: SteppingOptimizer, begun: Iterable[ChunkUpdate]) -> RuntimeError:

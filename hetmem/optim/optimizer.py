@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -32,7 +32,7 @@ from hetmem.optim.options import LossScale, Rule, check_max_grad_norm, choice, c
 from hetmem.optim.states import Homes, States, checked, managed_again, no_longer_managed, reserve_homes, saved_homes
 from hetmem.optim.step import ChunkWork, Stepper
 
-_PARAMETERS = itemgetter("params")
+_PARAMETERS, _MANAGED = itemgetter("params"), attrgetter("managed")
 _SETTINGS = ("overlap", "max_grad_norm", "loss_scale", "grad_norm", "rule")
 
 
@@ -322,7 +322,10 @@ class OffloadedOptimizer(Optimizer):
 
     def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
         """Return the group of each parameter, by its `id`."""
-        return {id(parameter): group for group in self.param_groups for parameter in group["params"]}
+        found: dict[int, dict[str, Any]] = {}
+        for group in self.param_groups:
+            found.update(zip(map(id, group["params"]), repeat(group)))
+        return found
 
     def number_of(self, managed: ManagedParameter) -> int:
         """Return the index of `managed` among all parameters of the optimizer, as in `state_dict`."""
@@ -381,8 +384,8 @@ class OffloadedOptimizer(Optimizer):
             work[stepper] = {chunk: members for chunk, members in found.items() if members is not None}
         whole = [(stepper, group, members.with_gradients(name)) for stepper, group, members in self._members.whole]
         of_chunks = chain.from_iterable(map(dict.values, work.values()))
-        for members in chain(of_chunks, (members for _, _, members in whole if members is not None)):
-            self.states.check(members.managed)
+        stepped = chain(of_chunks, (members for _, _, members in whole if members is not None))
+        self.states.check(chain.from_iterable(map(_MANAGED, stepped)))
         for stepper, chunks in work.items() if self.states.handed_out else ():
             for members in chunks.values():
                 stepper.refuse_incomplete(members)

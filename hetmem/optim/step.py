@@ -12,7 +12,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, compress
+from itertools import compress
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +25,7 @@ from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
 from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
-from hetmem.optim.members import Joins, Members
+from hetmem.optim.members import Joins, Members, Options
 from hetmem.optim.mutation_check import (
     Arrivals,
     backward_ended,
@@ -71,6 +71,8 @@ class Stepper:
         self._arrivals = Arrivals(sees_all=not self.runtime.memory.resident)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._joins = Joins()
+        self._options: Options = {}
+        """The options that the updates of this step use, unless they change before `step()`."""
         self._checked = self._hurries = False
         """Whether this step has compared what its updates used; and whether, the first one, it begins them early."""
         self.failed = False
@@ -232,7 +234,7 @@ class Stepper:
         assert members is not None, "one has just arrived"
         if optimizer.states.handed_out and any(members.incomplete(optimizer.states.shown)):
             return  # the step refuses it
-        update = self._progress[chunk] = ChunkUpdate(members, members.parts())
+        update = self._progress[chunk] = ChunkUpdate(members, self._options)
         self._passes.notice_states(chunk)
         if optimizer.needs_all_gradients:
             self._add_sums(update)
@@ -342,8 +344,8 @@ class Stepper:
         self._updates.detach()  # a later failure is not repeated by a step
         if updated and self.begins_early:
             with self.runtime.unwatched(), torch.no_grad():
-                for part in chain.from_iterable(update.parts for update in self._under_way):
-                    consume(part.managed, part.gradient)
+                for update in self._under_way:
+                    consume(update.members.managed, update.gradients)
         self.forget()
         self.runtime.statistics.steps += updated
         self.runtime.after_step()
@@ -397,8 +399,8 @@ class Stepper:
         """Discard the state of a step that has ended, or is not repeated."""
         self.failed, self._ended_with, self._passes.corrupt = False, "", []
         self._checked = self._hurries = False
-        for chunk in [*self._progress]:
-            self._drop(chunk)
+        self._progress.clear()
+        self._options = {}
         self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there autograd keeps them
 
     def _wanted(self, chunks: ChunkWork) -> list[ChunkUpdate]:
@@ -408,7 +410,9 @@ class Stepper:
             if (refused := found_changes(begun, self._optimizer, self.runtime.writes)) is not None:
                 raise self._refusal(refused)
             self._checked = True
-        wanted = [self._current(members) for members in self._joins.of(chunks, self._progress)]
+        self._options = {}
+        of_updates = self._joins.of(chunks, self._progress, self._options)
+        wanted = [self._current(members) for members in of_updates]
         if new := [chunk for update in wanted for chunk in update.chunks if chunk not in self._progress]:
             self._passes.notice(new)
             self._progress |= {chunk: update for update in wanted for chunk in update.chunks}
@@ -416,17 +420,19 @@ class Stepper:
 
     def _current(self, members: Members) -> ChunkUpdate:
         """Return the update of `members`, perhaps one under way. Raises if its inputs have changed since."""
-        parts, chunk = members.parts(), members.chunks[0]
-        update = self._progress.get(chunk)
-        if update is not None and self.failed and not update.of(parts):
-            self.forget()  # the failed step is not repeated
-            update = None
-        unchanged = update is not None and update.of(parts)
-        if update is None or not (update.begun or unchanged):
-            self._drop(chunk)
-            return ChunkUpdate(members, parts)
+        update = self._progress.get(members.chunks[0])
+        if update is None:
+            return ChunkUpdate(members, self._options)
+        unchanged = update.is_of(members)
+        if not unchanged and (self.failed or not update.begun):
+            if self.failed:
+                self.forget()  # the failed step is not repeated
+            self._drop(members.chunks[0])
+            return ChunkUpdate(members, self._options)
         if not unchanged:
             raise self._refusal(changed(update.parts, self._optimizer, self._under_way))
+        if not update.begun:
+            update.read_options(self._options)
         return update
 
     # ---- jobs --------------------------------------------------------------------------------------------------

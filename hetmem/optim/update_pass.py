@@ -127,8 +127,8 @@ class Passes:
         update.open_homes()
         tasks: list[Task] = []
         update.sums = []
-        for part in update.parts:
-            more, sums = square_sum_tasks(part.flat_gradient(update.opened[part.managed.chunk]))
+        for part, gradient in zip(update.parts, update.gradients, strict=True):
+            more, sums = square_sum_tasks(part.flat(gradient, update.opened[part.managed.chunk]))
             tasks += more
             update.sums.append(sums)
         return tasks
@@ -171,7 +171,7 @@ class Passes:
         update.remember_numbers(states, homes)
         merges = self._rule.has_kernel and all(Role.GRAD in opened for opened in update.opened.values())
         runs = self._runs(update, states, merges=merges)
-        updates = [self._update_of(update.parts[run], states[run], update) for run in runs]
+        updates = [self._update_of(run, states[run], update) for run in runs]
         for home in (chunk.homes[role] for chunk in update.chunks for role in update.roles):
             home.untouched = False
         self.prepared.pop(update.chunk, None)
@@ -204,8 +204,10 @@ class Passes:
             return []
         return rule.tasks(self._begin(update))
 
-    def _update_of(self, parts: list[Part], entries: list[dict[str, Any]], update: ChunkUpdate) -> ParameterUpdate:
-        """Return the update of `parts`, which are adjacent if they are several, and whose states have `entries`."""
+    def _update_of(self, run: slice, entries: list[dict[str, Any]], update: ChunkUpdate) -> ParameterUpdate:
+        """Return the update of the `run` of parts, which are adjacent if they are several, and whose states have
+        `entries`."""
+        parts = update.parts[run]
         first, managed = parts[0], parts[0].managed
         opened = update.opened[managed.chunk]
         fresh = self._make_states(parts, entries, opened)
@@ -214,7 +216,7 @@ class Passes:
         if len(parts) == 1:
             for role in first.roles:
                 states |= managed.parts(role, opened[role])
-            gradient, end = first.flat_gradient(opened), managed.offset + managed.numel
+            gradient, end = first.flat(update.gradients[run.start], opened), managed.offset + managed.numel
         else:
             end = parts[-1].managed.offset + parts[-1].managed.numel
             gradient = opened[Role.GRAD][managed.offset : end]
