@@ -103,6 +103,7 @@ class PreparedRuns:
 
     def __init__(self, runs: Sequence[Flats]) -> None:
         self._runs = [*runs]
+        self._threads = most_threads()
         self._gradients = np.array([run[1].data_ptr() for run in runs])
         tables: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[tuple[int, ...]]] = {}
         owners: dict[tuple[torch.dtype, torch.dtype, torch.dtype | None], list[int]] = {}
@@ -155,7 +156,7 @@ class PreparedRuns:
             elif len(scalars) == 1:
                 table[:, 0] = 0
             task = SharedTiles(loop, (scalars, table, np.zeros(1, np.int64), *samples), self._runs)
-            made += [task] * min(len(table), most_threads())
+            made += [task] * min(len(table), self._threads)
         return made
 
 

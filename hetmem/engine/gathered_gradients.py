@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from hetmem import torch_private
 from hetmem.engine.gradient_views import are_own, is_held, open_hidden_homes, show_first_gradient, show_gradient
 from hetmem.engine.summed_gradients import SummedGradients
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role
@@ -115,9 +113,9 @@ class GatheredGradients:
         if managed.grad_home is None or (view is None) is hides:
             managed.open_grad_home()
             view = managed.grad_view
-        elif view is not None:
-            view.begin(managed.grad_home)
         home: Any = managed.grad_home
+        if view is not None and (view.gradient is not home or view.consumed or view.zeroed):
+            view.begin(home)
         show_first_gradient(managed.parameter, weight, home if view is None else view)
         if view is None:
             self._sink().flights.begin(managed)
@@ -170,10 +168,7 @@ class GatheredGradients:
         """Send everything that is gathered."""
         if not self.chunks:
             return
-        with ExitStack() as stack:
-            stack.enter_context(self._sink().runtime.unwatched())
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(torch_private.NoFunctionsOfSubclasses())
+        with self._sink().runtime.own_work():
             while self.chunks:
                 self.send(next(iter(self.chunks)))
 

@@ -132,20 +132,23 @@ def show_revealed(managed: ManagedParameter) -> None:
         show_gradient(managed.parameter, managed.grad_home)
 
 
-_NUMEL, _PLACE = attrgetter("numel"), (attrgetter("shape"), attrgetter("stride"), attrgetter("offset"))
+_NUMEL = attrgetter("numel")
+_SHAPE, _STRIDE, _OFFSET = attrgetter("shape"), attrgetter("stride"), attrgetter("offset")
 
 
 def open_hidden_homes(chunk: Chunk) -> None:
     """Do `open_grad_home` for all parameters of `chunk`, which hides their gradients, at once: mostly in C. Their homes
     share the storage of its `flat`, as the program cannot hold them. Without effect unless all have spare ones."""
     parameters, flat = chunk.parameters, chunk.flat(Role.GRAD)
-    views = [None if each.grad_spare is None else each.grad_spare[1] for each in parameters]
+    views: list[Any] = [None if each.grad_spare is None else each.grad_spare[1] for each in parameters]
     if any(map(is_, views, repeat(None))) or not flat.is_cpu or 0 in map(_NUMEL, parameters):
         return
-    homes = [*map(torch.as_strided, repeat(flat), *(map(which, parameters) for which in _PLACE))]
+    places = map(_SHAPE, parameters), map(_STRIDE, parameters), map(_OFFSET, parameters)
+    homes = [*map(torch.as_strided, repeat(flat), *places)]
     addresses = map(torch.Tensor.data_ptr, homes)
     for managed, home, address, view in zip(parameters, homes, addresses, views, strict=True):
         managed.grad_home, managed.grad_address, managed.grad_view, managed.grad_spare = home, address, view, None
+        view.gradient, view.zeroed, view.consumed, view.stepped = home, False, False, False  # as `begin`
 
 
 _alone = SimpleNamespace(grad_home=object())
@@ -351,8 +354,7 @@ class GradientLoans:
             shown = [managed for managed in chunk.parameters if is_home_gradient(managed)]
             if any(managed not in used for managed in shown):
                 return
-        for managed in chunk.parameters:
-            managed.close_grad_home(unused=True)
+        chunk.close_grad_homes()
         self.lent.discard(chunk)
         self._runtime.memory.end_loan(self._runtime.memory.take_gradients(chunk))
 

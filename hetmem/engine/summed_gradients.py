@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from hetmem import torch_private
 from hetmem.engine.gradient_views import show_gradient, take_gradient
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored, without_graph
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, stored
 from hetmem.schedule.trace import Tier
 
 Sink = Any
@@ -105,7 +104,7 @@ class SummedGradients:
         known = self.sums.get(managed)
         if known is None and managed not in self._open.get(managed.chunk, ()):
             return False
-        with torch_private.NoFunctionsOfSubclasses(), without_graph(), self._sink().runtime.unwatched():
+        with self._sink().runtime.own_work():
             taken = self._begin(managed, arrived, previous) if known is None else self._add(managed, arrived, previous)
             if not taken:
                 self._leave(managed)
@@ -181,7 +180,7 @@ class SummedGradients:
         """Send all sums, complete or not."""
         if not self.sums:
             return
-        with torch_private.NoFunctionsOfSubclasses(), without_graph(), self._sink().runtime.unwatched():
+        with self._sink().runtime.own_work():
             while self.sums:
                 chunk = next(iter(self.sums)).chunk
                 self._open.pop(chunk, None)

@@ -342,10 +342,13 @@ class Traffic:
         blocks = [block for block in map(_OPERAND_BLOCK, chunks) if block >= 0]
         self.residency.suspend(blocks)
         try:
-            for block in blocks if CopyState.LOADING in self.residency.states(blocks, DEVICE) else ():
-                self.has_copy(block)  # waits: nothing is dropped before, as commands are carried out in order
-            states = dict(zip(blocks, self.residency.states(blocks, DEVICE), strict=True))
-            found = [chunk for chunk in chunks if states.get(chunk.operand_block) is CopyState.VALID]
+            states = self.residency.states(blocks, DEVICE)
+            if CopyState.LOADING in states:
+                for block in blocks:
+                    self.has_copy(block)  # waits: nothing is dropped before, as commands are carried out in order
+                states = self.residency.states(blocks, DEVICE)
+            state_of = dict(zip(blocks, states, strict=True))
+            found = [chunk for chunk in chunks if state_of.get(chunk.operand_block) is CopyState.VALID]
             if found and not keep_copies:
                 self.execute(self.residency.invalidate_all(map(_OPERAND_BLOCK, found), DEVICE))
         except BaseException:

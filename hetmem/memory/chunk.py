@@ -320,6 +320,14 @@ class Chunk:
             return elements(memory, torch.uint8, self._bytes(role, self.numel))
         return elements(memory, self.dtype_of(role), self.numel)
 
+    def close_grad_homes(self) -> None:
+        """Drop the `grad_home` of each parameter, as its update has read it: nothing else holds its views, so the next
+        one reuses them."""
+        for managed in self.parameters:
+            if managed.grad_home is not None and managed.grad_home.is_cpu:
+                managed.grad_spare = managed.grad_home, managed.grad_view
+            managed.grad_home = managed.grad_view = None
+
     def recast(self) -> None:
         """Cast the parameters to their 16-bit copies at home, if there are any."""
         for managed in self.parameters:
@@ -437,10 +445,8 @@ class ManagedParameter(Referable):
             view.begin(home)
             self.grad_view = view
 
-    def close_grad_home(self, *, unused: bool = False) -> None:
-        """Drop `grad_home`. If nothing else holds its views (`unused`), the next one reuses them."""
-        if unused and self.grad_home is not None and self.grad_home.is_cpu:
-            self.grad_spare = self.grad_home, self.grad_view
+    def close_grad_home(self) -> None:
+        """Drop `grad_home`, of which the program may hold views."""
         self.grad_home = self.grad_view = None
 
     def views(self, role: Role) -> dict[str, torch.Tensor]:

@@ -134,6 +134,18 @@ class DeviceMonitor(TorchDispatchMode):
             return self._outside(transformed=transformed, inference=inference, modes=modes)
         return self._pause
 
+    def own_work(self) -> AbstractContextManager[None]:
+        """Return `unwatched` for work that may follow from anything: it also makes no graph, and calls no functions of
+        subclasses. Within most backwards only the last of these changes anything."""
+        if (self.paused or is_unseen()) and not torch.is_grad_enabled():
+            return torch_private.NoFunctionsOfSubclasses()  # type: ignore[no-any-return]
+        return self._own_work()
+
+    @contextmanager
+    def _own_work(self) -> Iterator[None]:
+        with self.unwatched(), torch.no_grad(), torch_private.NoFunctionsOfSubclasses():
+            yield
+
     @contextmanager
     def _outside(self, *, transformed: bool, inference: bool, modes: bool) -> Iterator[None]:
         with (

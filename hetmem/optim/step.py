@@ -42,7 +42,7 @@ from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
 from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
 
-_PARAMETER = attrgetter("parameter")
+_PARAMETER, _TRAINS = attrgetter("parameter"), attrgetter("requires_grad")
 
 ChunkWork = dict[Chunk, Members]
 """Parameters with gradients, by chunk."""
@@ -65,9 +65,10 @@ class Stepper:
         self.runtime = interception.runtime
         self._updates = Updates(self.runtime, workers, self._made_by)
         self._passes = Passes(optimizer, interception)
+        self._states = optimizer.states
         self._groups: dict[int, dict[str, Any]] = {}
         self._all_members, self._members = members, dict[Chunk, Members]()
-        """Both as they were when the first gradient of the step arrived."""
+        """Both as they were when the first gradient of the step arrived; empty if no update begins early."""
         self._arrivals = Arrivals(sees_all=not self.runtime.memory.resident)
         self._progress: dict[Chunk, ChunkUpdate] = {}
         self._joins = Joins()
@@ -135,12 +136,12 @@ class Stepper:
             optimizer = self._optimizer
             self._groups = optimizer.groups_by_parameter()
             self._members = (self._all_members() or {}).get(self, {}) if self.begins_early else {}
-            optimizer.states.look()
+            self._states.look()
         mine = [*compress(together, map(self._groups.__contains__, map(id, map(_PARAMETER, together))))]
         if not mine:
             return
         self._arrivals.count(mine)
-        if (self._arrivals.learned or self._hurries) and self.begins_early and self._complete(mine[0].chunk):
+        if (self._arrivals.learned or self._hurries) and self._complete(mine[0].chunk):
             self._begin_early(mine[0].chunk)
         self._updates.pump()
 
@@ -206,33 +207,35 @@ class Stepper:
     def may_move(self, chunk: Chunk) -> bool:
         """Return whether the program holds no states in homes of `chunk`. Waits until the optimizer reads none."""
         self._updates.wait_for(chunk)  # it may be summing squares of its gradients
-        self._optimizer.states.look()
+        self._states.look()
         self._passes.notice_states(chunk)
-        return not self._optimizer.states.held(chunk)
+        return not self._states.held(chunk)
 
     def moved(self, chunk: Chunk) -> None:
         """Note that the homes of `chunk` have moved."""
         self._passes.prepared.pop(chunk, None)  # it refers to the old homes
-        self._optimizer.states.moved(chunk)
+        self._states.moved(chunk)
 
     def _complete(self, chunk: Chunk) -> bool:
         """Return whether all gradients of `chunk` that any step had have arrived and can no longer be changed."""
         members = self._members.get(chunk)
         if members is None or chunk in self._progress or not chunk.hides:
             return False
-        trained = [managed for managed in members.managed if managed.parameter.requires_grad]
+        trains = [*map(_TRAINS, members.parameters)]
+        trained = members.managed if False not in trains else [*compress(members.managed, trains)]
         if not self._arrivals.complete(trained):  # the last gradient often comes first
             return False
-        parameters = [managed.parameter for managed in trained]
-        is_shared = not self.runtime.writes.shared.isdisjoint(trained)
-        return not is_shared and not have_hooks_of_the_user(parameters) and self._optimizer.states.steps_all(trained)
+        shared = self.runtime.writes.shared
+        if (shared and not shared.isdisjoint(trained)) or have_hooks_of_the_user(map(_PARAMETER, trained)):
+            return False
+        return self._states.steps_all(trained)
 
     def _begin_early(self, chunk: Chunk) -> None:
         optimizer = self._optimizer
         self.runtime.writes.notice_counted(chunk)  # later writes are refused
         members = self._members[chunk].with_gradients(type(optimizer).__name__)
         assert members is not None, "one has just arrived"
-        if optimizer.states.handed_out and any(members.incomplete(optimizer.states.shown)):
+        if self._states.handed_out and any(members.incomplete(self._states.shown)):
             return  # the step refuses it
         update = self._progress[chunk] = ChunkUpdate(members, self._options)
         self._passes.notice_states(chunk)
@@ -253,7 +256,7 @@ class Stepper:
         self._interception.segments.begin_step()
         with self.runtime.unwatched():
             self.runtime.writes.renew_touched()
-        self._optimizer.states.look()
+        self._states.look()
         with self._remembering_a_failure():
             unbegun = [chunk for chunk, update in self._progress.items() if not update.begun]
             self._passes.notice(unbegun)  # in others `found_changes` detects writes
@@ -275,7 +278,7 @@ class Stepper:
 
     def whole_update(self, group: dict[str, Any], members: Members) -> WholeUpdate:
         """Return the update of all `members` of `group`, which have gradients, in this step."""
-        rule, states = self._optimizer.rule, self._optimizer.states
+        rule, states = self._optimizer.rule, self._states
         if not members.roles:
             (members.roles,) = {rule.roles(group, dtype) for dtype in members.dtypes}
         update = WholeUpdate(self.runtime, group, members)
@@ -295,7 +298,7 @@ class Stepper:
 
     def refuse_incomplete(self, members: Members) -> None:
         """Raise `ManageError` if states of `members` lack what an update needs."""
-        states = self._optimizer.states
+        states = self._states
         if any(members.incomplete(states.shown)):
             self.runtime.traffic.wait_for_updates()  # one of the last step may be about to make them
             states.refuse_incomplete(members, updated_already(self._under_way))

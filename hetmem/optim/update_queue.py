@@ -12,12 +12,11 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 
-from hetmem import torch_private
 from hetmem.base.weak import weakly
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.runtime import Runtime
 from hetmem.errors import CapacityError
-from hetmem.memory.chunk import Chunk, Role, without_graph
+from hetmem.memory.chunk import Chunk, Role
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.schedule.trace import Tier
 from hetmem.schedule.updates import HostUpdates
@@ -41,7 +40,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._traffic.executor.keep(self._owner())
 
     def _carry_out(self, command: Callable[[], None]) -> None:
-        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
+        with self._runtime.own_work():
             super()._carry_out(command)
 
     def finish(self) -> None:
@@ -155,7 +154,7 @@ class Updates(HostUpdates[ChunkUpdate]):
         self._running.remove(update)
         batch, update.batch = update.batch, None  # its errors would keep frames alive
         assert batch is not None
-        with self._runtime.unwatched(), without_graph(), torch_private.NoFunctionsOfSubclasses():
+        with self._runtime.own_work():
             if batch.error is not None:
                 homes = [update.chunk.homes[role] for role in update.needs if role is not Role.GRAD]
                 update.corrupt = update.writes and any(home.tier is not Tier.NVME for home in homes)  # else: staging
