@@ -7,7 +7,7 @@ from hetmem.cpu.adamw import (
     adamw_tasks,
     kernel_name,
 )
-from hetmem.cpu.norm import square_sum_tasks, total
+from hetmem.cpu.norm import square_sum_tasks, sums_where_it_is, total
 from hetmem.cpu.small_states import GROUP_ELEMENTS, prepare_small
 from hetmem.cpu.workers import TILE_ELEMENTS, Task
 
@@ -22,5 +22,6 @@ __all__ = [
     "kernel_name",
     "prepare_small",
     "square_sum_tasks",
+    "sums_where_it_is",
     "total",
 ]

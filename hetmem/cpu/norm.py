@@ -50,6 +50,17 @@ def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], torch.Tensor]:
     return [partial(function, values[tile], results[runs]) for tile, runs in tiles], sums
 
 
+def sums_where_it_is(grad: torch.Tensor) -> torch.Tensor | None:
+    """Return the sums of `square_sum_tasks` of `grad`, at once: on a GPU behind the compute that was launched before;
+    None if it has no kernel for that, which torch's operators would be slower than the way home."""
+    if not (grad.is_cpu or (kernels_of(grad.device).native and grad.dtype in _LOOPED)):
+        return None
+    tasks, sums = square_sum_tasks(grad)
+    for task in tasks:
+        task()
+    return sums
+
+
 def total(sums: Iterable[torch.Tensor]) -> float:
     """Return the sum of all results in `sums`; inf or NaN if an element of a gradient is. Waits for a GPU once."""
     given = sorted(sums, key=lambda one: one.is_cpu)

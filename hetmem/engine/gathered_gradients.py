@@ -186,7 +186,7 @@ class GatheredGradients:
                 show_gradient(managed.parameter, None)
             raise
         if sink.notifies or sink.runtime.traffic.updating:
-            sink.tell_arrived(gathered.managed)
+            sink.tell_arrived(gathered.managed, [*zip(gathered.managed, arrived, strict=True)])
 
 
 def _is_elsewhere(chunk: Chunk) -> bool:

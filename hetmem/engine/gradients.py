@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -176,6 +177,7 @@ class GradientSink:
 
     def _take(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
         parameter = managed.parameter
+        whole = [(managed, arrived)] if previous is None else []
         if previous is None or is_home(previous, managed):
             try:
                 in_flight = self._send(managed, arrived, adds=previous is not None)
@@ -192,7 +194,7 @@ class GradientSink:
         if len(parameter._post_accumulate_grad_hooks) > 1:
             self.wait_until_home()
         if self.tells:
-            self.tell_arrived([managed])
+            self.tell_arrived([managed], whole)
 
     @property
     def tells(self) -> bool:
@@ -209,10 +211,13 @@ class GradientSink:
         for listener in self.listeners:
             listener.coming(managed)
 
-    def tell_arrived(self, together: list[ManagedParameter]) -> None:
-        """Tell listeners that gradients of `together`, of one chunk, were sent home."""
+    def tell_arrived(
+        self, together: list[ManagedParameter], whole: Sequence[tuple[ManagedParameter, torch.Tensor]] = ()
+    ) -> None:
+        """Tell listeners that gradients of `together`, of one chunk, were sent home; `whole`: see
+        `GradientListener`."""
         for listener in self.listeners:
-            listener.arrived(together)
+            listener.arrived(together, whole)
 
     def send_home(self, managed: ManagedParameter) -> None:
         """Make `managed` its home, and an ordinary parameter, for hooks of the program that run now."""

@@ -202,4 +202,5 @@ class SummedGradients:
                 show_gradient(managed.parameter, None)
             raise
         if sink.tells:
-            sink.tell_arrived([each for each, of in zip(together, sums, strict=True) for _ in range(of.count)])
+            each_of_them = [each for each, of in zip(together, sums, strict=True) for _ in range(of.count)]
+            sink.tell_arrived(each_of_them, [*zip(together, values, strict=True)])

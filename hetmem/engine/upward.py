@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+import torch
+
 from hetmem.memory.chunk import Chunk, ManagedParameter
 
 
@@ -28,8 +30,9 @@ class GradientListener(Protocol):
     def coming(self, managed: ManagedParameter) -> None:
         """Prepare for a gradient of `managed` that will be added to its home."""
 
-    def arrived(self, together: list[ManagedParameter]) -> None:
-        """Count gradients of `together`, of one chunk, in flight home."""
+    def arrived(self, together: list[ManagedParameter], whole: Iterable[tuple[ManagedParameter, torch.Tensor]]) -> None:
+        """Count gradients of `together`, of one chunk, in flight home; `whole`: those of parameters that have no others
+        at home, as they are on the device."""
 
     def lost(self, chunk: Chunk) -> None:
         """Begin no update of `chunk`: a gradient of it was sent and has not arrived."""

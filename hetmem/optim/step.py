@@ -24,6 +24,7 @@ from hetmem.engine.working_gradients import have_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.optim.arrived_squares import ArrivedSquares
 from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
 from hetmem.optim.members import Joins, Members, Options
 from hetmem.optim.mutation_check import (
@@ -74,6 +75,7 @@ class Stepper:
         self._joins = Joins()
         self._options: Options = {}
         """The options that the updates of this step use, unless they change before `step()`."""
+        self._squares, self._sums_squares = ArrivedSquares(self.runtime.memory.device.torch_device), False
         self._checked = self._hurries = False
         """Whether this step has compared what its updates used; and whether, the first one, it begins them early."""
         self.failed = False
@@ -121,6 +123,7 @@ class Stepper:
     def coming(self, managed: ManagedParameter) -> None:
         """Prepare for a gradient of `managed` that will be added to its home: nothing may read that meanwhile."""
         self.refuse_corrupt()
+        self._squares.drop((managed,))
         update = self._progress.get(managed.chunk) if id(managed.parameter) in self._groups else None
         if update is not None and self.failed:
             self.forget()  # the failed step is not repeated
@@ -130,17 +133,22 @@ class Stepper:
             self._drop(managed.chunk)  # its norm lacks this gradient
         self.runtime.traffic.wait_for_update(managed.chunk)
 
-    def arrived(self, together: list[ManagedParameter]) -> None:
-        """Count gradients of `together`, of one chunk, in flight home, and begin its update if they were the last."""
+    def arrived(self, together: list[ManagedParameter], whole: Iterable[tuple[ManagedParameter, torch.Tensor]]) -> None:
+        """Count gradients of `together`, of one chunk, in flight home, and begin its update if they were the last.
+        `whole`: see `GradientListener`."""
         if not self._arrivals:
             optimizer = self._optimizer
             self._groups = optimizer.groups_by_parameter()
             self._members = (self._all_members() or {}).get(self, {}) if self.begins_early else {}
+            self._sums_squares = self.begins_early and optimizer.needs_all_gradients
             self._states.look()
         mine = [*compress(together, map(self._groups.__contains__, map(id, map(_PARAMETER, together))))]
         if not mine:
             return
         self._arrivals.count(mine)
+        if self._sums_squares:
+            self._squares.drop(mine)
+            self._squares.add(whole)
         if (self._arrivals.learned or self._hurries) and self._complete(mine[0].chunk):
             self._begin_early(mine[0].chunk)
         self._updates.pump()
@@ -171,6 +179,7 @@ class Stepper:
 
     def lost(self, chunk: Chunk) -> None:
         """Cancel the queued update of `chunk`, a gradient of which was lost; none of it has begun."""
+        self._squares.drop(chunk.parameters)
         self._updates.forget(chunk)
         self._drop(chunk)
 
@@ -232,6 +241,8 @@ class Stepper:
 
     def _begin_early(self, chunk: Chunk) -> None:
         optimizer = self._optimizer
+        if self._sums_squares and self._squares.have(chunk):
+            return
         self.runtime.writes.notice_counted(chunk)  # later writes are refused
         members = self._members[chunk].with_gradients(type(optimizer).__name__)
         assert members is not None, "one has just arrived"
@@ -313,7 +324,7 @@ class Stepper:
         with self._remembering_a_failure():
             wanted = self._wanted(chunks)
             for update in wanted:
-                if not (update.sums or update.summing):
+                if not (update.sums or update.summing or self._squares.give_to(update)):
                     self._add_sums(update)
             self._carry_out()
         return [sums for update in wanted for sums in update.sums]
@@ -403,6 +414,7 @@ class Stepper:
         self.failed, self._ended_with, self._passes.corrupt = False, "", []
         self._checked = self._hurries = False
         self._progress.clear()
+        self._squares.clear()
         self._options = {}
         self._arrivals.end_step(sees_all=not self.runtime.memory.resident)  # there autograd keeps them
 

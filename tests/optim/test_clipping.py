@@ -246,3 +246,32 @@ def test_gradients_that_wait_for_their_norm_keep_16_bits_and_their_sums_have_mor
         numel = sum(parameter.numel() for parameter in both[1].parameters())
         sent = inside.link_bytes()["device_to_host"] - before
         assert sent == 3 * (4 if overlap == "off" else 2) * numel
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@precisions
+def test_gradients_that_arrive_whole_are_not_read_at_home_for_their_norm(
+    mixed: torch.dtype | None, backwards: int, tmp_path: Path
+) -> None:
+    """A chunk on NVMe is read for one pass, its update; where gradients are added up at home, for their norm too."""
+    plain, managed = pair(mlp, "nvme", tmp_path, mixed_precision=mixed)
+    limit = 0.25
+    optimizers = adamws(plain, managed, overlap="backward", max_grad_norm=limit)
+    inside, passes = testing.of(managed), list[int]()
+    for batch in vector_batches(8, 4, 64)[::backwards]:
+        before = len(inside.spans("updates"))
+        for module in (plain, managed):
+            for _ in range(backwards):
+                with torch.autocast("cpu", mixed, enabled=mixed is not None and module is plain):
+                    loss_of(module, batch).backward()
+        norm = testing.norm([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(min(1.0, limit / (norm + 1e-6)))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizers[1].grad_norm == norm
+        passes.append(len(inside.spans("updates")) - before)
+    assert passes[-1] == backwards * len(inside.chunks())
+    assert_same_weights(plain, managed)
