@@ -86,6 +86,7 @@ class Variant:
     optimizer: torch.optim.Optimizer | None = None
 
 
+PLACEMENTS = ("host", "all copies", "nvme")
 NEVER, ALWAYS = 1e9, 1e-9
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("off", {}),
@@ -109,9 +110,10 @@ def timed(work: Callable[[], object]) -> float:
 def budget(
     placement: str, parameters: int, directory: Path, chunk_bytes: int, host_bytes: float = 4.0
 ) -> hetmem.Budget:
-    """Everything but a few chunks in host memory, or on NVMe behind host memory of `host_bytes` a parameter."""
-    device = 16 * chunk_bytes
-    if placement == "host":
+    """Homes in host memory, with room on the device for a few copies or for "all copies", or on NVMe behind host memory
+    of `host_bytes` a parameter."""
+    device = 16 * chunk_bytes if placement != "all copies" else 4 * parameters + 2 * chunk_bytes
+    if placement != "nvme":
         return hetmem.Budget(device="4GiB", device_chunks=device, host=f"{40 * parameters}B")
     return hetmem.Budget(
         device="4GiB",
@@ -295,14 +297,14 @@ def main() -> None:
     parser.add_argument("--compute", type=float, default=1.0, help="compute, as a multiple of the optimizer's time")
     parser.add_argument("--link", type=float, default=12e9, help="bytes a second of the accelerator's link, each way")
     parser.add_argument("--host-bytes", type=float, default=4.0, help="of host memory a parameter, before NVMe (of 16)")
-    parser.add_argument("--only", choices=("demo", "host", "nvme"), help="of the three tables (default: all)")
+    parser.add_argument("--only", choices=("demo", *PLACEMENTS), help="of the tables (default: all)")
     args = parser.parse_args()
     machine = f"{usable_cores()} cores, {platform.machine()}, torch {torch.__version__}"
     print(f"{args.layers} layers of {args.chunk_mib} MiB, {args.host_bytes:g} bytes of host a parameter, {machine}")
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         if args.only in (None, "demo"):
             demo(args, Path(directory))
-        for placement in ("host", "nvme"):
+        for placement in PLACEMENTS:
             if args.only in (None, placement):
                 compare(placement, args, Path(directory))
 
