@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hetmem.accumulation import accumulate
     from hetmem.checkpoint import load, load_weights, save
     from hetmem.losses import chunked_loss
+    from hetmem.parking import park, parked, unpark
     from hetmem.planner.states import plan_optimizer
 
     plan = planner.plan  # imported by name, mypy takes it for the module planner.plan
@@ -50,12 +51,15 @@ __all__ = [
     "load_weights",
     "manage",
     "managed",
+    "park",
+    "parked",
     "plan",
     "plan_optimizer",
     "progress",
     "release",
     "report",
     "save",
+    "unpark",
 ]
 
 
@@ -72,6 +76,10 @@ def __getattr__(name: str) -> Any:
         from hetmem import planner  # planning costs more to import than training does
 
         return getattr(planner, name)
+    if name in ("park", "parked", "unpark"):
+        from hetmem import parking
+
+        return getattr(parking, name)
     if name == "chunked_loss":
         from hetmem.losses import chunked_loss
 

@@ -117,6 +117,8 @@ class MemoryFacts:
     device_bytes: int
     device_chunk_bytes: int
     device_home_bytes: int
+    held_bytes: int
+    """Bytes that slots hold of the device."""
     moved_bytes: int
     host_free_bytes: int
     host_reserved_bytes: int
@@ -251,6 +253,7 @@ class Inside:
             device_bytes=memory.device_bytes,
             device_chunk_bytes=memory.device_chunk_bytes,
             device_home_bytes=memory.device_home_bytes,
+            held_bytes=memory.device_pool.held_bytes(),
             moved_bytes=memory.moved_bytes,
             host_free_bytes=memory.host_pool.free_bytes,
             host_reserved_bytes=memory.host_pool.reserved_bytes,

@@ -32,7 +32,7 @@ ORDER = (
     "intercept",  # tells the engine what torch uses
     "optim losses accumulation",  # trains, what is trained for, and how batches take turns
     "checkpoint report planner distributed",  # saves, tells, plans
-    "api",  # what users call
+    "api parking",  # what users call
     "__init__",
     "tools",  # measures, compares
     "testing integrations",  # looks inside for tests, lets frameworks call
@@ -59,6 +59,7 @@ WRITERS = {
 WRITES_TOO = {
     "data": {
         "hetmem.api",  # buffers of a model that is released
+        "hetmem.parking",  # buffers of one that is parked
         "hetmem.placing.filling",  # buffers, and parameters that are not managed yet
         "hetmem.engine.gradient_views",  # a parameter that is its gradient's kind for as long as it is shown
         "hetmem.intercept.saved_tensors",  # a view that was saved

@@ -19,7 +19,8 @@ PUBLIC = {
     "Budget": "device device_chunks home_copies host limits nvme nvme_dir",
     "MemoryReport": "data save to_dict",
     "SimDevice": "SHARE allocate allocated_bytes available_bytes captures copier copy_in cores forget_peak "
-    "fragment_bytes gradient_out gradients_out peak_bytes pin pool remarks tell_refusals torch_device watched",
+    "fragment_bytes give_back gradient_out gradients_out peak_bytes pin pool remarks tell_refusals "
+    "torch_device watched",
     "Plan": "accumulate activation_bytes activation_choices activations advice approximations as_asked at_peak best "
     "binding "
     "budget budget_bytes "
@@ -37,6 +38,8 @@ PUBLIC = {
     "load_weights": "path model strict rename rounding",
     "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen",
     "managed": "budget options",
+    "park": "model",
+    "parked": "model",
     "plan": "build_model batch budget hardware loss mixed_precision chunk_bytes micro_batches accumulate tokens "
     "checkpointing overlap "
     "max_grad_norm loss_scale real moments stochastic_rounding inference new_tokens activations frozen others",
@@ -45,6 +48,7 @@ PUBLIC = {
     "release": "module",
     "report": "model",
     "save": "path model optimizer extra",
+    "unpark": "model",
 }
 """By name: the public attributes of a class, the parameters of a function, in the order in which they come."""
 

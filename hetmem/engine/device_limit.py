@@ -355,6 +355,10 @@ class DeviceRoom(ChunkLimit):
             pass
         self._leave_device(self._room_seen)
         self._let_homes_go(self._room_seen)
+        self.free_slots()
+
+    def free_slots(self) -> None:
+        """Free the memory of all slots that no copy in use needs; they take memory again as they are used."""
         before = self._limit
         try:
             self._set_slots(0, before=before)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hetmem.base.units import format_size
+from hetmem.base.units import format_enough, format_size
 from hetmem.errors import BudgetError, DeviceOutOfMemoryError
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, address_of
 from hetmem.memory.device import Device, DevicePool, out_of_memory
@@ -249,6 +249,34 @@ class Memory:
             home.away = Home(Tier.HOST, self.host_pool.reserve(chunk.home_nbytes(role)))
         return True
 
+    def borrow_way_back(self, chunks: Iterable[Chunk]) -> None:
+        """Borrow host memory for each home of `chunks` that has none reserved there. Raises `BudgetError`, with nothing
+        borrowed, if there is no room."""
+        found = dict[Home, Loan]()
+        for chunk in chunks:
+            for role, home in chunk.homes.items():
+                if home.tier is not Tier.DEVICE or home.away is not None:
+                    continue
+                if (loan := self.host_pool.lend(chunk.home_nbytes(role))) is None:
+                    needed = sum(_nbytes_without_way_back(each) for each in chunks)
+                    free = self.host_pool.loan_room_bytes(0) + sum(len(each.memory) for each in found.values())
+                    raise BudgetError(
+                        f"homes on the device take {format_size(needed)}, and host memory has {format_size(free)} for "
+                        f"them: raise Budget(host=…) by {format_enough(needed - free)}"
+                    )
+                found[home] = loan
+        for home, loan in found.items():
+            home.away = Home(Tier.HOST, loan.memory)
+            self._loans[home.away] = loan
+            self._loaned_bytes += len(loan.memory)
+
+    def end_way_back(self, chunk: Chunk) -> None:
+        """Give back what `borrow_way_back` has borrowed for `chunk`, whose homes are on the device."""
+        for home in chunk.homes.values():
+            if home.away in self._loans:
+                self.end_loan(home.away)
+                home.away = None
+
     @property
     def has_room_away(self) -> bool:
         """Whether host memory has room for all homes and gradients."""
@@ -434,6 +462,11 @@ def _roles_away(chunk: Chunk) -> dict[Role, None]:
     """Return the roles of `chunk` that need memory elsewhere before its homes may leave the device."""
     trained = any(managed.parameter.requires_grad for managed in chunk.parameters)
     return dict.fromkeys((*chunk.homes, *((Role.GRAD,) if trained else ())))
+
+
+def _nbytes_without_way_back(chunk: Chunk) -> int:
+    lost = (role for role, home in chunk.homes.items() if home.tier is Tier.DEVICE and home.away is None)
+    return sum(map(chunk.home_nbytes, lost))
 
 
 def _range(memory: RawMemory, nbytes: int) -> tuple[int, int]:

@@ -194,6 +194,7 @@ def sharing_the_turn(threads: Iterable[int]) -> Iterator[None]:
             del _ACTS_FOR[thread]
 
 
+_COMPUTE = ("a forward", "a step", "hetmem.accumulate")
 _POLL_SECONDS = 0.05
 _NUMBERS = itertools.count()
 
@@ -230,6 +231,8 @@ class Turn:
     def __init__(self) -> None:
         self.number = next(_NUMBERS)
         """Its place in the order in which several turns are taken."""
+        self.parked = False
+        """Whether the model has given the device back: it is read, and computes nothing."""
         self.trainers: set[int] = set()
         """Threads that have computed forwards with a graph, so that a backward of theirs may be of this model."""
         self._changed = threading.Condition()
@@ -246,8 +249,10 @@ class Turn:
         caller keeps the section as long as it is to last.
 
         Raises `ManageError` once it has waited for `turn_timeout_seconds`: two threads may wait for each other; and at
-        once in a rehearsal.
+        once in a rehearsal, and for compute with a model that is parked.
         """
+        if what.startswith(_COMPUTE):
+            self.refuse_if_parked(what)
         if REHEARSAL.runs:
             raise ManageError("a rehearsal uses a managed model: a function of the model's copy refers to the original")
         section = Section(what, acting_thread() if _ACTS_FOR else get_ident(), runs)
@@ -260,6 +265,11 @@ class Turn:
                     return section
                 given = self._given
                 self._wait(section, partial(self._may_be, ready, given))
+
+    def refuse_if_parked(self, what: str) -> None:
+        """Raise `ManageError` in the name of `what` if the model is parked."""
+        if self.parked:
+            raise ManageError(f"{what} of a parked model, which is not on the device: call hetmem.unpark(model) first")
 
     def give(self, section: Section) -> None:
         """End `section`."""

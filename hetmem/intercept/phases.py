@@ -272,6 +272,7 @@ class StepSegments:
             )
         if self.refused is not None:
             raise self.refused
+        self._runtime.turn.refuse_if_parked("a backward")  # one that takes a turn may be another model's
         running = BACKWARDS.running[-1] if self.joined is None else self.joined.running
         self.backward_thread = running.join(self, self._runtime.turn).thread
         self._runtime.in_backward = True

@@ -145,6 +145,11 @@ class CudaDevice(Device):
     def fragment_bytes(self) -> int:
         return self._fragment_bytes
 
+    def give_back(self) -> None:
+        if "moves" in self.__dict__:
+            self.moves.release_staging()
+        torch.cuda.empty_cache()
+
     @cached_property
     def moves(self) -> Moves:
         """The copies of this GPU; made at the first use."""

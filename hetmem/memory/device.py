@@ -159,6 +159,9 @@ class Device:
         """Return, unless `watched`, the bytes allocated on it by this process."""
         return 0
 
+    def give_back(self) -> None:
+        """Give others what serves all models, and what its allocator keeps; it is taken again as it is used."""
+
     def fragment_bytes(self) -> int:
         """Return the most bytes that its allocator had at one time between tensors: free, and of no use to others."""
         return 0

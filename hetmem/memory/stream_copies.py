@@ -232,12 +232,17 @@ class Staging:
         """Bytes of device memory that staging takes."""
         return sum(buffer.memory.numel() for buffer in self._buffers)
 
+    def release(self) -> None:
+        """Give the buffers back to the allocator, after their last use."""
+        for buffer in self._buffers:
+            buffer.free.synchronize()
+        self._buffers = []
+
     def take(self, stream: torch.cuda.Stream, nbytes: int) -> _Buffer:
         """Return the next buffer, of `nbytes` or more; later work on `stream`, which is current, comes after its last
         use."""
         if not self._buffers or self._buffers[0].memory.numel() < nbytes:
-            for buffer in self._buffers:
-                buffer.free.synchronize()  # its memory returns to the allocator, which knows of one stream only
+            self.release()  # the allocator knows of one stream only
             self._buffers = [_Buffer(nbytes, self._device) for _ in range(_BUFFERS)]
             for buffer in self._buffers:  # their memory may still be in use by this stream's earlier work
                 buffer.free.record(stream)
@@ -262,6 +267,12 @@ class Moves:
     def staging_bytes(self) -> int:
         """Bytes of device memory that staging takes."""
         return sum(staging.nbytes for staging in self._staging.values())
+
+    def release_staging(self) -> None:
+        """Give staging back to the allocator; the next copy takes it again."""
+        with self._turn:
+            for staging in self._staging.values():
+                staging.release()
 
     # ---- weights in --------------------------------------------------------------------------------------------
 

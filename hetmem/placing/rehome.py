@@ -18,6 +18,7 @@ from hetmem.engine.gradient_views import is_consumed, is_home_gradient, move_gra
 from hetmem.engine.gradients import GradientSink
 from hetmem.engine.param_views import is_shared, storage_references
 from hetmem.engine.runtime import Runtime
+from hetmem.errors import ManageError
 from hetmem.memory.chunk import Chunk, ManagedParameter, RawMemory, Role
 from hetmem.schedule.blocks import Link
 from hetmem.schedule.placement import Candidate, choose
@@ -113,6 +114,50 @@ class ResidentShare:
                 self._move_back(chunk)
                 del memory.staying[chunk]
 
+    # ---- parking -----------------------------------------------------------------------------------------------
+
+    def leave(self) -> list[tuple[Chunk, bool]]:
+        """Move all homes off the device, into memory that is lent where none is reserved; return their chunks, and
+        whether each had moved there. Raises `BudgetError` and `ManageError`, with nothing moved."""
+        memory = self._runtime.memory
+        chunks = [chunk for chunk in self._runtime.chunks if chunk.moved]
+        for chunk in chunks:
+            if not self._free_to_move(chunk) or (Role.GRAD not in chunk.homes and any(_own_gradients(chunk))):
+                held = next((each.name for each in chunk.parameters if self._is_held(each)), chunk.parameters[0].name)
+                raise ManageError(
+                    f"{held} cannot leave the device: the program, or a graph that waits for its backward, holds its "
+                    f"memory or its gradient (p.data, p.grad, a state_dict()): drop it, and call zero_grad()"
+                )
+        memory.borrow_way_back(chunks)
+        left = [(chunk, chunk in self._moved) for chunk in chunks]
+        with self._runtime.room.moving_homes():
+            try:
+                for chunk, moved in left:
+                    if not moved:
+                        self._moved.append(chunk)
+                    self._move_back(chunk)
+            except BaseException:
+                self.come_back([each for each in left if not each[0].moved])
+                raise
+        return left
+
+    def come_back(self, left: list[tuple[Chunk, bool]]) -> None:
+        """End `leave`: move the homes of these chunks to the device. Raises torch.OutOfMemoryError, with nothing moved,
+        if it has no room."""
+        memory = self._runtime.memory
+        with self._runtime.room.moving_homes():
+            memories = [
+                {role: memory.device.allocate(chunk.home_nbytes(role)) for role in chunk.homes} for chunk, _ in left
+            ]
+            for (chunk, moved), into in zip(left, memories, strict=True):
+                for role, home in chunk.homes.items():
+                    self._copy(Link.HOST_TO_DEVICE, chunk, role, into[role], home.memory)
+                memory.move_in(chunk, into)
+                if moved:
+                    self._moved.append(chunk)
+                memory.end_way_back(chunk)
+                self._settle(chunk)
+
     # ---- what may move -----------------------------------------------------------------------------------------
 
     @staticmethod
@@ -176,7 +221,7 @@ class ResidentShare:
 
     def _move_back(self, chunk: Chunk) -> None:
         traffic, block = self._runtime.traffic, chunk.operand_block
-        if not traffic.residency.uses(block, Tier.DEVICE):
+        if block >= 0 and not traffic.residency.uses(block, Tier.DEVICE):
             traffic.executor.copy_homes_again([chunk])  # writes of the program to copies are detected in forwards only
         for role, home in chunk.homes.items():
             if home.away is not None:

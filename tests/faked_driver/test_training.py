@@ -331,6 +331,30 @@ def test_homes_leave_a_device_that_has_not_a_byte_left(whole: bool, tmp_path: Pa
         go_on(managed, optimizer, step, clip=False)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_parked_model_has_no_byte_of_the_device(placement: str, tmp_path: Path) -> None:
+    """Beside a number for each weight, which stands for it between operators. Another program takes all of it
+    meanwhile; if it keeps it, the model stays parked."""
+    expected = steps_of(Small, mixed=None, where="cuda" if placement == "resident" else "cpu", then="cpu", clip=None)
+    before, library = torch.cuda.memory_allocated(), ctypes.CDLL(None)
+    managed = small(budget(placement, tmp_path))
+    managed.register_buffer("table", torch.arange(1000, device="cuda"))
+    optimizer = hetmem.AdamW(managed.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in expected:
+        go_on(managed, optimizer, step, clip=False)
+        optimizer.zero_grad()
+        hetmem.park(managed)
+        assert torch.cuda.memory_allocated() == before + 4 * len([*managed.parameters()])
+        assert torch.equal(managed.table, torch.arange(1000))
+        if placement == "resident":
+            library.faked_limit(ctypes.c_int64(torch.cuda.memory_allocated()))
+            with pytest.raises(hetmem.errors.DeviceOutOfMemoryError, match="Small stays parked"):
+                hetmem.unpark(managed)
+            library.faked_limit(ctypes.c_int64(torch.cuda.mem_get_info()[0]))
+        hetmem.unpark(managed)
+        assert managed.table.is_cuda
+
+
 def test_one_backward_through_several_forwards_sums_as_torch_does(tmp_path: Path) -> None:
     """Each has accumulators of its own where weights compute elsewhere than at home."""
     gradients = []
