@@ -188,7 +188,7 @@ def _manage(
             undone.callback(memory.close)
             if built is None:  # else the constructor fails, and the program gets no module
                 undone.callback(_to_host_memory, module, memory.parameters())
-            move_home(memory, module, built, taken)
+            move_home(memory, module, built, taken, undone)
             memory.page_lock()
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
         at_once = ahead_at_once(memory.device_pool.slot_bytes, memory.device_bytes)
@@ -203,6 +203,7 @@ def _manage(
         registry.watch_scalers()
         registry.add(module, Interception(module, runtime, how))
         undone.pop_all()
+        taken.forget()
     heap.trim()  # where the weights were before
     return module
 

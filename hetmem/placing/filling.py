@@ -17,7 +17,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -152,14 +152,18 @@ class BuildingMemory:
 
 
 def move_home(
-    memory: Memory, module: torch.nn.Module, built: BuildingMemory | None = None, taken: TakenOver | None = None
+    memory: Memory, module: torch.nn.Module, built: BuildingMemory | None, taken: TakenOver, undone: ExitStack
 ) -> None:
     """Move the parameters of `module`, for which `memory` was made, to their homes, and its buffers to the device;
     `taken` has the codes of some.
-    Held-back interrupts are raised between two parameters; those in `Memory.parameters` have moved by then."""
+
+    Held-back interrupts are raised between two parameters; those in `Memory.parameters` have moved by then. `undone`
+    undoes it for those that are quantised, whose codes do not have all of their values; until it is closed, or forgets
+    that, they stay in memory, unless they were `built`, and are lost with the module.
+    """
     for parameter in module.parameters():
         if parameter.is_meta:
-            _leave_meta(parameter)
+            _leave_meta(parameter, undone)
     buffers = [(buffer, buffer.data.to(memory.device.torch_device)) for buffer in module.buffers()]
     parameters = dict(module.named_parameters())
     _separate_versions(parameters.values())
@@ -172,6 +176,8 @@ def move_home(
         if built is None:
             for managed in found:
                 HELD_BACK.raise_here()
+                if managed.code is not None:
+                    undone.callback(_put_back, managed, managed.parameter.data)
                 _move(memory, managed, None, workers.run, taken)
         else:
             _move_in_place(memory, found, built, workers.run, taken)
@@ -182,10 +188,21 @@ def move_home(
         buffer.data = moved
 
 
-def _leave_meta(parameter: torch.nn.Parameter) -> None:
+def _leave_meta(parameter: torch.nn.Parameter, undone: ExitStack) -> None:
     """Give `parameter` a stand-in of NaN in host memory: torch sets no `.data` on another device than `meta`."""
     nothing = torch.full((), torch.nan, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-    torch_private.swap_impl(parameter, torch.nn.Parameter(nothing, requires_grad=False))
+    other = torch.nn.Parameter(nothing, requires_grad=False)
+    torch_private.swap_impl(parameter, other)
+    undone.callback(torch_private.swap_impl, parameter, other)
+
+
+def _put_back(managed: ManagedParameter, data: torch.Tensor) -> None:
+    """Make a quantised parameter what it was before it had a home, an ordinary one over `data`."""
+    parameter: Any = managed.parameter
+    parameter.__class__ = managed.kind
+    parameter.data = data
+    with suppress(ValueError):  # it has not moved
+        managed.chunk.parameters.remove(managed)
 
 
 def _is_unfilled(data: torch.Tensor) -> bool:
@@ -212,7 +229,7 @@ def _shared(dimensions: _Dimensions) -> _Dimensions:
 
 
 def _move_in_place(
-    memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory, run: Run, taken: TakenOver | None
+    memory: Memory, found: Sequence[ManagedParameter], built: BuildingMemory, run: Run, taken: TakenOver
 ) -> None:
     """Move parameters within the memory they were built in: see note "in place"."""
     sources = [built.source(managed.parameter.data) for managed in found]
@@ -263,14 +280,14 @@ def _order(sources: Sequence[range], targets: Sequence[range]) -> Iterator[tuple
 
 
 def _move(
-    memory: Memory, managed: ManagedParameter, built: BuildingMemory | None, run: Run, taken: TakenOver | None
+    memory: Memory, managed: ManagedParameter, built: BuildingMemory | None, run: Run, taken: TakenOver
 ) -> None:
     data = managed.parameter.data
     source = built.source(data) if built is not None else _NOWHERE
     if managed.code is not None:
         coded = managed.chunk.source(Role.PARAM)
         assert isinstance(coded, CodedHome), managed.name
-        if taken is not None and (weight := taken.of(managed.parameter)) is not None:
+        if (weight := taken.of(managed.parameter)) is not None:
             weight.fill(managed.code.bytes_in(coded.codes))
         elif _is_unfilled(data):
             managed.code.bytes_in(coded.codes).fill_(_DECODES_TO_NAN)

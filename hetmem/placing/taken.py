@@ -63,13 +63,16 @@ class TakenWeight:
     own: dict[str, Any] = field(default_factory=dict)
 
     def fill(self, coded: torch.Tensor) -> None:
-        """Write the bytes to the home `coded`, and forget them and what the parameter was before."""
+        """Write the bytes to the home `coded`."""
         codes, scales, levels = parts_of(self.coding, coded, 0, self.coding.numel)
         coded.zero_()
         codes.copy_(self.codes)
         scales.copy_(self.scales)
         if self.levels is not None:
             levels.copy_(self.levels)
+
+    def forget(self) -> None:
+        """Forget the bytes, which a home has, and what the parameter was before."""
         if (state := vars(self.module).get("state")) is not None:  # of bitsandbytes' Linear8bitLt
             state.CB = state.SCB = None
         if "quant_state" in vars(self.module):
@@ -88,7 +91,7 @@ class TakenWeight:
             self.module.forward = MethodType(self.forward, self.module)
 
     def give_back(self) -> None:
-        """Undo `take`, unless a home has the codes already."""
+        """Undo `take`, unless it is forgotten."""
         if self.before is not None:
             exchange_kind(self.parameter, self.kind, self.before)
             self.parameter.__dict__.update(self.own)
@@ -119,18 +122,22 @@ class TakenOver:
             )
 
     def give_back(self) -> None:
-        """Undo `take`, where no home has the codes."""
+        """Undo `take`."""
         for each in self.found.values():
             each.give_back()
+
+    def forget(self) -> None:
+        """Forget what the weights were before, as the model is managed."""
+        for each in self.found.values():
+            each.forget()
 
     def codings(self) -> dict[str, Coding]:
         """Return their codings by name."""
         return {each.name: each.coding for each in self.found.values()}
 
     def of(self, parameter: torch.Tensor) -> TakenWeight | None:
-        """Return the weight that `parameter` is, whose codes no home has yet."""
-        found = self.found.get(id(parameter))
-        return None if found is None or found.before is None else found
+        """Return the weight that `parameter` is, or None."""
+        return self.found.get(id(parameter))
 
 
 def _quantised(model: torch.nn.Module) -> Iterator[TakenWeight]:

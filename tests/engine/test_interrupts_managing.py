@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections import Counter
@@ -125,6 +126,39 @@ def test_what_an_interrupt_leaves_of_manage(placement: str, tmp_path: Path, all_
     most = _ALL if all_cases else _SAMPLED
     undone = strike(build, lambda model: manage(model, placement, tmp_path, sanitize=False), build, most)
     assert undone, "none came before the end"
+
+
+@pytest.mark.parametrize("placement", ["host", "nvme"])
+def test_weights_that_an_interrupt_keeps_from_being_quantised_have_the_values_they_had(
+    placement: str, tmp_path: Path, all_cases: bool
+) -> None:
+    """Those that were encoded by then had decoded values, and those on meta NaN."""
+    places, undone = 0, 0
+    for number in range(-1, _ALL if all_cases else 3 * _SAMPLED):
+        torch.manual_seed(0)
+        frozen = nn.ModuleList(nn.Linear(64, 96, bias=False) for _ in range(3)).requires_grad_(False)
+        model = nn.Sequential(*frozen, nn.Linear(64, 96, bias=False, device="meta").requires_grad_(False), build())
+        before = {name: (p.clone(), p.data_ptr()) for name, p in model.named_parameters()}
+        at = -1 if number < 0 else 1 + number * places // (_ALL if all_cases else 3 * _SAMPLED)
+        with contextlib.suppress(KeyboardInterrupt), Struck(_places_weights, "line", at) as within:
+            manage(model, placement, tmp_path, sanitize=False, frozen="nf4")
+        places = places or within.places
+        if is_managed(model):
+            hetmem.release(model)
+            continue
+        undone += 1
+        for name, parameter in model.named_parameters():
+            value, address = before[name]
+            assert type(parameter) is nn.Parameter
+            assert parameter.is_meta == value.is_meta
+            assert parameter.is_meta or torch.equal(parameter, value), f"{name}, line {at} of {places}"
+            assert not name.startswith("0") or parameter.data_ptr() == address
+        assert not hooks_of(model)
+    assert undone > _SAMPLED
+
+
+def _places_weights(code: CodeType) -> bool:
+    return code.co_filename.startswith(f"{_HETMEM}/placing") or code.co_filename.endswith("hetmem/api.py")
 
 
 @pytest.mark.each
