@@ -279,9 +279,7 @@ def _order(sources: Sequence[range], targets: Sequence[range]) -> Iterator[tuple
                 ready.append(index)
 
 
-def _move(
-    memory: Memory, managed: ManagedParameter, built: BuildingMemory | None, run: Run, taken: TakenOver
-) -> None:
+def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | None, run: Run, taken: TakenOver) -> None:
     data = managed.parameter.data
     source = built.source(data) if built is not None else _NOWHERE
     if managed.code is not None:
