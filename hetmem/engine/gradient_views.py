@@ -55,7 +55,7 @@ def to_host_memory(managed: ManagedParameter) -> None:
     parameter = managed.parameter
     gradient = take_gradient(parameter)
     if managed.code is not None:
-        leave_coded(managed)
+        leave_coded(managed, managed.decoded())
     else:
         parameter.data = parameter.data.to("cpu", copy=True, memory_format=torch.preserve_format)
     if gradient is not None and not is_consumed(gradient):

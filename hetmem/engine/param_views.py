@@ -291,11 +291,11 @@ def hands_out(tensor: torch.Tensor, func: Any, result: Any) -> bool:
     return False
 
 
-def leave_coded(managed: ManagedParameter) -> None:
-    """Make a quantised parameter, whose model is released, an ordinary one with its decoded values."""
+def leave_coded(managed: ManagedParameter, values: torch.Tensor) -> None:
+    """Make a quantised parameter, whose model is released, an ordinary one over `values`."""
     parameter: Any = managed.parameter
     parameter.__class__ = managed.kind
-    parameter.data = managed.decoded()
+    parameter.data = values
 
 
 def stand_in(like: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,7 @@ from hetmem.base.config import Limits
 from hetmem.base.units import format_size, round_down, round_up
 from hetmem.cpu.workers import WorkerPool
 from hetmem.engine.homes import Memory
-from hetmem.engine.param_views import is_shared, reside, storage_references
+from hetmem.engine.param_views import is_shared, leave_coded, reside, storage_references
 from hetmem.errors import BudgetError
 from hetmem.memory.chunk import Chunk, ManagedParameter, Role, address_of, elements, give_away
 from hetmem.memory.coded import CodedHome, Run
@@ -198,9 +198,7 @@ def _leave_meta(parameter: torch.nn.Parameter, undone: ExitStack) -> None:
 
 def _put_back(managed: ManagedParameter, data: torch.Tensor) -> None:
     """Make a quantised parameter what it was before it had a home, an ordinary one over `data`."""
-    parameter: Any = managed.parameter
-    parameter.__class__ = managed.kind
-    parameter.data = data
+    leave_coded(managed, data)
     with suppress(ValueError):  # it has not moved
         managed.chunk.parameters.remove(managed)
 
