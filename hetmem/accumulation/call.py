@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ class _MicroBatches:
                 gradients.refuse_changes()
             graphs = [self._graphs.pop(number) for number in range(len(self._batches))]
             BackwardOrder(graphs, self._borders, self._baton)
-            self._together.expect(Counter(key for graph in graphs for key in graph.last))
+            self._together.expect(Counter(chain.from_iterable(graph.last for graph in graphs)))
             graphs.clear()
             with self._together.backwards():
                 self._run()

@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from operator import methodcaller
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from hetmem.accumulation.baton import Baton
 from hetmem.accumulation.borders import Borders
-from hetmem.intercept.backward import parameter_of
+from hetmem.intercept.backward import parameters_of
 
 _ACCUMULATES: Any = type(torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 """The kind of the nodes that accumulate gradients."""
@@ -59,10 +60,12 @@ class Graph:
         numbers = [*map(_NUMBER, nodes)]
         graph.hides = any(kind.__name__ == _HIDES for kind in set(map(type, nodes)))
         last: dict[int, int] = {}
-        for key, (at, _) in zip(map(id, map(parameter_of, [node for _, node in ends])), ends, strict=True):
+        for key, (at, _) in zip(map(id, parameters_of([node for _, node in ends])), ends, strict=True):
             if key not in last or numbers[at] < numbers[last[key]]:
                 last[key] = at
-        graph.last = {key: (numbers[at], bisect_right(starts, numbers[at]), nodes[at]) for key, at in last.items()}
+        runs = [numbers[at] for at in last.values()]
+        found = zip(runs, map(bisect_right, repeat(starts), runs), map(nodes.__getitem__, last.values()), strict=True)
+        graph.last = dict(zip(last, found, strict=True))
         stretch = len(starts)
         for number, at in sorted(zip(numbers, range(len(nodes)), strict=True), reverse=True):
             while stretch and number < starts[stretch - 1]:

@@ -33,14 +33,18 @@ class AllCopies:
         self.leased: dict[Chunk, None] = {}
         self.missing: set[Chunk] = set()
         """Those that the running forward is known to use, and that are still on their way."""
+        self.crowd_sums = False
+        """Whether a sum of gradients had no room beside all copies: it displaces copies that are not leased."""
 
-    def begin(self, operator: str, backward: Hashable | None, *, goes_on: bool) -> list[Chunk] | None:
+    def begin(self, operator: str, backward: Hashable | None, *, goes_on: bool, turns: bool) -> list[Chunk] | None:
         """Treat the segment that has just begun, called `operator`, as one moment, and request all copies in its trace;
         return the chunks whose copies are leased from now on, with those leased before. `backward` is the key of the
         backward that may follow. None, with nothing begun, if too little is known or not all copies fit; `goes_on`: a
-        graph holds all copies that are leased, so these are used whatever is known."""
+        graph holds all copies that are leased, so these are used whatever is known. `turns`: micro-batches take turns, and
+        sums of their gradients need room beside all copies, too."""
         tracer, room, traffic = self._tracer, self._room, self._traffic
         moving = room.shortage.activations is not None or traffic.gradients.leaving
+        moving = moving or (turns and self.crowd_sums)
         if tracer.known is None or tracer.measured or tracer.unseen_growth > 1 or moving:
             return self._go_on(operator) if goes_on and self.leased else None
         blocks = (*dict.fromkeys(chain.from_iterable(map(_BLOCKS, tracer.known.moments))),)

@@ -386,6 +386,11 @@ def works_for(weight: Any) -> ManagedParameter | None:
     return managed
 
 
+def owners_of(weights: Iterable[Any]) -> list[ManagedParameter | None]:
+    """Return `works_for` each of `weights`."""
+    return [owner() for owner in map(dict.get, map(vars, weights), repeat("hetmem_managed"), repeat(_nothing))]
+
+
 def show_copies(used: Sequence[ManagedParameter]) -> None:
     """Have the working weights of `used` show their device copies. Call it without `__torch_function__`."""
     weights = [*map(_WORKING, used)]

@@ -159,7 +159,9 @@ class SummedGradients:
     def _has_room(self, more: int) -> bool:
         runtime = self._sink().runtime
         now = runtime.traffic.gradients.summed_bytes
-        return bool(runtime.room.has_room_for_sums(now + more, now))
+        found = bool(runtime.room.has_room_for_sums(now + more, now))
+        runtime.all_copies.crowd_sums |= not found and bool(runtime.all_copies.leased)
+        return found
 
     def _leave(self, managed: ManagedParameter) -> None:
         """Have gradients of `managed` added up at home from here on, behind the sum so far."""

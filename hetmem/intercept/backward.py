@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from hetmem import torch_private
-from hetmem.engine.param_views import works_for
+from hetmem.engine.param_views import owners_of, works_for
 from hetmem.engine.runtime import REHEARSAL, Runtime, Turn, acting_thread, in_backward
 from hetmem.errors import DeviceOutOfMemoryError, ManageError
 from hetmem.intercept import registry
@@ -47,6 +48,7 @@ from hetmem.memory.live_bytes import nodes_behind
 
 _ENGINE = "_engine_run_backward"
 _engine: Any = getattr(torch.autograd, _ENGINE, None)
+_VARIABLE = attrgetter("variable")
 
 
 @contextlib.contextmanager
@@ -326,6 +328,13 @@ def parameter_of(node: Any) -> Any:
     variable = node.variable
     managed = works_for(variable)
     return variable if managed is None else managed.parameter
+
+
+def parameters_of(nodes: Iterable[Any]) -> list[Any]:
+    """Return `parameter_of` each of `nodes`, in C but for working weights."""
+    variables = [*map(_VARIABLE, nodes)]
+    managed = owners_of(variables)
+    return [each if of is None else of.parameter for each, of in zip(variables, managed, strict=True)]
 
 
 @uncompiled

@@ -201,12 +201,20 @@ class Interception:
         others = streams and (self.gradients.within_step or saved.others)
         others = others or (streams and torch.is_autocast_enabled(self.runtime.memory.device.torch_device.type))
         alone = alone and not others and self.activations is None and saved.is_alone()
-        alone = alone and self.segments.joined is None
-        if alone and torch_private.transform_level() is None:
-            backward = self.segments.backward_key() if torch.is_grad_enabled() else None
-            if working.begin(type(module).__name__, backward, anew=self.segments.several):
+        alone = alone and torch_private.transform_level() is None
+        joined, trains, anew = self.segments.joined, torch.is_grad_enabled(), self.segments.several
+        if joined is not None and joined.leases:
+            return working.enter_leased(all_at_once=alone)
+        if alone and (joined is None or (joined.may_lease and trains and streams)):
+            backward = self.segments.backward_key() if trains else None
+            if working.begin(type(module).__name__, backward, anew=anew, turns=joined is not None):
+                if joined is not None:
+                    joined.leases = True
+                    working.hold()
                 return True
-        working.enter(anew=self.segments.several)
+        if joined is not None:
+            joined.may_lease = False
+        working.enter(anew=anew)
         return False
 
     def _begin_with(

@@ -99,7 +99,7 @@ class Leases:
         if recomputed or self._gradients.within_step:
             self._gradients.notify_use(used)
         fresh = used
-        if self._bound:
+        if self._bound or self._copies.leased:
             for managed in used:
                 if managed.bound:
                     fresh = [managed for managed in used if not managed.bound]

@@ -169,14 +169,17 @@ class Joined:
     """What the segments of a model know while forwards of `count` micro-batches count as one, and so do the backwards
     behind them; see `intercept.together`."""
 
-    __slots__ = ("began", "count", "in_forwards", "measured", "running")
+    __slots__ = ("began", "count", "in_forwards", "leases", "may_lease", "measured", "running")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.began = self.measured = False
         """Whether the first forward has begun the segment, and whether that is measured."""
-        self.in_forwards = True
-        """Whether the forwards have not all ended."""
+        self.in_forwards = self.may_lease = True
+        """Whether the forwards have not all ended; and whether none has begun to use weights, of which the first one
+        may lease all copies."""
+        self.leases = False
+        """Whether it has, for all of them."""
         self.running = RunningBackward()
         """All backwards together."""
 

@@ -62,6 +62,7 @@ class JoinedModels:
             with HELD_BACK:
                 for each, running in zip(self._models, self._running(), strict=True):
                     running.give_back()
+                    _end_leases(each)
                     each.segments.joined = None
                     each.gradients.summed.expect({})
                     if not each.backwards:
@@ -76,6 +77,7 @@ class JoinedModels:
             with HELD_BACK:
                 for each in self._models:
                     assert each.segments.joined is not None
+                    _end_leases(each)
                     each.segments.joined.in_forwards = False
                     begin_for(each, accumulates=True)
                     began.append(each)
@@ -117,3 +119,11 @@ class JoinedModels:
 
     def _running(self) -> list[RunningBackward]:
         return [each.segments.joined.running for each in self._models if each.segments.joined is not None]
+
+
+def _end_leases(interception: Interception) -> None:
+    """Have the copies that forwards have leased together stay so for their graphs alone."""
+    joined = interception.segments.joined
+    if joined is not None and joined.leases:
+        joined.leases = False
+        interception.working.let_go()

@@ -69,6 +69,8 @@ class WorkingWeights:
         """The blocks of a whole model on the device that are leased until `release`; empty if none are."""
         self._entered = self._shown = 0
         """How many stretches of compute use working weights, and how many of these have all modules show them."""
+        self._beside: list[ManagedParameter] = []
+        """Parameters whose working weights show their copies also between calls of modules that bind them."""
         self._checked = False
         """Whether the working weights were found to fit the parameters since the running backward began."""
         self._in_backward = False
@@ -78,14 +80,15 @@ class WorkingWeights:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def begin(self, operator: str, backward: Hashable | None, *, anew: bool) -> bool:
+    def begin(self, operator: str, backward: Hashable | None, *, anew: bool, turns: bool) -> bool:
         """Do `enter` for a forward, if all copies can be leased until its backward ends; else return False, with
-        nothing begun. `backward` is the key of the backward that may follow. `anew`: see `enter`."""
+        nothing begun. `backward` is the key of the backward that may follow. `anew`: see `enter`; `turns`: see
+        `AllCopies.begin`."""
         streams, trains = not self._runtime.memory.resident, backward is not None
         if not (self.serve and self._are_plain(streams=streams) and self._are_in_place()):
             return False
         goes_on = trains and anew and self._pending
-        chunks = self._copies.begin(operator, backward, goes_on=goes_on) if streams else None
+        chunks = self._copies.begin(operator, backward, goes_on=goes_on, turns=turns) if streams else None
         if chunks is not None:
             self._make_hooked(anew=anew)
             self._show(chunks)
@@ -96,6 +99,28 @@ class WorkingWeights:
         self._pending |= trains
         self._enter()
         return True
+
+    def hold(self) -> None:
+        """Have what `begin` has leased stay so until `let_go`, for forwards that take turns."""
+        self._enter()
+
+    def enter_leased(self, *, all_at_once: bool) -> bool:
+        """Do `enter` for another one of these forwards, and return `all_at_once`: if it is not, each call of a module
+        in it leases what it uses beside these leases."""
+        if not all_at_once and not self._beside:
+            self.arrive([managed for chunk in self._copies.missing for managed in chunk.parameters], "a forward")
+            self._beside = [managed for chunk in self._copies.leased for managed in chunk.parameters]
+            for managed in self._beside:
+                managed.bound += 1
+        self._enter()
+        return all_at_once
+
+    def let_go(self) -> None:
+        """End `hold`."""
+        for managed in self._beside:
+            managed.bound -= 1
+        self._beside = []
+        self.end(shown=True, all_at_once=True)
 
     def enter(self, *, anew: bool) -> None:
         """Have modules compute with working weights, whose copies are leased as they are used, until `end`. `anew`:
@@ -395,7 +420,9 @@ class WorkingWeights:
         if self._given or (self._given is not None and not accumulates):
             return
         self._in_backward = self._in_backward or bool(self._weights) or bool(self._older)
-        self._sink.began = self._checked = False
+        if not self._in_backward:  # else it is one of several micro-batches
+            self._sink.began = False
+        self._checked = False
         self.freeze()
         used = self._used()
         if not used:
