@@ -181,12 +181,27 @@ class Supply:
         return device.fed_ahead > 0 and staging.needed(block) - 2 * self._lookahead(device) > staging.clock()
 
     def prefetch_block(self, block: int, tier: Tier, commands: list[Command]) -> None:
-        """Begin to bring `block` to `tier` without a use, if it has no copy and nothing of more use is evicted."""
+        """Begin to bring `block` to `tier` without a use, if it has no copy, and nothing of more use is evicted for it
+        now or later."""
         cache = self._caches[tier]
-        if not self.waiting and block not in cache.copies:
+        if not self.waiting and block not in cache.copies and self._leaves_slots(block, cache):
             self._bring_in(block, cache, commands)
             cache.unused.discard(block)  # renewed for any later use, so it may be evicted
             cache.prefetch_at = 0  # the next missing block may be needed sooner
+
+    def _leaves_slots(self, block: int, cache: Cache) -> bool:
+        """Return whether free slots are left beside `block` for all missing blocks that are used sooner: else one of
+        them would take its place before it is used."""
+        schedule, span = cache.schedule, self._blocks[block].span
+        free = cache.limit - cache.slots.used - span
+        sooner: set[int] = set()
+        for other in cache.missing(min(schedule.next_use(block), schedule.position + schedule.count) - schedule.position):
+            if other not in sooner:
+                sooner.add(other)
+                free -= self._blocks[other].span
+                if free < 0:
+                    return False
+        return True
 
     def _bring_in(self, block: int, cache: Cache, commands: list[Command]) -> bool:
         """Fetch `block`, which `cache` lacks, if it comes from the next tier; False if there is no room for it now."""

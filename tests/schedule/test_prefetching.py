@@ -100,6 +100,14 @@ def test_a_waiting_request_goes_before_any_prefetch() -> None:
     assert r.release(0, DEVICE) == [Drop(0, DEVICE, 0), up(1, 2)]
 
 
+def test_what_is_brought_without_a_use_leaves_free_slots_to_what_is_used_sooner() -> None:
+    """A copy that an update has made stale, say: 2 would take the place of 3, and be fetched twice."""
+    r = residency(HOST, HOST, HOST, HOST, device=3, lookahead=1)
+    assert r.expect({DEVICE: Schedule([(0,), (1,), (2,), (3,)])}) == [up(0, 0)]
+    assert r.prefetch([3], DEVICE) == [], "1 and 2 need the slots"
+    assert r.prefetch([2], DEVICE) == [up(2, 1)], "there is another one for 1"
+
+
 def test_what_no_schedule_names_is_prefetched_into_free_slots_only() -> None:
     r = residency(HOST, HOST, HOST, device=2)
     visit(r, 0, DEVICE)
