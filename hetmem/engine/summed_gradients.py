@@ -33,8 +33,8 @@ class _Sum:
         """Whether it was made here: what autograd made may be read by the rest of its backward."""
 
     def bytes_with(self, arrived: torch.Tensor, dtype: torch.dtype) -> int:
-        """Return how many bytes more it takes, in `dtype`, with `arrived`."""
-        return 0 if self.is_own else arrived.numel() * dtype.itemsize - self.value.nbytes
+        """Return how many bytes more it takes, in `dtype`, with `arrived`, the second one."""
+        return arrived.numel() * dtype.itemsize - self.value.nbytes
 
     def add(self, arrived: torch.Tensor, dtype: torch.dtype) -> None:
         """Add `arrived`, in the order of a loop."""
@@ -85,17 +85,12 @@ class SummedGradients:
             self._expected.clear()
 
     def take(self, managed: ManagedParameter, weight: torch.Tensor, arrived: torch.Tensor) -> bool:
-        """Do `add` of `arrived`, the gradient of the working weight `weight`, to a sum of `sums` that takes no more
-        memory with it. Return False, with nothing changed, if there is more to it."""
-        known = self.sums[managed]
-        if not known.is_own or stored(managed.parameter.grad) is not known.home:
+        """Do `add` of `arrived`, the gradient of the working weight `weight`, to one of `sums`. Return False, with
+        nothing changed, if there is more to it."""
+        if not self._add(managed, arrived, managed.parameter.grad):
             return False
         take_gradient(weight)
-        known.value.add_(arrived)
-        known.count += 1
-        known.left -= 1
-        if not known.left:
-            self._close(managed)
+        self._close_if_complete(managed)
         return True
 
     def add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
@@ -106,7 +101,10 @@ class SummedGradients:
             return False
         with self._sink().runtime.own_work():
             taken = self._begin(managed, arrived, previous) if known is None else self._add(managed, arrived, previous)
-            if not taken:
+            if taken:
+                self._show(managed)
+                self._close_if_complete(managed)
+            else:
                 self._leave(managed)
         return taken
 
@@ -128,21 +126,17 @@ class SummedGradients:
         assert managed.grad_home is not None
         self.sums[managed] = _Sum(managed.grad_home, arrived, self._expected[managed] - 1)
         self._count(arrived.nbytes)
-        self._show(managed)
         return True
 
     def _add(self, managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> bool:
         known, dtype = self.sums[managed], managed.chunk.dtype
         if stored(previous) is not known.home or managed.grad_home is not known.home:
             return False  # the program has dropped or replaced it
-        more = known.bytes_with(arrived, dtype)
-        if more and not self._has_room(more):
-            return False
+        if more := 0 if known.is_own else known.bytes_with(arrived, dtype):
+            if not self._has_room(more):
+                return False
+            self._count(more)
         known.add(arrived, dtype)
-        self._count(more)
-        self._show(managed)
-        if not known.left:
-            self._close(managed)
         return True
 
     def _show(self, managed: ManagedParameter) -> None:
@@ -170,6 +164,10 @@ class SummedGradients:
             if self._sink().tells:  # its update may have begun
                 self._sink().tell_coming(managed)
         self._close(managed)
+
+    def _close_if_complete(self, managed: ManagedParameter) -> None:
+        if not self.sums[managed].left:
+            self._close(managed)
 
     def _close(self, managed: ManagedParameter) -> None:
         """Note that no more gradients of `managed` are to be added up here; send its chunk if it was the last."""
