@@ -13,11 +13,12 @@ import torch
 
 import hetmem
 from benchmarks.large_steps import calls
+from hetmem import testing
 from tests.accumulation.test_accumulate import BF16, KINDS, Stack, batches, both_ways
 from tests.accumulation.test_sums import Tower, out_in_a_step, overlaps, placed, precisions
 from tests.engine.harness import assert_same, assert_same_weights, reference, shared
 
-MOST = {0.5: 1, 1.5: 1}
+MOST = {0.5: 18_780, 1.5: 9_330}
 """By the share of copies that there is room for, calls of Python of three micro-batches of three blocks: what was
 measured, and three in a hundred more."""
 
@@ -39,6 +40,19 @@ def test_a_step_takes_no_more_calls_than_it_did(share: float) -> None:
     assert calls(3, 3, hetmem.accumulate, share) <= MOST[share]
 
 
+def test_all_copies_are_leased_from_the_first_forward_to_the_end_of_the_last_backward(tmp_path: Path) -> None:
+    managed: Any = placed(Tower(), tmp_path, chunks="1MiB")
+    seen: list[int] = []
+    for layer in managed.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append(len(testing.of(managed).leased())))
+    for _ in range(4):
+        seen.clear()
+        hetmem.accumulate(managed, batches(3))
+        assert not testing.of(managed).leased()
+        managed.zero_grad()
+    assert seen == [len([*managed.parameters()])] * 24
+
+
 @overlaps
 @precisions
 @shared("kind", KINDS)
@@ -54,23 +68,24 @@ def test_training_has_the_bits_of_the_loop(kind: str, mixed: torch.dtype | None,
 
 @pytest.mark.parametrize("other", ["autocast", "hooks", "teacher"])
 def test_forwards_that_differ_from_the_first_one_are_right(other: str, tmp_path: Path) -> None:
-    """The second micro-batch computes under autocast, with hooks for saved tensors, or without a graph first."""
+    """Once all copies are leased, the second micro-batch computes under autocast or with hooks for saved tensors, or
+    the later ones without a graph first."""
     plain = Tower()
     managed = placed(copy.deepcopy(plain), tmp_path, chunks="1MiB")
 
     def forward(module: Any, numbered: tuple[int, torch.Tensor]) -> torch.Tensor:
         number, tokens = numbered
         contexts = {"autocast": torch.autocast("cpu", BF16), "hooks": torch.autograd.graph.save_on_cpu()}
+        known: Any = 0
+        if other == "teacher" and number > 0:
+            with torch.no_grad():
+                known = module(tokens)
         with contexts.get(other, nullcontext()) if number == 1 else nullcontext():
-            if other == "teacher" and number != 0:
-                with torch.no_grad():
-                    known = module(tokens)
-                return module(tokens) + known
-            result: torch.Tensor = module(tokens)
-            return result
+            loss: torch.Tensor = module(tokens) + known
+        return loss
 
     def step(at: int) -> None:
-        several = [*enumerate(batches(3, seed=at))]
+        several = [(number if at > 2 else 0, batch) for number, batch in enumerate(batches(3, seed=at))]
         got = hetmem.accumulate(managed, several, forward)
         for each, loss in zip(several, got, strict=True):
             expected = reference(plain, None)(lambda module, each=each: forward(module, each))
@@ -94,6 +109,7 @@ def test_an_error_in_a_forward_ends_the_lease(tmp_path: Path) -> None:
         if at in (3, 5):
             with pytest.raises(ArithmeticError):
                 hetmem.accumulate(managed, batches(3), fail)
+            assert all(parameter.grad is None for parameter in managed.parameters())
         if at == 4:
             for batch in batches(2):
                 assert_same(reference(plain, None)(lambda module, batch=batch: module(batch)), managed(batch), "alone")
@@ -104,15 +120,11 @@ def test_an_error_in_a_forward_ends_the_lease(tmp_path: Path) -> None:
     trained(plain, managed, step, steps=8)
 
 
-@pytest.mark.parametrize("mixed", [None, BF16], ids=["fp32", "bf16"])
-def test_sums_have_their_room_before_a_lease(mixed: torch.dtype | None, tmp_path: Path) -> None:
-    """All copies fit beside what the forwards keep, and no sum does beside them: these displace copies."""
-    several = batches(8)
-    plain = Tower()
-    nbytes = sum(p.numel() * (2 if mixed else 4) for p in plain.parameters())
-    managed = placed(
-        plain, tmp_path, device=str(nbytes + (220 << 10)), chunks=str(nbytes + 4096), mixed_precision=mixed
-    )
+def test_sums_have_their_room_before_a_lease(tmp_path: Path) -> None:
+    """All copies fit beside what the forwards keep, and no sum does beside both: sums displace copies."""
+    plain, several = Tower(), batches(8)
+    nbytes = sum(2 * p.numel() for p in plain.parameters())
+    managed = placed(plain, tmp_path, str(nbytes + (270 << 10)), "192KiB", mixed_precision=BF16)
     for _ in range(3):
         hetmem.accumulate(managed, several)
         managed.zero_grad()
