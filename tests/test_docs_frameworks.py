@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import hetmem
+from hetmem.integrations import for_trainer, layer_by_layer
 from tests.test_docs_code import given, llama, run, snippets
 
 pytestmark = [pytest.mark.nightly, pytest.mark.filterwarnings("ignore")]
@@ -60,12 +62,7 @@ def test_the_trainer() -> None:
 def test_a_trainer_of_trl() -> None:
     names = names_for("transformers", "trl", "datasets") | {"model": llama("model")}
     names["budget"] = hetmem.Budget(device="16MiB", device_chunks="128KiB", host="8MiB")  # its loss takes 6 MiB
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    names["tokenizer"] = names["transformers"].PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>"
-    )
+    names["tokenizer"] = words()
     names["data"] = names["datasets"].Dataset.from_dict({"text": ["a b a b b a"] * 24})
     run(TRL, names)
     assert hetmem.report(names["model"]).to_dict()["steps"] == 3
@@ -88,6 +85,56 @@ def test_lightning() -> None:
     assert Path("run.html").exists()
     written = b"".join(path.read_bytes() for path in Path("lightning_logs").rglob("*") if path.is_file())
     assert b"hetmem/device_peak_bytes" in written
+
+
+def test_lightning_layer_by_layer() -> None:
+    """With the weights of a loop over plain torch."""
+    names = names_for("lightning") | {"m": 2, "rows": 2, "collate": torch.utils.data.default_collate}
+    plain = copy.deepcopy(names["model"])
+    x, y = torch.randn(2, 12, 64)
+    names["data"] = torch.utils.data.TensorDataset(x, y)
+    code, printed = snippets("docs/large-steps.md")[2], "lightning.Trainer("
+    assert code.count(printed) == 1
+    run(code.replace(printed, f"{printed}accelerator='cpu', "), names)
+    optimizer = torch.optim.AdamW(plain.parameters(), fused=True)
+    for batches in torch.arange(12).view(3, 2, 2):
+        for batch in batches:
+            (plain(x[batch], y[batch]) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    managed = names["training"].model
+    assert hetmem.report(managed).to_dict()["steps"] == 3
+    for one, other in zip(plain.parameters(), managed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_trainer_of_trl_layer_by_layer() -> None:
+    """With the bits of the same one without."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"input_ids": [[1 + at % 7, *range(2, 3 + at % 5)] for at in range(24)]})
+    trained = []
+    for kind in (trl.SFTTrainer, layer_by_layer(trl.SFTTrainer)):
+        torch.manual_seed(0)
+        model = hetmem.manage(llama("model"), hetmem.Budget(device="32MiB", device_chunks="128KiB", host="8MiB"))
+        asked: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+        asked |= {"bf16": False, "use_cpu": True, "report_to": "none", "logging_steps": 1, "shuffle_dataset": False}
+        arguments = trl.SFTConfig(f"out{len(trained)}", **asked)
+        trainer = kind(model, arguments, train_dataset=data, processing_class=words(), **for_trainer(arguments))
+        trainer.train()
+        logs = [{name: each.get(name) for name in ("loss", "grad_norm")} for each in trainer.state.log_history]
+        trained.append((logs, [parameter.detach().clone() for parameter in model.parameters()]))
+        hetmem.release(model)
+    (logs, weights), (ours, managed) = trained
+    assert logs == ours
+    assert all(map(torch.equal, weights, managed))
+
+
+def words() -> Any:
+    """A tokenizer of four words."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    found = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="a"))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="</s>")
 
 
 def test_every_logger_gets_the_numbers() -> None:
