@@ -11,6 +11,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -446,4 +447,44 @@ def test_a_graph_on_the_host_and_on_the_device_has_one_order(loss_of: Any, place
     for batch in batches(6):
         for module in (plain, managed):
             loss_of(module, batch).backward()
+        assert_same_gradients(plain, managed)
+
+
+class Ordered(nn.Module):
+    """Notes the order in which micro-batches come to each block, and their gradients back to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.forwards: list[tuple[int, int]] = []
+        self.gradients: list[tuple[int, int]] = []
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        for at, block in enumerate(self.blocks):
+            x = block(x)
+            self.forwards.append((at, number))
+            x.register_hook(partial(self._came, at, number))
+            x = torch.tanh(x)
+        return x.square().mean()
+
+    def _came(self, at: int, number: int, _: torch.Tensor) -> None:
+        self.gradients.append((at, number))
+
+
+@pytest.mark.parametrize("chunks", ["32KiB", "64KiB"], ids=["some of the copies", "all copies"])
+def test_micro_batches_take_turns_at_each_block_in_their_order(chunks: str) -> None:
+    """Nodes of a GPU have a queue and a thread of their own."""
+    managed = Ordered()
+    plain = copy.deepcopy(managed).to("cuda")
+    limits = hetmem.Budget(device=torch.cuda.memory_allocated() + (40 << 20), device_chunks=chunks, host="64MiB")
+    hetmem.manage(managed, limits, device="cuda", chunk_bytes="16KiB")
+    turns = [(at, number) for at in range(3) for number in range(4)]
+    for step in range(5):
+        several = [*enumerate(batch.cuda() for batch in batches(4))]
+        for number, batch in several:
+            plain(batch, number).backward()
+        managed.forwards.clear(), managed.gradients.clear()
+        hetmem.accumulate(managed, several, lambda model, each: model(each[1], each[0]))
+        assert managed.forwards == turns, step
+        assert managed.gradients == [(2 - at, number) for at, number in turns], step
         assert_same_gradients(plain, managed)
