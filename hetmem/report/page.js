@@ -68,9 +68,10 @@ function fillVerdict() {
 
 function fillNumbers() {
   const step = data.step, tiers = data.tiers;
+  const inSegments = (step) => Object.entries(step.moments_by_segment ?? {}).map(([name, count]) => `, ${name} ${count.toLocaleString("en-US")}`).join("");
   const ofBudget = (tier) => (tier.capacity_bytes ? `${formatShare(tier.peak_bytes / tier.capacity_bytes)} of ${formatBytes(tier.capacity_bytes)}` : "no budget");
   const stepNumbers = !step ? [] : [
-    [step.of === "step" ? "Step time" : "Forward time", "step.seconds", "seconds", `${step.moments.toLocaleString("en-US")} moments`],
+    [step.of === "step" ? "Step time" : "Forward time", "step.seconds", "seconds", `${step.moments.toLocaleString("en-US")} moments${inSegments(step)}`],
     ...(step.tokens ? [["Tokens a second", "step.tokens_per_second", "count", `${step.tokens.toLocaleString("en-US")} in the ${step.of}`]] : []),
     ["Overlap", "step.overlap", "share", `longest term / ${step.of} time`],
     [`Stalled in the ${step.of}`, "step.stall_seconds", "seconds", `${formatShare(step.stall_seconds / step.seconds)} of it`],

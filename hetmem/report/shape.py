@@ -72,7 +72,7 @@ _TIER = {"capacity_bytes": _BYTES, "peak_bytes": _BYTES, "used_bytes": _BYTES, "
 _TIERS = {name: _section(**_TIER) for name in ("host", "nvme")}
 _DEVICE = record({**_TIER, "chunk_peak_bytes": _BYTES}, {"fragment_bytes": _BYTES}, others=True)
 _TERMS = table_of(_SECONDS, TERM_NAMES)
-_STEP = _section(
+_STEP_SECTION = _section(
     of=_COVERS,
     seconds=number(1e-12, 1e12, "seconds"),
     tokens=_COUNT,
@@ -90,6 +90,7 @@ _STEP = _section(
     nvme_written_bytes_per_day=whole(0, 10**30),
     sentence=text(),
 )
+_STEP = _all(_STEP_SECTION, record({}, {"moments_by_segment": table_of(_COUNT)}, others=True))
 _PLANNED = _section(
     hardware=text(1000),
     rows=_COUNT,

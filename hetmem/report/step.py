@@ -13,8 +13,8 @@ clipped to the step (for NVMe a transfer begins when it is requested).
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import chain, pairwise
@@ -239,10 +239,19 @@ def step_section(window: Window, tiers: dict[str, dict[str, Any]], tokens: int =
         "caught_up_seconds": caught_up,
         "faults": len(window.faults),
         "moments": len(window.moments),
+        "moments_by_segment": _by_segment(window),
         "nvme_written_bytes_per_day": round(moved["nvme_write"] / seconds * SECONDS_PER_DAY) if seconds else 0,
     }
     section["sentence"] = sentence(section, tiers)
     return section
+
+
+def _by_segment(window: Window) -> dict[str, int]:
+    """Return how many moments each kind of segment had, as the host launched them."""
+    spans = sorted(window.launched or window.segments, key=lambda span: span.start)
+    begins = [span.start for span in spans]
+    found = Counter(spans[at].what for moment in window.moments if (at := bisect_right(begins, moment.at) - 1) >= 0)
+    return dict(found)
 
 
 def busy_intervals(window: Window) -> dict[str, list[Interval]]:

@@ -25,6 +25,10 @@ def test_bytes_of_a_token_are_those_of_the_step(count: int) -> None:
     hetmem.release(model)
     step = report.to_dict()["step"]
     assert step["tokens"] == count * BATCH.numel()
+    by_segment = step["moments_by_segment"]
+    assert sum(by_segment.values()) == step["moments"]
+    assert {"forward", "backward"} <= by_segment.keys() <= {"forward", "backward", "step"}
+    assert min(by_segment["backward"], by_segment["forward"]) >= count * len(model.layers)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert weights < step["bytes"]["host_to_device"] < 2.5 * weights
     said = re.search(r"; a token: Host to device ([\d.]+) KiB", " ".join(str(report).split()), re.IGNORECASE)
