@@ -43,6 +43,12 @@ def with_buffers(model: nn.Module, borders: Iterable[nn.Module]) -> list[nn.Modu
     return [part for part in _parts(model) if part in asked or (part not in within and _buffers(part))]
 
 
+def have_common(modules: Iterable[nn.Module]) -> bool:
+    """Return whether any two of `modules` have a parameter in common."""
+    owners = Counter(id(parameter) for module in modules for parameter in module.parameters())
+    return any(count > 1 for count in owners.values())
+
+
 def refuse_borders(model: nn.Module, borders: Sequence[nn.Module]) -> None:
     """Raise `ManageError` for `borders` that are no modules of `model`."""
     parts = set(model.modules())
@@ -74,9 +80,7 @@ class Borders:
     @property
     def share_parameters(self) -> bool:
         """Whether a forward has come to a border twice, or two borders have a parameter in common."""
-        again = any(visit for positions in self.passed for visit, _ in positions)
-        owners = Counter(id(parameter) for module in self._modules for parameter in module.parameters())
-        return again or any(count > 1 for count in owners.values())
+        return any(visit for positions in self.passed for visit, _ in positions) or have_common(self._modules)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -40,8 +40,8 @@ class AllCopies:
         """Treat the segment that has just begun, called `operator`, as one moment, and request all copies in its trace;
         return the chunks whose copies are leased from now on, with those leased before. `backward` is the key of the
         backward that may follow. None, with nothing begun, if too little is known or not all copies fit; `goes_on`: a
-        graph holds all copies that are leased, so these are used whatever is known. `turns`: micro-batches take turns, and
-        sums of their gradients need room beside all copies, too."""
+        graph holds all copies that are leased, so these are used whatever is known. `turns`: micro-batches take
+        turns, and sums of their gradients need room beside all copies, too."""
         tracer, room, traffic = self._tracer, self._room, self._traffic
         moving = room.shortage.activations is not None or traffic.gradients.leaving
         moving = moving or (turns and self.crowd_sums)

@@ -8,6 +8,7 @@ there is no room, or whose `p.grad` was there before, is added up at home, as on
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -53,23 +54,27 @@ class SummedGradients:
         self._expected: dict[ManagedParameter, int] = {}
         self.sums: dict[ManagedParameter, _Sum] = {}
         """By parameter, what was added up so far; `p.grad` is its home, in flight."""
+        self._hiding = 0
+        self._counts: Counter[ManagedParameter] = Counter()
+        """How many gradients of each came in this backward."""
+        self._usual: dict[ManagedParameter, float] = {}
+        """Of a micro-batch of the last backward in which graphs hid parameters, how many came."""
         self._open: dict[Chunk, set[ManagedParameter]] = {}
         """By chunk, the parameters whose sum may be made here, and is not complete."""
         self.runs = False
         """Whether such a backward runs."""
 
-    def expect(self, arrivals: Mapping[ManagedParameter, int]) -> None:
-        """Expect so many gradients of each parameter in the backward that begins next."""
-        self._expected = {managed: count for managed, count in arrivals.items() if count > 1}
-
-    @property
-    def waits(self) -> bool:
-        """Whether the backward that begins is of several micro-batches."""
-        return bool(self._expected)
+    def expect(self, arrivals: Mapping[ManagedParameter, int], hiding: int = 0) -> None:
+        """Expect so many gradients of each parameter in the backward that begins next; of those with none, which
+        `hiding` of the micro-batches may compute within checkpoints, as many of each as in the last one."""
+        self._hiding = hiding
+        hidden = {managed: round(count * hiding) for managed, count in self._usual.items() if not arrivals.get(managed)}
+        self._expected = {managed: count for managed, count in (arrivals | hidden).items() if count > 1}
 
     def begin(self, fresh: Iterable[ManagedParameter]) -> None:
         """Begin a backward; `fresh`: the parameters without a gradient, or hooks of the program."""
-        self.runs = bool(self._expected)
+        self.runs = bool(self._expected or self._hiding)
+        self._counts.clear()
         self._sink().loans.sums = self.runs
         for managed in fresh if self.runs else ():
             if managed in self._expected:
@@ -81,6 +86,8 @@ class SummedGradients:
             self.send_all()
         finally:
             self.runs = self._sink().loans.sums = False
+            if self._hiding:
+                self._usual = {managed: count / self._hiding for managed, count in self._counts.items()}
             self._open.clear()
             self._expected.clear()
 
@@ -98,6 +105,7 @@ class SummedGradients:
         False if it is to be sent alone, behind what was added up before it."""
         known = self.sums.get(managed)
         if known is None and managed not in self._open.get(managed.chunk, ()):
+            self._counts[managed] += 1
             return False
         with self._sink().runtime.own_work():
             taken = self._begin(managed, arrived, previous) if known is None else self._add(managed, arrived, previous)
@@ -105,6 +113,7 @@ class SummedGradients:
                 self._show(managed)
                 self._close_if_complete(managed)
             else:
+                self._counts[managed] += 1
                 self._leave(managed)
         return taken
 
@@ -192,6 +201,7 @@ class SummedGradients:
             return
         sink, sums = self._sink(), [self.sums.pop(managed) for managed in together]
         values, homes = [each.value for each in sums], [each.home for each in sums]
+        self._counts.update({managed: each.count for managed, each in zip(together, sums, strict=True)})
         self._count(-sum(value.nbytes for value in values))
         self._open.get(together[0].chunk, set()).difference_update(together)
         work = partial(sink.runtime.memory.device.gradients_out, homes, values)

@@ -92,12 +92,12 @@ class JoinedModels:
                 for each in began:
                     end_for(each)
 
-    def expect(self, arrivals: Counter[int]) -> None:
+    def expect(self, arrivals: Counter[int], hiding: int) -> None:
         """Tell sums, and optimizers that update within a backward, how many gradients of each parameter, by `id`, will
-        arrive."""
+        arrive. `hiding`: how many graphs have more of them within checkpoints."""
         for each in self._models:
             counts = map(arrivals.__getitem__, map(id, map(_PARAMETER, each.runtime.parameters)))
-            each.gradients.summed.expect(dict(zip(each.runtime.parameters, counts, strict=True)))
+            each.gradients.summed.expect(dict(zip(each.runtime.parameters, counts, strict=True)), hiding)
             early = [listener for listener in each.gradients.listeners if listener.begins_early]
             for managed in each.runtime.parameters if early else ():
                 for listener in early if id(managed.parameter) in arrivals else ():

@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from hetmem.accumulation.borders import have_common
 from hetmem.accumulation.order import Graph
 from hetmem.memory.live_bytes import operator_of
 from hetmem.placing.build import compute_dtypes, specs
@@ -93,6 +94,8 @@ class MetaTracer:
         self._uses = _Uses(self)
         self._depth = 0
         self._in_backward = False
+        self._passed: list[torch.nn.Module] = []
+        """The borders that the forward has come to."""
         self._starts: list[int] = []
         """Autograd's number of the next node behind each border."""
         self._recomputed_flops = 0
@@ -183,9 +186,14 @@ class MetaTracer:
         if not self._in_backward:  # else it is computed again
             self._boundary(Kind.BORDER, "border")
             self._starts.append(next_node_number())
+            self._passed.append(module)
 
     def _note_borders(self, graph: Graph) -> None:
-        """Have the backward behind `graph` come to the same borders."""
+        """Have the backward behind `graph` come to the same borders, unless a run does each backward as a whole: see
+        `accumulation.order`."""
+        again = len({*self._passed}) < len(self._passed)
+        if graph.hides and (again or have_common(self._passed)):
+            return
         for stretch in sorted(graph.first, reverse=True)[1:]:
             graph.first[stretch][1].register_prehook(lambda _: self._boundary(Kind.BORDER, "border"))
 

@@ -195,7 +195,9 @@ class Supply:
         schedule, span = cache.schedule, self._blocks[block].span
         free = cache.limit - cache.slots.used - span
         sooner: set[int] = set()
-        for other in cache.missing(min(schedule.next_use(block), schedule.position + schedule.count) - schedule.position):
+        for other in cache.missing(
+            min(schedule.next_use(block), schedule.position + schedule.count) - schedule.position
+        ):
             if other not in sooner:
                 sooner.add(other)
                 free -= self._blocks[other].span

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import hetmem
 from hetmem import testing
@@ -30,9 +32,11 @@ def deep() -> GPT:
     return GPT(24, saves=True)
 
 
-def tiers_and_steps(plan: planner.Plan, options: dict[str, Any]) -> tuple[dict[str, Any], int, list[dict[str, int]]]:
+def tiers_and_steps(
+    plan: planner.Plan, options: dict[str, Any], build: Callable[[], GPT] = saving
+) -> tuple[dict[str, Any], int, list[dict[str, int]]]:
     """Of a run as planned: its tiers, what is set aside for gradients, and the bytes on each link in each step."""
-    model = hetmem.manage(saving(), plan=plan, device="sim")
+    model = hetmem.manage(build(), plan=plan, device="sim")
     optimizer = hetmem.AdamW(model.parameters(), **options)
     seen, steps = dict.fromkeys(plan.link_bytes, 0), []
     for _ in range(4):
@@ -84,6 +88,34 @@ def test_weights_cross_as_often_as_for_one_micro_batch() -> None:
     assert inward[1] >= 5 * inward[0]
     assert turns.flops == loop.flops == 8 * one.flops
     assert turns.recomputed_flops == loop.recomputed_flops > 0
+
+
+class Hidden(GPT):
+    """Checkpoints hide the weights from the graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(x)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        return torch.nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), x.flatten())
+
+
+class Shared(Hidden):
+    """Two layers have one, so each backward runs as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].up = self.layers[0].up
+
+
+@pytest.mark.parametrize("build", [Hidden, Shared])
+def test_backwards_within_checkpoints_are_planned_as_they_run(build: Callable[[], GPT]) -> None:
+    asked: dict[str, Any] = {"chunk_bytes": 128 * KIB, "micro_batches": COUNT, "accumulate": True}
+    plan = plan_alone(build, BATCH, ROOMY, **asked)
+    tiers, spare, steps = tiers_and_steps(plan, {}, build)
+    assert_peaks(plan, tiers, spare)
+    assert steps[-1]["device_to_host"] == plan.link_bytes["device_to_host"]
+    assert steps[-1]["host_to_device"] == pytest.approx(plan.link_bytes["host_to_device"], rel=0.1)
 
 
 def test_weights_of_the_next_block_come_while_all_micro_batches_compute_one() -> None:
