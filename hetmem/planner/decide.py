@@ -384,7 +384,7 @@ def _ways_out(workload: Workload, asked: Setting, missing: Mapping[str, int], va
         found = _fitting(variants, room) if device else []
         ways = [f"{other.advice}: then it fits, at {format_seconds(other.step_seconds)} a step" for other in found]
         if device and _has(asked, {"device": device}):
-            ways.append(f"raise {_by({'device': device})}")
+            ways.append(f"raise {_limit_of_the_device(workload, room)} by {format_enough(device)}")
         ways = ways if device else [""]
         advice += [", and ".join(part for part in (text, way) if part) for way in (ways if at == 0 else ways[:1])]
     return advice
@@ -411,6 +411,16 @@ def _on_nvme(workload: Workload, setting: Setting) -> float:
     with suppress(NoRoom):
         return sum(arranged(workload, setting).bytes_by_role(Tier.NVME).values())
     return math.inf
+
+
+def _limit_of_the_device(workload: Workload, asked: Setting) -> str:
+    """Return what limits the copies on the device, with which `workload` does not fit: the part that chunks may have,
+    if a larger part is enough, else the whole, and a part that was asked for with it."""
+    if asked.capacities.device_chunk_bytes is None:
+        return "Budget(device=…)"
+    whole = asked.within(device_chunk_bytes=None)
+    alone = isinstance(first_that_fits(workload, whole, steps=2), Judged)
+    return "Budget(device_chunks=…)" if alone else "Budget(device=…, device_chunks=…)"
 
 
 def _by(missing: Mapping[str, int]) -> str:

@@ -68,6 +68,15 @@ def test_peaks_and_bytes_of_a_run_are_the_planned_ones(
         assert steps[-1] == plan.link_bytes
 
 
+@pytest.mark.parametrize(("device", "limit"), [(8 * MIB, "device_chunks=…"), (MIB, "device=…, device_chunks=…")])
+def test_a_device_without_room_for_the_last_block_and_the_head_says_what_to_raise(device: int, limit: str) -> None:
+    """Where copies may have a part of it, that may be what lacks room."""
+    little = hetmem.Budget(device=device, device_chunks=256 * KIB, host=32 * MIB)
+    plan = plan_alone(saving, BATCH, little, chunk_bytes=128 * KIB, micro_batches=COUNT, accumulate=True)
+    assert plan.missing_bytes.keys() == {"device"}
+    assert plan.advice[-1].startswith(f"raise Budget({limit}) by ")
+
+
 def test_what_the_other_micro_batches_keep_is_counted_to_the_byte() -> None:
     plan = plan_alone(saving, BATCH, ROOMY, chunk_bytes=128 * KIB, micro_batches=COUNT, accumulate=True)
     alone = plan_alone(saving, BATCH, ROOMY, chunk_bytes=128 * KIB)
