@@ -184,7 +184,12 @@ class Supply:
         """Begin to bring `block` to `tier` without a use, if it has no copy, and nothing of more use is evicted for it
         now or later."""
         cache = self._caches[tier]
-        if not self.waiting and block not in cache.copies and self._leaves_slots(block, cache):
+        if not self.waiting and block not in cache.copies:
+            known = cache.schedule.known
+            if known.slots < 0:
+                known.slots = sum(self._blocks[each].span for each in known.positions)
+            if known.slots > cache.limit and not self._leaves_slots(block, cache):
+                return
             self._bring_in(block, cache, commands)
             cache.unused.discard(block)  # renewed for any later use, so it may be evicted
             cache.prefetch_at = 0  # the next missing block may be needed sooner

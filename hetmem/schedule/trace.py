@@ -97,7 +97,7 @@ class UseSequence:
     them, so nothing is prefetched for them. `times` has the time of each use on a clock of both tiers; one round takes
     `period`. Building it takes O(uses)."""
 
-    __slots__ = ("_visits", "blocks", "furthest", "indices", "overwritten", "period", "positions", "times")
+    __slots__ = ("_visits", "blocks", "furthest", "indices", "overwritten", "period", "positions", "slots", "times")
 
     def __init__(
         self,
@@ -117,6 +117,8 @@ class UseSequence:
             for block in blocks:
                 self.positions.setdefault(block, []).append(index)
         self._visits: dict[int, dict[int, int]] | None = None
+        self.slots = -1
+        """How many slots copies of all blocks take, once that was asked."""
         count = len(self.blocks)
         self.furthest = [0] * count
         """By use, when all of its blocks have been used again, counted from the start of its round."""
