@@ -43,7 +43,7 @@ class AllCopies:
         graph holds all copies that are leased, so these are used whatever is known. `turns`: micro-batches take
         turns, and sums of their gradients need room beside all copies, too."""
         tracer, room, traffic = self._tracer, self._room, self._traffic
-        moving = room.shortage.activations is not None or traffic.gradients.leaving
+        moving = room.shortage.activations is not None or bool(traffic.gradients.leaving)
         moving = moving or (turns and self.crowd_sums)
         if tracer.known is None or tracer.measured or tracer.unseen_growth > 1 or moving:
             return self._go_on(operator) if goes_on and self.leased else None

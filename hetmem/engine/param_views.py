@@ -388,7 +388,8 @@ def works_for(weight: Any) -> ManagedParameter | None:
 
 def owners_of(weights: Iterable[Any]) -> list[ManagedParameter | None]:
     """Return `works_for` each of `weights`."""
-    return [owner() for owner in map(dict.get, map(vars, weights), repeat("hetmem_managed"), repeat(_nothing))]
+    owners: Any = map(_get, map(vars, weights), repeat("hetmem_managed"), repeat(_nothing))
+    return [owner() for owner in owners]
 
 
 def show_copies(used: Sequence[ManagedParameter]) -> None:
@@ -405,6 +406,7 @@ def leave_working(used: Sequence[ManagedParameter], weights: Sequence[torch.Tens
     run_through(map(setattr, weights, repeat("__class__"), map(_WATCHED_KIND, used)))
 
 
+_get: Any = dict.get
 run_through: Any = deque(maxlen=0).extend
 """Exhausts an iterator, for all weights, in C."""
 

@@ -69,7 +69,7 @@ class SummedGradients:
         `hiding` of the micro-batches may compute within checkpoints, as many of each as in the last one."""
         self._hiding = hiding
         hidden = {managed: round(count * hiding) for managed, count in self._usual.items() if not arrivals.get(managed)}
-        self._expected = {managed: count for managed, count in (arrivals | hidden).items() if count > 1}
+        self._expected = {managed: count for managed, count in {**arrivals, **hidden}.items() if count > 1}
 
     def begin(self, fresh: Iterable[ManagedParameter]) -> None:
         """Begin a backward; `fresh`: the parameters without a gradient, or hooks of the program."""
