@@ -195,16 +195,15 @@ class Supply:
             cache.prefetch_at = 0  # the next missing block may be needed sooner
 
     def _leaves_slots(self, block: int, cache: Cache) -> bool:
-        """Return whether free slots are left beside `block` for all missing blocks that are used sooner: else one of
-        them would take its place before it is used."""
-        schedule, span = cache.schedule, self._blocks[block].span
-        free = cache.limit - cache.slots.used - span
-        sooner: set[int] = set()
-        for other in cache.missing(
-            min(schedule.next_use(block), schedule.position + schedule.count) - schedule.position
-        ):
+        """Return whether slots are left beside `block`, if one is free for it, for all missing blocks that are used
+        sooner: else one of them would take its place before it is used."""
+        free = cache.limit - cache.slots.used - self._blocks[block].span
+        sooner: dict[int, None] = {}
+        for other in cache.missing(cache.schedule.count) if free >= 0 else ():
+            if other == block:
+                break
             if other not in sooner:
-                sooner.add(other)
+                sooner[other] = None
                 free -= self._blocks[other].span
                 if free < 0:
                     return False
