@@ -35,7 +35,7 @@ from hetmem.cuda.kernels import CASTS, cast
 from hetmem.memory.coded import CodedHome, CodedPart
 from hetmem.memory.transfer import Copier, Finished, Job, Seen
 from hetmem.schedule.blocks import Link
-from hetmem.schedule.formats import PIECE_ELEMENTS
+from hetmem.schedule.formats import CODED_PIECE_ELEMENTS
 
 _RETAINED = 64
 """Number of events that are retained for marks; older marks use the oldest of them, which is only later."""
@@ -196,8 +196,6 @@ class StreamCopier(Copier):
 
 PIECE_BYTES = 64 * MIB  # about 1.2 ms of a 53 GB/s link, twenty times the host's cost of launching a piece
 _BUFFERS = 2
-CODED_PIECE_ELEMENTS = 1024 * PIECE_ELEMENTS
-"""Elements of a quantised weight that are decoded at once: 8 to 16 MiB of codes."""
 _ALIGNMENT_BYTES = 16
 
 

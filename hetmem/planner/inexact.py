@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hetmem.planner.decide import Alternative, Decision, quicker
@@ -22,21 +22,14 @@ def approximations(
     states, weights in bfloat16, `adapted` (adapters), and, where these do not fit or the model has frozen weights,
     these `quantised`. All of them with overlapped updates, which keep the bits."""
     best, updating = than.candidate, than.asked.updating
-    if updating.on_host_only or not workload.trainable:
+    if updating.on_host_only:
         return ()
     if best is not None and not best.result.bytes["nvme_read"]:
         return ()
-    how, with_overlap = replace(updating, overlapped=True), ', overlap="backward"'
-    choices: list[tuple[Workload | None, Updating, str]] = [
-        (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{with_overlap}) (--moments {kind})")
-        for kind, said in (("bfloat16", "torch.bfloat16"), ("8bit", '"8bit"'))
-    ]
-    choices.append((adapted(), how, f"adapters of rank {RANK} beside frozen weights in bfloat16 (--lora {RANK})"))
-    if workload.mixed_precision and workload.dtype == "bfloat16":
-        rounded = replace(how, stochastic_rounding=True)
-        weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
-        advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{with_overlap}) (--stochastic-rounding)"
-        choices.append((in_16_bits(workload), rounded, advice))
+    how = replace(updating, overlapped=True)
+    choices: list[tuple[Workload | None, Updating, str]] = []
+    if workload.trainable:
+        choices += _of_training(workload, how, adapted)
     found, limit = [], math.inf if best is None else best.result.seconds
     for made, updating, advice in choices:
         setting = replace(than.asked, capacities=capacities, chunk_bytes=None, updating=updating)
@@ -46,13 +39,31 @@ def approximations(
     frozen = len(workload.trainable) < len(workload.parameters)
     if frozen or not any("--lora" in each.advice for each in found):
         made = quantised()
-        setting = replace(than.asked, capacities=capacities, chunk_bytes=None, updating=how)
+        setting = replace(than.asked, capacities=capacities, chunk_bytes=None)
+        setting = replace(setting, updating=how) if workload.trainable else setting
         candidate = None if made is None else quicker(made, setting, limit)
         if candidate is not None:
             beside = "" if frozen else f"adapters of rank {RANK} beside "
             advice = f"{beside}frozen weights in nf4 ({'' if frozen else f'--lora {RANK} '}--frozen nf4)"
             found.append(Alternative(advice, candidate.result.seconds))
     return tuple(sorted(found, key=lambda alternative: alternative.step_seconds))
+
+
+def _of_training(
+    workload: Workload, how: Updating, adapted: Callable[[], Workload | None]
+) -> Iterator[tuple[Workload | None, Updating, str]]:
+    """Yield changes of what is trained, and of its states, with how each is updated and what says so."""
+    with_overlap = ', overlap="backward"'
+    yield from [
+        (workload, replace(how, moments=kind), f"hetmem.AdamW(moments={said}{with_overlap}) (--moments {kind})")
+        for kind, said in (("bfloat16", "torch.bfloat16"), ("8bit", '"8bit"'))
+    ]
+    yield adapted(), how, f"adapters of rank {RANK} beside frozen weights in bfloat16 (--lora {RANK})"
+    if workload.mixed_precision and workload.dtype == "bfloat16":
+        rounded = replace(how, stochastic_rounding=True)
+        weights = "weights in bfloat16 (model.bfloat16(), no mixed_precision)"
+        advice = f"{weights} and hetmem.AdamW(stochastic_rounding=True{with_overlap}) (--stochastic-rounding)"
+        yield in_16_bits(workload), rounded, advice
 
 
 RANK = 16

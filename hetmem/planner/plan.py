@@ -232,7 +232,8 @@ class Plan:
     def prediction(self) -> dict[str, Any]:
         """The figures that the report of a run by this plan shows beside measured ones: machine and batch, the seconds
         of a step and of each term by the report's names, and the peak of each tier in bytes."""
-        terms = {"host_optimizer" if name == "update" else name: seconds for name, seconds in self.terms.items()}
+        names = {"update": "host_optimizer"}
+        terms = {names.get(name, name): seconds for name, seconds in self.terms.items() if name != "decode"}
         return {
             "hardware": self.hardware,
             "rows": self.rows,

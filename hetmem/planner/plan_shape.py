@@ -30,6 +30,7 @@ RESOURCES = {
     "host_to_device": "host to device",
     "device_to_host": "device to host",
     "update": "optimizer update",
+    "decode": "decoding",
     "nvme_read": "NVMe read",
     "nvme_write": "NVMe write",
 }

@@ -94,11 +94,12 @@ class Arrangement:
             role: sum(self.ground.home_bytes(chunk, role) for chunk, at in homes.items() if at is tier)
             for role, homes in self.homes.items()
         }
-        coded = sum(
-            self.ground.chunks[chunk].coded_bytes for chunk, at in self.homes.get("param", {}).items() if at is tier
-        )
-        if coded:
-            found["param"], found["codes"] = found["param"] - coded, coded
+        for chunk, at in self.homes.get("param", {}).items():
+            spec = self.ground.chunks[chunk]
+            if spec.coded_bytes and at is tier:
+                role = f"{spec.format} codes"
+                found["param"] -= spec.coded_bytes
+                found[role] = found.get(role, 0) + spec.coded_bytes
         if tier is Tier.HOST:
             found["grad"] = found.get("grad", 0) + sum(self.set_aside) - sum(map(self._gradient_bytes, self.lent))
             found["activations"] = self.away_bytes - self.spilled_bytes

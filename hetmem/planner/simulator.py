@@ -34,6 +34,7 @@ from hetmem.schedule.blocks import (
     ahead_at_once,
     in_flight_bytes,
 )
+from hetmem.schedule.formats import CODED_PIECE_ELEMENTS
 from hetmem.schedule.gradients import GradientSends, Send, wait_until
 from hetmem.schedule.residency import Residency
 from hetmem.schedule.trace import DEVICE, HOST, Tier
@@ -79,6 +80,10 @@ class LinkQueue:
         return alone / slower if done >= alone > 0 else busy + alone - done
 
 
+_DECODED_PIECE_BYTES = 3 * CODED_PIECE_ELEMENTS
+"""What decoding a piece reads and writes at most."""
+
+
 class SimulatedTraffic:
     """Simulates `engine.traffic`, on a clock instead of threads. A transfer of a block moves `sizes[block]` bytes.
 
@@ -113,6 +118,11 @@ class SimulatedTraffic:
         """Bytes that the device's links have read from and written to host memory."""
         self.on_device: set[int] = set()
         self._cast = Rate(hardware.device.bytes_per_second)
+        self.decoded: dict[int, int] = {}
+        """The bytes that decoding a copy of a block of quantised weights reads and writes: of codes, and of values."""
+        by_host = hardware.host_to_device.by_the_caller
+        rate = hardware.host.copy_bytes_per_second if by_host else hardware.device.bytes_per_second
+        self.decoding = LinkQueue(Rate(rate, by_the_caller=by_host))
         self._ends: list[tuple[float, int, Fetch | Write | Callable[[], None]]] = []
         self._sent = 0
         self.pump: Callable[[], None] = lambda: None
@@ -243,8 +253,18 @@ class SimulatedTraffic:
         if link is self.host_to_device or link is self.device_to_host:
             self.host_bytes += nbytes
         end = link.send(self.now, nbytes)
+        if isinstance(done, tuple) and link is self.host_to_device and done.block in self.decoded:
+            end += self._decode(done.block)
         self.later(end, done)
         return end
+
+    def _decode(self, block: int) -> float:
+        """Count the decoding of `block`; return its seconds behind the copy: of all of it, or of the last piece, as a
+        copy engine brings the next piece meanwhile."""
+        nbytes = self.decoded[block]
+        self.decoding.load.seconds += self.decoding.rate.seconds(nbytes)
+        last = nbytes if self.decoding.rate.by_the_caller else min(nbytes, _DECODED_PIECE_BYTES)
+        return self.decoding.rate.seconds(last)
 
     def takes(self, seconds: float) -> None:
         """Let the thread take `seconds`, by the time that they take where nothing updates."""
@@ -373,6 +393,8 @@ class SimulatedTraffic:
             return
         if urgent and link is self.host_to_device and link.rate.by_the_caller:
             seconds = link.carried(nbytes)
+            if block in self.decoded:
+                seconds += self._decode(block)
             self.stall_seconds += seconds
             self.now += seconds
             self.execute(self.residency.done(command))

@@ -96,6 +96,9 @@ class Rehearsal:
                     block = Block(f"{role} of chunk {chunk}", home, arrangement.ground.chunks[chunk].span)
                     number = self._traffic.add(block, arrangement.role_bytes(chunk, role))
                     self._blocks[role, chunk] = number
+                    if role == "param" and (coded := arrangement.ground.chunks[chunk].coded_bytes):
+                        values = arrangement.numels[chunk] * arrangement.ground.chunks[chunk].itemsize
+                        self._traffic.decoded[number] = coded + values
                     if tier is Tier.DEVICE:
                         self._traffic.on_device.add(number)
 
@@ -109,7 +112,7 @@ class Rehearsal:
     def step(self) -> StepResult:
         """Simulate one step. Raises `NoRoom` where the run would be out of device memory."""
         traffic, capacities = self._traffic, self._notes.capacities
-        before = self._reading()
+        before, decoded = self._reading(), traffic.decoding.load.seconds
         self._updates.seconds = 0.0
         self._sink.arrivals.clear()
         self._begun.clear()
@@ -126,7 +129,8 @@ class Rehearsal:
         return StepResult(
             seconds,
             stalled,
-            {"compute": compute, "update": self._updates.seconds, **dict(zip(traffic.links, loads[4:], strict=True))},
+            {"compute": compute, "update": self._updates.seconds, **dict(zip(traffic.links, loads[4:], strict=True))}
+            | ({"decode": traffic.decoding.load.seconds - decoded} if traffic.decoded else {}),
             {name: int(nbytes) for name, nbytes in zip(traffic.links, loads[:4], strict=True)},
             capacities.usable_bytes if self._workload.fills_device else self._notes.peaks.device_peak_bytes,
             self._notes.peaks.chunk_peak_bytes,

@@ -252,7 +252,7 @@ def _homes_by_role(chunks: list[Chunk], tier: Tier) -> dict[str, int]:
     for chunk in chunks:
         for role, home in chunk.homes.items():
             if home.tier is tier:
-                taken[role.name] += chunk.home_nbytes(role)
+                taken[f"{chunk.spec.format} codes" if chunk.codes else role.name] += chunk.home_nbytes(role)
             if home.away is not None and home.away.tier is tier:
                 taken["kept"] += chunk.home_nbytes(role)
     return dict(taken)

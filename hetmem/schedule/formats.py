@@ -33,6 +33,9 @@ NF4_BLOCK, MX_BLOCK, NESTED_BLOCK, FP8_TILE = 64, 32, 256, 128
 PIECE_ELEMENTS = 16384
 """Weights are decoded in parts that begin at multiples of this: at whole bytes and blocks of every format."""
 
+CODED_PIECE_ELEMENTS = 1024 * PIECE_ELEMENTS
+"""Elements that a GPU decodes at once: 8 to 16 MiB of codes."""
+
 _ALIGNMENT_BYTES = 16
 _ROW_AT_LEAST = 64
 

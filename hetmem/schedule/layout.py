@@ -89,6 +89,11 @@ class ChunkSpec:
     used_elements: int
     coded_bytes: int = 0
 
+    @property
+    def format(self) -> str:
+        """The format of quantised parameters, with which the name of their group begins."""
+        return self.group.partition(" ")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -60,15 +60,17 @@ def test_a_plan_has_the_bytes_of_a_run(frozen: Any, tmp_path: Path) -> None:
         crossed.append(hetmem.report(model).to_dict()["links"]["host_to_device"]["bytes"])
     assert crossed[2] - crossed[1] == plan.link_bytes["host_to_device"]
     coded = [chunk for chunk in testing.of(model).chunks() if chunk.home_bytes["param"] < 2 * chunk.elements]
-    assert plan.role_bytes["host"]["codes"] == sum(chunk.home_bytes["param"] for chunk in coded)
-    assert plan.role_bytes["host"]["codes"] < 0.6 * 2 * LAYERS * 2 * WIDTH**2
+    format_ = frozen if isinstance(frozen, str) else "mxfp4"
+    held = hetmem.report(model).to_dict()["tiers"]["host"]["homes"][f"{format_} codes"]
+    assert plan.role_bytes["host"][f"{format_} codes"] == sum(chunk.home_bytes["param"] for chunk in coded) == held
+    assert held < 0.6 * 2 * LAYERS * 2 * WIDTH**2
 
 
 def test_a_plan_says_what_is_quantised_and_runs_it() -> None:
     plan = planned("nf4")
     assert "frozen weights in nf4" in " ".join(str(plan).split())
     assert 'frozen="nf4"' in plan.code()
-    assert "codes" in str(plan)
+    assert "nf4 codes" in str(plan)
     assert "frozen={'*.base.weight': 'mxfp4'}" in planned({"*.base.weight": "mxfp4"}).code()
     with pytest.raises(hetmem.errors.ManageError, match=r"the plan is for frozen='nf4', got 'int8'"):
         hetmem.manage(build(), device="sim", plan=plan, frozen="int8")
@@ -80,6 +82,21 @@ def test_a_base_that_does_not_fit_is_offered_in_nf4() -> None:
     assert not plan.fits
     assert [each["advice"] for each in plan.approximations] == ["frozen weights in nf4 (--frozen nf4)"]
     assert planned("nf4", host=2 * MIB).fits
+
+
+def test_decoding_is_a_term_of_a_plan_that_grows_with_the_values() -> None:
+    """On a GPU it goes on beside copies; its rate is that of the device's memory."""
+    codes = planned("nf4", hardware="rtx4090")
+    copies, coded = 2 * 2 * LAYERS * 2 * WIDTH**2, codes.link_bytes["host_to_device"]  # forward and backward
+    rate = planner.load_profile("rtx4090").device.bytes_per_second
+    assert 0 < codes.terms["decode"] <= 1.1 * (copies + coded) / rate
+    assert "decoding" in str(codes)
+    assert "decode" not in planned(None, hardware="rtx4090").terms
+
+
+def test_forwards_alone_are_offered_codes_too() -> None:
+    plan = planned(None, host=2 * MIB, inference=True)
+    assert [each["advice"] for each in plan.approximations] == ["frozen weights in nf4 (--frozen nf4)"]
 
 
 @pytest.mark.parametrize("frozen", ["nf3", {"nothing": "nf4"}])
