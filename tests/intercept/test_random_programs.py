@@ -206,7 +206,7 @@ def run(program: Program, directory: Path) -> str | None:
                 return str(refused)
         else:
             return None
-    assert max(program.room, program.staging) < 100, "no memory is enough"
+    assert max(program.room, program.staging) < 1000, "no memory is enough"
     return run(larger, directory)
 
 
