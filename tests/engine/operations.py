@@ -27,7 +27,8 @@ class Side:
         self.module: Net = program.build()
         self.losses: list[torch.Tensor] = []
         self.parted = False
-        """Whether the managed model may have left the device between two of the forwards of `losses`."""
+        """Whether the managed model may have left the device between two of the forwards of `losses`, or a backward of
+        another loss was between them and weights are tied; see docs/limits.md."""
         self.arrived = False
         self.saved: Any = None
         self.hooks: list[Any] = []
@@ -101,7 +102,9 @@ class Side:
         if draw.random() < 0.5 and not self.program.mixed and not self.parted:  # there gradients arrive by forwards
             losses, self.losses = self.losses, []
             return self.backward_of(torch.stack(losses).sum())
-        return self.backward_of(self.losses.pop(draw.randrange(len(self.losses))))
+        loss = self.losses.pop(draw.randrange(len(self.losses)))
+        self.parted |= self.program.tied and bool(self.losses)
+        return self.backward_of(loss)
 
     def struck_step(self, draw: Random) -> Any:
         """One that Ctrl-C ends somewhere, and that is called again if it has not done everything."""
