@@ -6,8 +6,9 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -23,7 +24,6 @@ from hetmem.base.config import (
 )
 from hetmem.base.hardware import HardwareProfile
 from hetmem.base.units import parse_size
-from hetmem.base.warning import warn_user
 from hetmem.engine.events import log_to_standard_error
 from hetmem.engine.gradient_views import to_host_memory
 from hetmem.engine.runtime import Runtime
@@ -48,6 +48,7 @@ from hetmem.schedule.trace import Tier
 
 if TYPE_CHECKING:
     from hetmem.planner.plan import Plan  # planning costs more to import than training does
+    from hetmem.ranks.join import JoinedRanks
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 ClassT = TypeVar("ClassT", bound=type[torch.nn.Module])
@@ -66,6 +67,7 @@ class _Options:
     hardware: HardwareProfile | str | os.PathLike[str] | None = None
     activations: ActivationsName = "keep"
     frozen: Frozen | None = None
+    group: Any = None
 
 
 def manage(
@@ -81,6 +83,7 @@ def manage(
     hardware: HardwareProfile | str | os.PathLike[str] | None = None,
     activations: ActivationsName = "keep",
     frozen: Frozen | None = None,
+    group: Any = None,
 ) -> ModuleT:
     """Manage the parameters of `module` within `budget`; return that same instance.
 
@@ -110,12 +113,17 @@ def manage(
     from patterns of names to formats (None = as they are) selects others. Training gives the bits of plain torch over
     a model that has the decoded values. Such a weight can be read, and not written or trained. Frozen parameters may be
     on `meta` then, and are NaN until `hetmem.load_weights`. None = none.
+    `group`: the ranks of this machine that train the model together, from one copy of it in host memory, with the bits
+    of plain torch that runs their batches in turn: a `ProcessGroup`, or a `DeviceMesh` of one dimension. None = those
+    of the initialised process group, or of a launcher such as torchrun; False = this process alone. `budget.host` is
+    that of all ranks, `budget.device` that of each.
 
     Raises `ManageError` for a module or options that cannot be managed, `BudgetError` for a budget or a directory that
-    does not suffice, `ProfileError` for an invalid profile (all ValueErrors) and `StoreError` for a drive without room.
+    does not suffice, `ProfileError` for an invalid profile (all ValueErrors), `StoreError` for a drive without room and
+    `PeerError` where another rank has failed, or asks for something else.
     An error leaves the module as it was; an interrupt leaves it as it was, or managed.
     """
-    asked = _Options(device, mixed_precision, chunk_bytes, policy, sanitize, plan, hardware, activations, frozen)
+    asked = _Options(device, mixed_precision, chunk_bytes, policy, sanitize, plan, hardware, activations, frozen, group)
     return _manage(module, budget, asked)
 
 
@@ -150,7 +158,7 @@ def _manage(
     _refuse(module, budget, asked)
     heap.map_large_blocks()
     mixed_precision, chunk_bytes = precision_of(asked.mixed_precision), asked.chunk_bytes
-    _warn_of_others()
+    joined = _joined(asked.group)
     planned = _plan(asked.plan)
     if planned is not None:
         if budget is not None or chunk_bytes is not None:
@@ -167,6 +175,8 @@ def _manage(
     accelerator = accelerator or _accelerator(asked.device)
     limits = (budget or Budget()).limits()
     nbytes = None if chunk_bytes is None else parse_size(chunk_bytes, "chunk_bytes")
+    if joined is not None:
+        _agree(joined, module, budget, replace(asked, mixed_precision=mixed_precision), accelerator, built)
     with HELD_BACK, ExitStack() as undone:
         taken = TakenOver(module)
         undone.callback(taken.give_back)
@@ -174,7 +184,8 @@ def _manage(
         with torch.inference_mode(False):  # tensors made here are written to later
             how = asked.activations if asked.activations != "keep" or planned is None else planned.activations
             moves = how != "keep"
-            memory = build_memory(
+            build = partial(
+                build_memory,
                 module,
                 limits,
                 accelerator,
@@ -184,12 +195,15 @@ def _manage(
                 frozen=asked.frozen,
                 taken=taken,
                 built=built,
+                joined=joined,
             )
+            memory = build() if joined is None else joined.together("manage the model", build)
             undone.callback(memory.close)
             if built is None:  # else the constructor fails, and the program gets no module
                 undone.callback(_to_host_memory, module, memory.parameters())
-            move_home(memory, module, built, taken, undone)
-            memory.page_lock()
+            with nullcontext() if memory.ranks is None else memory.ranks.waits.at("hetmem.manage"):
+                move_home(memory, module, built, taken, undone)
+                memory.page_lock()
         slots = {Tier.DEVICE: memory.device_pool.slots, Tier.HOST: memory.staging_slots}
         at_once = ahead_at_once(memory.device_pool.slot_bytes, memory.device_bytes)
         residency = Residency(slots, asked.policy, in_flight=at_once)
@@ -238,16 +252,39 @@ def _rehearser(
     return rehearse
 
 
-def _warn_of_others() -> None:
-    """Warn if this process is one of several, by a launcher's variable or the program's process group."""
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    counts = {"WORLD_SIZE": world_size(), "get_world_size()": torch.distributed.get_world_size() if group else 1}
-    name = max(counts, key=lambda name: counts[name])
-    if counts[name] > 1:
-        warn_user(
-            f"{name} is {counts[name]}, and hetmem trains in one process: each of them trains a whole model of its "
-            f"own, adds no gradients of the others, and takes the whole budget; start it by plain python",
-        )
+def _joined(group: Any) -> JoinedRanks | None:
+    """Return the ranks that manage the model together; None if this process does alone."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if group is False or (group is None and not distributed and world_size() == 1):
+        return None  # without the time of the import
+    from hetmem.ranks.join import join
+
+    return join(group)
+
+
+def _agree(
+    joined: JoinedRanks,
+    module: torch.nn.Module,
+    budget: Budget | None,
+    asked: _Options,
+    accelerator: Device,
+    built: BuildingMemory | None,
+) -> None:
+    """Compare what the ranks ask for, and give all of them the buffers of rank 0. Raises `ManageError` for what a group
+    does not do yet, and `PeerError` for a difference."""
+    from hetmem.ranks import alike
+
+    names = ("mixed_precision", "chunk_bytes", "sanitize", "plan", "activations", "frozen")
+    options = {name: getattr(asked, name) for name in names}
+    joined.together(
+        "manage the model",
+        lambda: alike.refuse(
+            budget, options, simulated=isinstance(accelerator, SimDevice), decorated=built is not None
+        ),
+    )
+    joined.compare(alike.facts(module, budget, options))
+    for buffer in module.buffers():
+        joined.share(buffer)
 
 
 def _plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:

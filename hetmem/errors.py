@@ -80,6 +80,11 @@ class StateError(HetmemError, RuntimeError):
     """An illegal transition of a block; the message describes its copies. Always a bug of hetmem."""
 
 
+class PeerError(HetmemError, RuntimeError):
+    """Another rank of the group will not come, or has other options, parameters or gradients than this one. The message
+    says which, and where each rank is. Homes are as they were, or named; the group trains no further."""
+
+
 class StoreError(HetmemError, OSError):
     """Reading or writing the NVMe store or a checkpoint failed; the message names path, offset and bytes."""
 

@@ -86,6 +86,7 @@ def _modules(model: Any) -> list[torch.nn.Module]:
 def _park(module: torch.nn.Module) -> None:
     interception = registry.of_module(module)
     runtime, name = interception.runtime, type(module).__name__
+    registry.refuse_of_ranks(module.parameters(), "hetmem.park")
     with runtime.turn.held("hetmem.park", interception.gradients.is_whole):
         if interception in _LEFT:
             raise ManageError(f"{name} is parked already")

@@ -1,7 +1,8 @@
-"""For programs `first_difference`, which compares a managed model with plain torch; and the access of hetmem's tests to
-a managed model: facts as plain data, waits, and faults injected at named points.
+"""For programs `first_difference`, which compares a managed model with plain torch, and `ranks`, which runs a function
+on several processes; and the access of hetmem's tests to a managed model: facts as plain data, waits, and faults
+injected at named points.
 
-All but `first_difference` is private: tests that are not about a single unit use public names and this module. It
+All but these is private: tests that are not about a single unit use public names and this module. It
 returns names, numbers, strings and copies of values, and no object of the runtime, so that the runtime can be rebuilt
 without touching a test.
 """
@@ -24,11 +25,12 @@ from hetmem.cpu import square_sum_tasks, total
 from hetmem.cuda.dequantise import NF4, nested_values
 from hetmem.intercept import registry
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role
+from hetmem.ranks.launch import ranks
 from hetmem.schedule import saved
 from hetmem.schedule.trace import Tier, segment_name
 from hetmem.tools.difference import Difference, compare, first_difference
 
-__all__ = ["Difference", "compare", "first_difference"]
+__all__ = ["Difference", "compare", "first_difference", "ranks"]
 
 POINTS = {
     "lease a copy": "hetmem.schedule.residency:Residency.acquire",

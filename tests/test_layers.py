@@ -26,6 +26,7 @@ ORDER = (
     "cpu",
     "quantised",  # encodes and decodes weights
     "memory",  # holds and moves, by kernels too
+    "ranks",  # what several processes share, and how they wait for each other
     "engine",  # carries out what is decided
     "placing",  # brings parameters to their homes
     "activations",  # moves what autograd saves
@@ -332,34 +333,34 @@ FLAGGED = {
     ),
     "an import of the public names": (
         {"engine/traffic.py": "import hetmem"},
-        "hetmem.engine.traffic:1 (layer 7) imports hetmem (layer 14)",
+        "hetmem.engine.traffic:1 (layer 8) imports hetmem (layer 15)",
     ),
     "an import of a sibling of the same layer": (
         {"report/text.py": "from hetmem import checkpoint", "checkpoint.py": ""},
-        "hetmem.report.text:1 (layer 12) imports hetmem.checkpoint (layer 12)",
+        "hetmem.report.text:1 (layer 13) imports hetmem.checkpoint (layer 13)",
     ),
     "a relative import": (
         {"schedule/layout.py": "from ..engine import traffic", "engine/__init__.py": ""},
-        "hetmem.schedule.layout:1 (layer 2) imports hetmem.engine (layer 7)",
+        "hetmem.schedule.layout:1 (layer 2) imports hetmem.engine (layer 8)",
     ),
     "a relative import in a package's own file": (
         {"memory/__init__.py": "from ..api import manage"},
-        "hetmem.memory:1 (layer 6) imports hetmem.api (layer 13)",
+        "hetmem.memory:1 (layer 6) imports hetmem.api (layer 14)",
     ),
     "an import for types only": (
         {
             "memory/host_pool.py": "from typing import TYPE_CHECKING\n"
             "if TYPE_CHECKING:\n    from hetmem.engine.runtime import Runtime"
         },
-        "hetmem.memory.host_pool:3 (layer 6) imports hetmem.engine.runtime (layer 7)",
+        "hetmem.memory.host_pool:3 (layer 6) imports hetmem.engine.runtime (layer 8)",
     ),
     "an import inside a function": (
         {"memory/host_pool.py": "def late():\n    import hetmem.api as api"},
-        "hetmem.memory.host_pool:2 (layer 6) imports hetmem.api (layer 13)",
+        "hetmem.memory.host_pool:2 (layer 6) imports hetmem.api (layer 14)",
     ),
     "an import by name": (
         {"memory/host_pool.py": "import importlib\nimportlib.import_module('hetmem.api')"},
-        "hetmem.memory.host_pool:2 (layer 6) imports hetmem.api (layer 13)",
+        "hetmem.memory.host_pool:2 (layer 6) imports hetmem.api (layer 14)",
     ),
     "torch in schedule": (
         {"schedule/layout.py": "from torch.nn import Module"},

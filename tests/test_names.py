@@ -36,7 +36,7 @@ PUBLIC = {
     "chunked_loss": "model head kernel",
     "load": "path model optimizer",
     "load_weights": "path model strict rename rounding",
-    "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen",
+    "manage": "module budget device mixed_precision chunk_bytes policy sanitize plan hardware activations frozen group",
     "managed": "budget options",
     "park": "model",
     "parked": "model",

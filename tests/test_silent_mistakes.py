@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hetmem
@@ -74,35 +72,6 @@ def test_steps_of_an_optimizer_of_torch_are_in_report_and_progress(
     assert hetmem.progress(model).startswith("step 3")
     assert live.statuses()[0]["steps"] == 3
     hetmem.release(model)
-
-
-def test_several_processes_of_a_launcher_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.warns(UserWarning, match="WORLD_SIZE is 4, and hetmem trains in one process"):
-        hetmem.release(managed())
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hetmem.release(managed())
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path / 'group'}")
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
-def test_so_is_a_process_group_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `torch.multiprocessing.spawn` starts them: no WORLD_SIZE says so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hetmem.release(managed())
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    with pytest.warns(UserWarning, match=r"get_world_size\(\) is 2, and hetmem trains in one process") as told:
-        hetmem.release(managed())
-    assert Path(told[0].filename).name == Path(__file__).name
 
 
 SHARDED = """

@@ -111,7 +111,8 @@ def test_a_link_on_which_nothing_arrives_is_none(link: str) -> None:
 
 def test_an_option_that_does_not_exist_is_refused_before_a_model_is_built() -> None:
     with pytest.raises(
-        ManageError, match="has no option 'chunk_byte': it takes activations, chunk_bytes, device, frozen, hardware"
+        ManageError,
+        match="has no option 'chunk_byte': it takes activations, chunk_bytes, device, frozen, group, hardware",
     ):
 
         @hetmem.managed(hetmem.Budget(), chunk_byte="16MiB")

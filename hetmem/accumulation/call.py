@@ -20,6 +20,7 @@ from hetmem.accumulation.surroundings import RandomStates, ThreadState
 from hetmem.base.warning import warn_user
 from hetmem.engine.runtime import is_sharing_a_turn, sharing_the_turn
 from hetmem.errors import ManageError
+from hetmem.intercept.registry import refuse_of_ranks
 from hetmem.intercept.together import JoinedModels
 from hetmem.memory.interrupts import HELD_BACK
 
@@ -81,6 +82,7 @@ def _refuse(model: nn.Module, forward: Forward | None, loss: object) -> None:
         raise ManageError(f"hetmem.accumulate expects a torch.nn.Module, got {type(model).__name__}")
     if forward is not None and loss is not None:
         raise ManageError("hetmem.accumulate takes forward=, which returns the loss, or loss=, not both")
+    refuse_of_ranks(model.parameters(), "hetmem.accumulate")
     if is_sharing_a_turn():
         raise ManageError("hetmem.accumulate is called within the forward of another one: call it once for the step")
     if torch_private.current_graph_task() != -1:

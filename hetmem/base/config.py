@@ -145,6 +145,32 @@ def world_size() -> int:
     return int(text) if text.isdigit() else 1
 
 
+def missing_of_launcher() -> list[str]:
+    """Return the variables of a launcher such as torchrun that are not set, by which processes find each other."""
+    return [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+
+
+def set_launcher(rank: int, count: int) -> None:
+    """Set the variables that torchrun sets for each process, in one that is started as `rank` of `count` here."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    os.environ.update({name: str(value) for name, value in names.items()})
+
+
+def rank_timeout_seconds() -> float | None:
+    """Return how many seconds a rank waits for others that give no sign, by HETMEM_RANK_TIMEOUT; None if that is not
+    set. Raises `BudgetError` if it is no number of seconds above 0."""
+    text = os.environ.get("HETMEM_RANK_TIMEOUT")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise BudgetError(f"HETMEM_RANK_TIMEOUT must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
 def sets_malloc() -> bool:
     """Return whether the environment sets the size from which on `malloc` maps blocks."""
     return "MALLOC_MMAP_THRESHOLD_" in os.environ or "malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")

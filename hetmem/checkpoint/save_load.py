@@ -51,6 +51,7 @@ from hetmem.checkpoint.disk import (
 from hetmem.checkpoint.header import Header, parse
 from hetmem.checkpoint.layout import EXTRA, OPTIMIZER, Stored, arrange, data_nbytes, header
 from hetmem.errors import CheckpointError, StoreError
+from hetmem.intercept.registry import refuse_of_ranks
 from hetmem.memory.heap import trimmed
 from hetmem.optim.optimizer import OffloadedOptimizer
 
@@ -135,6 +136,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.
         with named(source.path):
             file = _Reader(source, parse(source.header, source.data_nbytes))
         state = of_model(model)
+        refuse_of_ranks(model.parameters(), "hetmem.load")
         refuse_half_stepped(model, "load it with that optimizer too, or call its forget_step() first", optimizer)
         targets = _match_model(state, file.header)
         numbers = {} if optimizer is None else _match_optimizer(optimizer, model, file)

@@ -24,6 +24,7 @@ from hetmem.checkpoint.layout import Stored
 from hetmem.checkpoint.quantised_files import QuantisedTensor, grouped, renamed
 from hetmem.checkpoint.save_load import partly_loaded
 from hetmem.errors import CheckpointError
+from hetmem.intercept.registry import refuse_of_ranks
 
 
 class LoadedWeights(NamedTuple):
@@ -64,6 +65,7 @@ def load_weights(
     """
     with all_of(model, "loading weights"), ExitStack() as stack:
         state = of_model(model)
+        refuse_of_ranks(model.parameters(), "hetmem.load_weights")
         refuse_half_stepped(model, "call optimizer.step(), or its forget_step(), first")
         declared = Declared(model, state.names)
         sources, quantised = grouped(read_names(os.fspath(path), renamed(rename), stack))

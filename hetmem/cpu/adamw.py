@@ -30,7 +30,7 @@ import torch
 from hetmem import torch_private
 from hetmem.base.units import round_down
 from hetmem.cpu import loops
-from hetmem.cpu.workers import Task, as_array, check_flat, cut, most_threads, one_torch_thread, tiles_of
+from hetmem.cpu.workers import TILE_ELEMENTS, Task, as_array, check_flat, cut, most_threads, one_torch_thread
 from hetmem.cuda import kernels
 from hetmem.cuda.backend import Backend, TorchBackend, backend
 
@@ -101,7 +101,8 @@ class PreparedRuns:
     Runs of one kind are updated by a few tasks, which share their tiles: see `loops.adamw_tiles`.
     """
 
-    def __init__(self, runs: Sequence[Flats]) -> None:
+    def __init__(self, runs: Sequence[Flats], own: Sequence[Sequence[slice] | None] = ()) -> None:
+        """Prepare `runs`; `own`: of each the elements to update, in parts that end within no vector; None = all."""
         self._runs = [*runs]
         self._threads = most_threads()
         self._gradients = np.array([run[1].data_ptr() for run in runs])
@@ -113,22 +114,21 @@ class PreparedRuns:
             param, grad, exp_avg, exp_avg_sq, *copies = flats
             kind = param.dtype, grad.dtype, copies[0].dtype if copies else None
             body = 0 if isinstance(_verified_loop(*kind), str) else round_down(param.numel(), WIDEST_VECTOR)
-            for tile in tiles_of(param.numel() - body):
-                place = slice(body + tile.start, body + tile.stop)
+            mine = own[number] if own else None
+            for place in _tiles(mine, body, param.numel(), TILE_ELEMENTS):
                 self._rest.append((number, place, cut(flats, place, [1] * len(flats))))
-            if body:
+            if places := _tiles(mine, 0, body, SHARED_TILE_ELEMENTS):
                 bases = [(flat.data_ptr(), flat.itemsize) for flat in (param, exp_avg, exp_avg_sq, grad, *copies)]
-                starts = range(0, body, SHARED_TILE_ELEMENTS)
                 tables.setdefault(kind, []).extend(
                     (
                         0,
-                        min(SHARED_TILE_ELEMENTS, body - start),
-                        *(base + start * itemsize for base, itemsize in bases),
+                        place.stop - place.start,
+                        *(base + place.start * itemsize for base, itemsize in bases),
                         *(() if copies else (0,)),
                     )
-                    for start in starts
+                    for place in places
                 )
-                owners.setdefault(kind, []).extend([number] * len(starts))
+                owners.setdefault(kind, []).extend([number] * len(places))
         self._shared = [
             (_verified_loop(*kind), np.array(table, np.int64), np.array(owners[kind]), *_samples(kind))
             for kind, table in tables.items()
@@ -158,6 +158,12 @@ class PreparedRuns:
             task = SharedTiles(loop, (scalars, table, np.zeros(1, np.int64), *samples), self._runs)
             made += [task] * min(len(table), self._threads)
         return made
+
+
+def _tiles(own: Sequence[slice] | None, start: int, end: int, size: int) -> list[slice]:
+    """Split what `own` has of elements [start, end), None = all, into slices of `size`."""
+    spans = [(start, end)] if own is None else [(max(start, part.start), min(end, part.stop)) for part in own]
+    return [slice(at, min(at + size, last)) for first, last in spans for at in range(first, last, size)]
 
 
 class SharedTiles:

@@ -12,7 +12,7 @@ infinite or NaN if and only if an element is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -27,15 +27,19 @@ _LOOPED = (torch.float32, torch.bfloat16, torch.float16)
 _RUNS = TILE_ELEMENTS // RUN_ELEMENTS
 
 
-def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], torch.Tensor]:
+def square_sum_tasks(
+    grad: torch.Tensor, sums: torch.Tensor | None = None, wanted: Callable[[int], bool] | None = None
+) -> tuple[list[Task], torch.Tensor]:
     """Return tasks that sum one tile each, and the float64 tensor that they write to: one number for each run.
 
     `grad` is flat, and in float32, bfloat16 or float16; in float64 the sum of squares may overflow. The tasks may run
     in any order on any thread, and hold the memory; `total` of the tensor is the sum once all have run. A GPU sums at
     once, on its current stream, and leaves no tasks. Parts of the tensor summed apart may differ in the last bit.
+    `sums`: the tensor to write to; `wanted`: which tiles, by number; both for `grad` in host memory.
     """
     grad = grad.detach()
-    sums = torch.empty(-(-grad.numel() // RUN_ELEMENTS), dtype=torch.float64, device=grad.device)
+    if sums is None:
+        sums = torch.empty(-(-grad.numel() // RUN_ELEMENTS), dtype=torch.float64, device=grad.device)
     if not grad.is_cpu:
         if grad.dtype in _LOOPED:
             square_sums(kernels_of(grad.device), grad, sums)
@@ -46,8 +50,17 @@ def square_sum_tasks(grad: torch.Tensor) -> tuple[list[Task], torch.Tensor]:
     loop = _verified_loop(grad.dtype)
     function: Any = _by_torch if isinstance(loop, str) else loop
     values, results = (grad, sums) if isinstance(loop, str) else (as_array(grad), sums.numpy())
-    tiles = [(tile, slice(at * _RUNS, (at + 1) * _RUNS)) for at, tile in enumerate(tiles_of(grad.numel()))]
+    tiles = [
+        (tile, slice(at * _RUNS, (at + 1) * _RUNS))
+        for at, tile in enumerate(tiles_of(grad.numel()))
+        if wanted is None or wanted(at)
+    ]
     return [partial(function, values[tile], results[runs]) for tile, runs in tiles], sums
+
+
+def sums_nbytes(elements: int, tensors: int) -> int:
+    """Return the bytes of the sums of `square_sum_tasks` for so many `tensors`, of `elements` in all."""
+    return 8 * (elements // RUN_ELEMENTS + tensors)
 
 
 def sums_where_it_is(grad: torch.Tensor) -> torch.Tensor | None:

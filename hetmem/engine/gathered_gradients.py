@@ -67,7 +67,7 @@ class GatheredGradients:
         self._counts.clear()
         sink.runtime.traffic.gradients.beside_bytes = -1
         self.fresh = {} if sink.runtime.memory.resident else self._find_fresh()
-        self._gathers = bool(sink.runtime.all_copies.leased)
+        self._gathers = bool(sink.runtime.all_copies.leased) and sink.ranked is None
         sums.begin(self.fresh)
         if sums.runs:
             self.fresh = {}

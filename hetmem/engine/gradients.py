@@ -32,12 +32,14 @@ from hetmem.engine.gradient_views import (
 )
 from hetmem.engine.gradient_watch import Flights, end_watch_of, watch_gradients
 from hetmem.engine.param_views import is_shared
+from hetmem.engine.ranked_gradients import RankedGradients
 from hetmem.engine.runtime import Runtime
 from hetmem.engine.summed_gradients import SummedGradients
 from hetmem.engine.upward import GradientListener, Segments
 from hetmem.engine.working_gradients import ArrivalHooks, WorkingGradients, has_hooks_of_the_user
 from hetmem.memory.chunk import Chunk, HiddenGradient, ManagedParameter, Role, stored
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.ranks.group import not_yet
 from hetmem.schedule.trace import Tier
 
 _HOOKS = attrgetter("_backward_hooks")
@@ -82,6 +84,9 @@ class GradientSink:
         self.are_dense = True
         """Whether every gradient so far was dense, and could be added to its home."""
         self._sends = runtime.traffic.gradients.sends
+        ranks = runtime.memory.ranks
+        self.ranked = None if ranks is None else RankedGradients(self, ranks)
+        """Adds gradients at home that several ranks share."""
         runtime.traffic.gradients.loss_listeners = self.listeners
 
     def install_all(self) -> None:
@@ -152,6 +157,8 @@ class GradientSink:
         if type(managed.grad_home) is self.flights.kind:
             self._before_another(managed, arrived, previous)
         was_sparse = previous is not None and previous.layout is not torch.strided
+        if self.ranked is not None:
+            self.ranked.refuse(managed, arrived, previous)
         if arrived.requires_grad or arrived.layout is not torch.strided or was_sparse:
             # A graph of its own (create_graph=True) or sparse: what plain torch would leave in p.grad.
             self.are_dense = self.are_dense and arrived.requires_grad
@@ -252,6 +259,8 @@ class GradientSink:
         self.began = True
         self._sends.complete.begin()
         runtime = self.runtime
+        if self.ranked is not None:
+            self.ranked.begin()
         self.notifies = any(listener.wants_each_gradient for listener in self.listeners)
         with torch_private.NoFunctionsOfSubclasses():
             self._look_at_parameters()
@@ -300,12 +309,26 @@ class GradientSink:
         try:
             self.working.gathered.end()
             self.summed.end()
+            if self.ranked is not None:
+                self.ranked.end()
+        except BaseException as error:
+            if self.ranked is not None:
+                self.ranked.failed = error
+                self.ranked.end()
+            raise
         finally:
             self.wait_until_home()
         self.notifies = True
         if not self.runtime.bindings.away:  # the model's weights are in a graph that none of its forwards has made
             self.runtime.bindings.exposed.update(self.sent_home)
             self.sent_home.clear()
+
+    def backward_raised(self, error: BaseException) -> None:
+        """Tell optimizers, and other ranks, of `error`, which ends a backward."""
+        for listener in self.listeners:
+            listener.backward_raised(error)
+        if self.ranked is not None:
+            self.ranked.failed = error
 
     def wait_until_home(self) -> None:
         """Wait until all gradients are at home, also on NVMe, where the program may write to them from then on; then
@@ -326,6 +349,8 @@ class GradientSink:
     @HELD_BACK
     def _arrive(self) -> None:
         """Wait for gradients in flight, one of which the program uses."""
+        if self.ranked is not None and self.runtime.in_backward:
+            raise not_yet("reading a gradient before the backward has ended on all ranks")
         held = self.runtime.turn.held("reading a gradient")
         with held, self.runtime.unwatched(), torch_private.NoFunctionsOfSubclasses():
             self.wait_until_home()
@@ -389,6 +414,8 @@ class GradientSink:
 
     def send_to(self, managed: ManagedParameter, arrived: torch.Tensor, *, adds: bool) -> bool:
         """Do `_send` to `grad_home`."""
+        if self.ranked is not None:
+            return self.ranked.send(managed, arrived)
         chunk, traffic = managed.chunk, self.runtime.traffic
         assert managed.grad_home is not None
         if managed.grad_view is not None and not adds:

@@ -17,6 +17,7 @@ from hetmem.memory.chunk import Chunk, Home, ManagedParameter, RawMemory, Role, 
 from hetmem.memory.device import Device, DevicePool, out_of_memory
 from hetmem.memory.host_memory import HostPool, Loan
 from hetmem.memory.nvme_store import NvmeStore
+from hetmem.ranks.group import Ranks
 from hetmem.schedule.blocks import Block
 from hetmem.schedule.gradients import Lending, set_aside
 from hetmem.schedule.layout import Layout
@@ -51,6 +52,8 @@ class Memory:
     """Whether all homes are on the device, without memory reserved elsewhere, until `leave_device`."""
     copied: bool = True
     """Whether copies use host memory, which must be page-locked then."""
+    ranks: Ranks | None = None
+    """The group of ranks that share all homes, if there are several."""
     _pinned: bool = False
     device_home_bytes: int = 0
     bound_to_device: bool = False
@@ -86,6 +89,9 @@ class Memory:
         self.usable_bytes = self.device_bytes - unusable
         host = self.host_pool.mapping.address
         self._home_ranges.append((host, host + self.host_pool.capacity_bytes))
+        if self.ranks is not None:
+            private = self.ranks.pool.mapping.private_address
+            self._home_ranges.append((private, private + self.host_pool.capacity_bytes))
 
     def __del__(self) -> None:
         """Break the reference cycles of chunks and their parameters, so that memory is freed without a collection."""
@@ -201,7 +207,11 @@ class Memory:
                 chunk.homes[role] = Home(Tier.NVME, memory, extent=extent)
                 self._home_ranges.append(_range(memory, size))
         for chunk, size, tier in placed:
-            if tier is Tier.HOST:
+            if tier is Tier.HOST and self.ranks is not None:
+                memory = self.ranks.pool.reserve_home(chunk.spec.index, repr(role), size)
+                private = self.ranks.pool.mapping.private(memory)
+                chunk.homes[role] = Home(Tier.HOST, memory, untouched=True, private=private)
+            elif tier is Tier.HOST:
                 memory = self.host_pool.reserve(size)
                 chunk.homes[role] = Home(Tier.HOST, memory, untouched=self.host_pool.is_untouched(memory))
 

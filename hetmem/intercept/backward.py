@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
-from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -125,8 +124,8 @@ def _backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _fail(error: BaseException, running: RunningBackward, began: list[Interception]) -> None:
     """Settle a backward that has raised `error`, which counts more than what this meets."""
     with contextlib.suppress(Exception):
-        for listener in chain.from_iterable(each.gradients.listeners for each in began):
-            listener.backward_raised(error)
+        for each in began:
+            each.gradients.backward_raised(error)
     with contextlib.suppress(Exception):
         _settle(running)
     if not in_backward():

@@ -45,13 +45,13 @@ def refuse_a_surrounding(model: torch.nn.Module, *, streams: bool) -> None:
     if hasattr(type(model), "set_requires_gradient_sync"):  # a method of torch's `FSDPModule`
         raise ManageError(
             "torch's fully_shard has replaced the parameters of this managed model, and hetmem would train none of "
-            "them: hetmem trains in one process, so leave fully_shard out and build the model again"
+            "them: leave fully_shard out and build the model again, as ranks share weights (hetmem.manage, group=)"
         )
     ddp = DistributedDataParallel._active_ddp_module if streams else None
     if ddp is not None and any(part is model for part in ddp.modules()):
         raise ManageError(
             "this model is called by torch's DistributedDataParallel, which reads each gradient before it is at home: "
-            "hetmem trains in one process, without that"
+            "leave it out, as ranks that share a model (hetmem.manage, group=) add gradients up themselves"
         )
 
 

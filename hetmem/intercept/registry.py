@@ -29,6 +29,7 @@ from hetmem.intercept.forward_scope import calling_frame, running
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import ManagedParameter
 from hetmem.memory.interrupts import HELD_BACK
+from hetmem.ranks.group import not_yet
 
 _modules: WeakKeyDictionary[torch.nn.Module, Interception] = WeakKeyDictionary()
 _at_work: WeakKeyDictionary[torch.nn.Module, set[object]] = WeakKeyDictionary()
@@ -196,6 +197,13 @@ def managed_among(parameters: Iterable[torch.Tensor]) -> dict[Interception, list
     keys = [*map(id, parameters)]  # all are alive, so no `id` is of a parameter that is gone
     found = {each: [*filter(None, map(each.runtime.bindings.by_id.get, keys))] for each in interceptions()}
     return {each: managed for each, managed in found.items() if managed}
+
+
+def refuse_of_ranks(parameters: Iterable[torch.Tensor], what: str) -> None:
+    """Raise `ManageError` for `what` if several ranks manage any of `parameters`."""
+    for interception in managed_among(parameters):
+        if interception.runtime.memory.ranks is not None:
+            raise not_yet(what)
 
 
 def _of_storage(tensor: torch.Tensor) -> ManagedParameter | None:

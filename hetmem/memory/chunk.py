@@ -210,6 +210,13 @@ class Home:
     away: Home | None = None
     flat: torch.Tensor | None = None
     """The result of `Chunk.flat`: neither the number nor the dtype of elements changes while it is a home."""
+    private: memoryview | None = None
+    """A private mapping of `memory`, if that is shared with other ranks: what the program sees."""
+
+    @property
+    def shown(self) -> RawMemory:
+        """The memory that the program sees."""
+        return self.memory if self.private is None else self.private
 
 
 @dataclass(slots=True, eq=False)
@@ -431,7 +438,7 @@ class ManagedParameter(Referable):
         """Set `grad_home` to a view of the gradient's home: a new one, or that of the last step if it is spare."""
         spare, self.grad_spare = self.grad_spare, None
         dtype = self.chunk.dtype_of(Role.GRAD)
-        memory = self.chunk.homes[Role.GRAD].memory
+        memory = self.chunk.homes[Role.GRAD].shown
         view = None
         if spare is not None and type(memory) is memoryview and spare[0].dtype is dtype:
             home, view = spare
@@ -454,7 +461,7 @@ class ManagedParameter(Referable):
         found = {role.name: self.view(role)}
         if role.scale_block:
             start, count = self._scales(role)
-            memory = self.chunk.homes[role].memory
+            memory = self.chunk.homes[role].shown
             found[f"{role.name}_scale"] = elements(memory, torch.float32, count, self.chunk.numel + 4 * start)
         return found
 
@@ -481,10 +488,11 @@ class ManagedParameter(Referable):
         return before, -(-self.numel // role.scale_block)
 
     def view(self, role: Role) -> torch.Tensor:
-        """Return the home of this parameter's part of `role`, in its shape and strides, with a storage of its own."""
+        """Return what the program sees of this parameter's part of the home of `role`, in its shape and strides, with a
+        storage of its own."""
         assert self.code is None, f"{self.name} has codes at home, which are no values"
         dtype = self.chunk.dtype_of(role)
-        flat = elements(self.chunk.homes[role].memory, dtype, self.numel, self.offset * dtype.itemsize)
+        flat = elements(self.chunk.homes[role].shown, dtype, self.numel, self.offset * dtype.itemsize)
         view = torch.empty(0, dtype=dtype, device=flat.device)
         view.data = self.shaped(flat)  # a view of `flat` would keep that memory alive when its `.data` is set
         return view
@@ -505,6 +513,10 @@ class ManagedParameter(Referable):
             return self.home
         return torch.empty_strided(self.shape, self.stride, dtype=self.chunk.dtype, device="meta")
 
+    def at_home(self, role: Role) -> torch.Tensor:
+        """Return this parameter's part of the home of `role`, which hetmem writes, in its shape and strides."""
+        return self.shaped(self.part(self.chunk.flat(role)))
+
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return `flat`, this parameter's elements, in its shape and strides."""
         if self.shape == flat.shape and self.stride == (1,):
@@ -519,4 +531,4 @@ class ManagedParameter(Referable):
         """Cast `home`, which holds the parameter's values, to its 16-bit copy at home, if there is one."""
         if Role.COMPUTE in self.chunk.homes:
             with torch.no_grad():
-                self.view(Role.COMPUTE).copy_(home)
+                self.at_home(Role.COMPUTE).copy_(home)

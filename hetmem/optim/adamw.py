@@ -32,7 +32,7 @@ Moments = torch.dtype | Literal["float32", "bfloat16", "8bit"] | None
 _NAMED: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _ROLES = (Role("exp_avg"), Role("exp_avg_sq"))
 _STATES = ("exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
-_KIND, _GRADIENT = attrgetter("device.type", "dtype"), attrgetter("grad")
+_KIND, _GRADIENT, _OWN = attrgetter("device.type", "dtype"), attrgetter("grad"), attrgetter("own")
 _step_of = lru_cache(maxsize=16)(AdamWStep)  # most parameters use the same one
 
 
@@ -226,8 +226,10 @@ class AdamWRule(Rule):
     def tasks(self, updates: list[ParameterUpdate]) -> list[Task]:
         """Return the tasks of one pass over parameters, gradients and states."""
         steps, first = _count(updates), updates[0]
-        if first.kernel is None:
-            first.kernel = PreparedRuns([*map(_flats, updates)]) if self.seed is None else self._prepare_small(updates)
+        if first.kernel is None and self.seed is None:
+            first.kernel = PreparedRuns([*map(_flats, updates)], [*map(_OWN, updates)])
+        elif first.kernel is None:
+            first.kernel = self._prepare_small(updates)
         elif type(first.kernel) is PreparedRuns:
             first.kernel.gradients_in([*map(_GRADIENT, updates)])
         made: list[Task] = first.kernel(steps)

@@ -114,8 +114,8 @@ class TorchRule(Rule):
         tasks: list[Task] = []
         for update in updates:
             numbers = {name: value for name, value in update.state.items() if name not in update.states}
-            tiles = tiles_of(update.param.numel()) or [slice(0)]
-            tasks += [self._tile(update, numbers, tile, tile.start in (0, None)) for tile in tiles]
+            tiles = (tiles_of(update.param.numel()) if update.own is None else update.own) or [slice(0)]
+            tasks += [self._tile(update, numbers, tile, at == 0) for at, tile in enumerate(tiles)]
         return tasks
 
     def on_device(self, updates: list[ParameterUpdate]) -> None:

@@ -146,7 +146,10 @@ class OffloadedOptimizer(Optimizer):
             refuse_consumed(chain.from_iterable(map(_PARAMETERS, self.param_groups)))
             with self._turns("a step"):
                 try:
-                    self._step_all()
+                    with ExitStack() as places:
+                        for stepper in self._steppers.values():
+                            places.enter_context(stepper.place())
+                        self._step_all()
                 finally:
                     for interception in self._steppers:  # updates behind the step may be another optimizer's
                         interception.segments.end_step()
@@ -213,6 +216,8 @@ class OffloadedOptimizer(Optimizer):
         changed, if states are of another kind (8-bit moments or not), or if that of a parameter to be trained lacks
         entries, where torch's `step` would raise KeyError.
         """
+        for stepper in self._steppers.values():
+            stepper.refuse_among_ranks("optimizer.load_state_dict")
         with self._turns("load_state_dict()"):
             self.synchronize()
             last_hook = self.register_load_state_dict_pre_hook(lambda _, given: self._take_homes_out(given))

@@ -23,9 +23,10 @@ class ParameterUpdate:
     `group` is its parameter group and `state` its entry of `optimizer.state`; the rule reads and writes what in there
     has not the parameter's shape (a step count). The `fresh` ones among `states` are new and zero. `number` is the
     parameter's index in the optimizer. `grad` is multiplied by `grad_scale` in float32. `copy`, if given, gets the new
-    parameter, rounded. A rule that `has_kernel` gets adjacent parameters of one group and step count as one; `also` has
-    the states of the others. The rule gets the same objects in the next step as long as states, and tensors but `grad`,
-    are the same, and may cache what it derives from them in `counts` and `kernel` of the first.
+    parameter, rounded. `own`: the elements to update, in parts that end within no vector; None = all. A rule that
+    `has_kernel` gets adjacent parameters of one group and step count as one; `also` has the states of the others. The
+    rule gets the same objects in the next step as long as states, and tensors but `grad`, are the same, and may cache
+    what it derives from them in `counts` and `kernel` of the first.
     """
 
     group: dict[str, Any]
@@ -37,6 +38,7 @@ class ParameterUpdate:
     fresh: frozenset[str] = frozenset()
     number: int = 0
     copy: torch.Tensor | None = None
+    own: Sequence[slice] | None = None
     also: Sequence[dict[str, Any]] = ()
     counts: list[torch.Tensor] = field(default_factory=list)
     kernel: Any = None

@@ -164,7 +164,7 @@ class States:
                             f"{name} of {managed.name} is {tuple(state[name].shape)} in optimizer.state, expected "
                             f"{tuple(needed)}: assign a tensor of that shape, or copy into the one that was there"
                         )
-                    if (at := state[name].data_ptr()) != address_of(home.memory) + offset:
+                    if (at := state[name].data_ptr()) != address_of(home.shown) + offset:
                         if is_home(at):
                             self._clean.discard(chunk)
                             raise RuntimeError(
@@ -276,6 +276,13 @@ class SteppingOptimizer(Protocol):
     @property
     def needs_all_gradients(self) -> bool:
         """Whether the factor of gradients depends on all of them."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, as torch's optimizers have them."""
+
+    def expected_scale(self) -> float:
+        """Return the factor of gradients that undoes the loss scale."""
 
     def groups_by_parameter(self) -> dict[int, dict[str, Any]]:
         """Return the group of each parameter, by its `id`."""

@@ -11,7 +11,7 @@ import math
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from operator import attrgetter
 from typing import Any
@@ -24,6 +24,7 @@ from hetmem.engine.working_gradients import have_hooks_of_the_user
 from hetmem.intercept.diagnostics import refuse_a_fork, refuse_a_stream
 from hetmem.intercept.interceptor import Interception
 from hetmem.memory.chunk import Chunk, Home, ManagedParameter, Role
+from hetmem.optim.among_ranks import RankedSteps, refuse_options
 from hetmem.optim.arrived_squares import ArrivedSquares
 from hetmem.optim.chunk_update import ChunkUpdate, WholeUpdate
 from hetmem.optim.members import Joins, Members, Options
@@ -42,6 +43,7 @@ from hetmem.optim.options import Overlap
 from hetmem.optim.states import SteppingOptimizer, ends_with_its_optimizer
 from hetmem.optim.update_pass import Passes
 from hetmem.optim.update_queue import Updates
+from hetmem.ranks.group import not_yet
 
 _PARAMETER, _TRAINS = attrgetter("parameter"), attrgetter("requires_grad")
 
@@ -64,6 +66,10 @@ class Stepper:
         )
         self._interception = interception
         self.runtime = interception.runtime
+        ranks = self.runtime.memory.ranks
+        self._ranked = None if ranks is None else RankedSteps(interception, ranks)
+        if ranks is not None:
+            refuse_options(optimizer)
         self._updates = Updates(self.runtime, workers, self._made_by)
         self._passes = Passes(optimizer, interception)
         self._states = optimizer.states
@@ -268,11 +274,22 @@ class Stepper:
         with self.runtime.unwatched():
             self.runtime.writes.renew_touched()
         self._states.look()
+        if self._ranked is not None:
+            self._ranked.begin(self._optimizer)
         with self._remembering_a_failure():
             unbegun = [chunk for chunk, update in self._progress.items() if not update.begun]
             self._passes.notice(unbegun)  # in others `found_changes` detects writes
             if not self._deferred:
                 self._carry_out()
+
+    def refuse_among_ranks(self, what: str) -> None:
+        """Raise `ManageError` for `what`, if several ranks step this model."""
+        if self._ranked is not None:
+            raise not_yet(what)
+
+    def place(self) -> AbstractContextManager[None]:
+        """Return a context in which other ranks, if there are any, know that this one is in a step."""
+        return nullcontext() if self._ranked is None else self._ranked.place()
 
     def refuse_begun(self, parameters: Iterable[ManagedParameter]) -> None:
         """Raise RuntimeError if another optimizer has updated any of `parameters` in the backward."""
@@ -327,6 +344,8 @@ class Stepper:
                 if not (update.sums or update.summing or self._squares.give_to(update)):
                     self._add_sums(update)
             self._carry_out()
+            if self._ranked is not None:
+                self._ranked.meet("the norm of gradients")
         return [sums for update in wanted for sums in update.sums]
 
     def update(self, chunks: ChunkWork, grad_scale: float) -> None:
@@ -346,6 +365,9 @@ class Stepper:
                 self._updates.pump()
             else:
                 self._carry_out([chunk.homes[Role.PARAM] for chunk in {*chunks, *self._progress}])
+            if self._ranked is not None:
+                self._ranked.meet("the end of a step")
+                self._updates.end_shared()
 
     def skip(self) -> None:
         """End the work of a step without updates. Raises RuntimeError if one has begun."""

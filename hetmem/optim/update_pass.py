@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
-from hetmem.cpu import Task, square_sum_tasks
+from hetmem.cpu import TILE_ELEMENTS, Task, square_sum_tasks
+from hetmem.cpu.norm import sums_nbytes
+from hetmem.cuda.kernels import RUN_ELEMENTS
 from hetmem.intercept.interceptor import Interception
-from hetmem.memory.chunk import Chunk, ManagedParameter, Role
+from hetmem.memory.chunk import Chunk, ManagedParameter, Role, elements
 from hetmem.optim.chunk_update import ChunkUpdate
 from hetmem.optim.members import Opened, Part, are_same
 from hetmem.optim.options import ParameterUpdate
 from hetmem.optim.states import SteppingOptimizer
+from hetmem.ranks.group import Ranks, not_yet
 from hetmem.schedule.trace import Tier
 
 _AT_HOME, _ROLES = attrgetter("at_home"), attrgetter("roles")
@@ -71,6 +74,16 @@ class Prepared:
         for place, each in zip(self._places, self.updates, strict=True):
             each.grad = now[place]
         return True
+
+
+def _shared_sum_tasks(ranks: Ranks, managed: ManagedParameter, grad: torch.Tensor) -> tuple[list[Task], torch.Tensor]:
+    """Return `square_sum_tasks` of `grad` for the tiles of this rank, and the sums of all ranks."""
+    chunk = managed.chunk
+    memory = ranks.pool.reserve_home(chunk.spec.index, "squares", sums_nbytes(chunk.capacity, chunk.most_parameters))
+    first = managed.offset // RUN_ELEMENTS + chunk.parameters.index(managed)  # each before it may end within a run
+    sums = elements(memory, torch.float64, -(-grad.numel() // RUN_ELEMENTS), 8 * first)
+    tiles = managed.offset // TILE_ELEMENTS
+    return square_sum_tasks(grad, sums, lambda tile: ranks.owns(chunk.spec.index, tiles + tile))[0], sums
 
 
 def _counts(entries: list[dict[str, Any]]) -> list[Any]:
@@ -127,8 +140,13 @@ class Passes:
         update.open_homes()
         tasks: list[Task] = []
         update.sums = []
-        for part, gradient in zip(update.parts, update.gradients, strict=True):
-            more, sums = square_sum_tasks(part.flat(gradient, update.opened[part.managed.chunk]))
+        ranks = self._runtime.memory.ranks
+        for part, given in zip(update.parts, update.gradients, strict=True):
+            gradient = part.flat(given, update.opened[part.managed.chunk])
+            if ranks is None:
+                more, sums = square_sum_tasks(gradient)
+            else:
+                more, sums = _shared_sum_tasks(ranks, part.managed, gradient)
             tasks += more
             update.sums.append(sums)
         return tasks
@@ -222,6 +240,7 @@ class Passes:
             gradient = opened[Role.GRAD][managed.offset : end]
             states = {role.name: opened[role][managed.offset : end] for role in first.roles}
         place = slice(managed.offset, end)
+        ranks, chunk = self._runtime.memory.ranks, managed.chunk.spec.index
         return ParameterUpdate(
             first.group,
             entries[0],
@@ -232,6 +251,7 @@ class Passes:
             fresh,
             self._optimizer.number_of(managed),
             None if copy is None else copy[place],
+            None if ranks is None else ranks.own(chunk, managed.offset, end),
             entries[1:],
         )
 
@@ -245,6 +265,8 @@ class Passes:
                     made |= part.managed.parts(role, opened[role])
                     home = part.managed.chunk.homes[role]
                     if home.written or not home.untouched:
+                        if self._runtime.memory.ranks is not None:
+                            raise not_yet(f"beginning the states of {part.managed.name} anew")
                         for part_of_role in part.managed.parts(role, opened[role]).values():
                             part_of_role.zero_()
                     self._states.show(part.managed, role)

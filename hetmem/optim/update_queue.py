@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -31,6 +31,8 @@ class Updates(HostUpdates[ChunkUpdate]):
         super().__init__(lambda update: update.chunk.spec.index)
         self._runtime, self._traffic, self._workers = runtime, runtime.traffic, workers
         self._owner = owner  # returns the optimizer; a reference would be a cycle
+        self._shared: list[tuple[Sequence[Chunk], Sequence[Chunk]]] = []
+        """Chunks of which other ranks may still compute a part, and those whose copies are to be fetched again."""
 
     def add(self, update: ChunkUpdate) -> None:
         """Queue a pass of `update`."""
@@ -61,6 +63,13 @@ class Updates(HostUpdates[ChunkUpdate]):
                     raise self._cannot_open(stuck)
                 stuck = self._opening[0]
                 self.give_way(again=False)  # a read of it has failed: try once more
+
+    def end_shared(self) -> None:
+        """End updates of which all ranks have computed their part."""
+        ended, self._shared = self._shared, []
+        with self._runtime.own_work():
+            for chunks, renew in ended:
+                self._traffic.end_updates(chunks, renew=renew)
 
     def wait_for(self, chunk: Chunk) -> None:
         """Wait until no update computes with `chunk`; queued updates stay queued."""
@@ -184,7 +193,10 @@ class Updates(HostUpdates[ChunkUpdate]):
             back.append(partial(self._put, update))  # no step would repeat it
         elif update.writes:
             renew = () if self._runtime.writes.handed_out else update.had_copies
-            back.append(partial(traffic.end_updates, chunks, renew=renew))
+            if self._runtime.memory.ranks is not None and not failed:
+                self._shared.append((chunks, renew))
+            else:
+                back.append(partial(traffic.end_updates, chunks, renew=renew))
         if update.writes and update.staged and not failed:
             back.append(partial(traffic.write_back, [update.chunk.homes[role] for role in update.staged]))
         back.append(partial(update.done, update, not failed))

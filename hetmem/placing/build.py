@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from types import CellType, FunctionType, ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -29,11 +30,15 @@ from hetmem.memory.nvme_store import NvmeStore
 from hetmem.placing.filling import BuildingMemory, check_directories, host_bytes
 from hetmem.placing.frozen import Frozen, choose_codings, refuse_infinite, refuse_on_meta
 from hetmem.placing.taken import TakenOver
+from hetmem.ranks.group import not_yet
 from hetmem.schedule.formats import Coding
 from hetmem.schedule.layout import ALIGNMENT_ELEMENTS, ChunkSpec, Layout, ParameterSpec, used_ends
 from hetmem.schedule.placement import Capacities, NoRoom, loaned_bytes, survey
 from hetmem.schedule.staging import MOST_ROLES
 from hetmem.torch_private import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from hetmem.ranks.join import JoinedRanks  # imports torch.distributed, which one process does without
 
 Precision = torch.dtype | Literal["bf16", "bfloat16", "fp16", "float16"]
 """What users may give as the dtype that operators compute in."""
@@ -216,16 +221,19 @@ def build_memory(
     frozen: Frozen | None = None,
     taken: TakenOver | None = None,
     built: BuildingMemory | None = None,
+    joined: JoinedRanks | None = None,
 ) -> Memory:
     """Lay `module` out and open the pools, for `move_home`, with host memory for activations if `moves_activations`.
     `module` is not changed. `frozen`: which weights are quantised; `taken`: those that are already, on `meta`. `built`:
-    the memory that it was built in, which the pools take over."""
+    the memory that it was built in, which the pools take over. `joined`: the ranks that share all homes."""
     if built is not None:
         built.hand_over(module)
     codings = taken.codings() if taken is not None else {}
     parameters = collect(module, quantises=frozen is not None, taken=codings)
     others = {name: parameter for name, parameter in parameters.items() if name not in codings}
     codings |= choose_codings(module, others, frozen)
+    if codings and joined is not None:
+        raise not_yet("quantised weights")
     refuse_infinite(parameters, codings)
     check_directories(limits)
     capacities = Capacities(
@@ -235,6 +243,8 @@ def build_memory(
         limits.device_chunk_bytes,
         home_copies=limits.home_copies,
     )
+    if joined is not None:
+        capacities = _of_all(capacities, joined)
     compute = compute_dtypes(module, parameters, mixed_precision)
     try:
         ground = survey(
@@ -244,6 +254,7 @@ def build_memory(
             capacities,
             copies=mixed_precision is not None,
             chunk_bytes=chunk_bytes,
+            in_host=joined is not None,
         )
     except NoRoom as refusal:  # a private class; users get one of `hetmem.errors`
         raise BudgetError(str(refusal)) from None
@@ -256,7 +267,12 @@ def build_memory(
     try:
         all_host = moves_activations or limits.host_bytes is not None
         most = capacities.host_bytes if all_host else ground.host_bytes
-        host_pool = HostPool(most, None if built is None else built.mapping)
+        ranks = None if joined is None else joined.open(most, len(parameters), len(ground.layout.chunks))
+        if ranks is None:
+            host_pool = HostPool(most, None if built is None else built.mapping)
+        else:
+            host_pool = ranks.pool
+            pins.append(ranks.leave)
         pins.append(host_pool.mapping.share_with_children)
         loaned = loaned_bytes(capacities, ground.staging_slots * ground.staging_slot_bytes)
         loaned *= moves_activations and ground.uses_nvme  # otherwise host memory has room for all homes
@@ -279,6 +295,7 @@ def build_memory(
             pins,
             ground.resident,
             copied=not ground.resident or moves_activations,
+            ranks=ranks,
         )
         if built is None:  # else once it is used for homes only
             memory.page_lock()
@@ -296,6 +313,12 @@ def build_memory(
             store.close()
         raise
     return memory
+
+
+def _of_all(capacities: Capacities, joined: JoinedRanks) -> Capacities:
+    """Return the capacities that all ranks have: the device of the smallest, the host memory that rank 0 sees."""
+    found = joined.exchange(capacities)
+    return replace(found[0], device_bytes=min(each.device_bytes for each in found))
 
 
 def _device_bytes(limits: Limits, device: Device) -> int:

@@ -184,6 +184,8 @@ def move_home(
             built.clear(memory)
     finally:
         workers.close()
+    if memory.ranks is not None:
+        memory.ranks.meet("the end of hetmem.manage")
     for buffer, moved in buffers:
         buffer.data = moved
 
@@ -294,13 +296,17 @@ def _move(memory: Memory, managed: ManagedParameter, built: BuildingMemory | Non
         reside(managed, data, memory.device.torch_device)
         return
     home = managed.view(Role.PARAM)
-    if built is not None and source and home.device.type == "cpu":
+    if memory.ranks is not None:
+        if memory.ranks.rank == 0:  # whose values count
+            managed.at_home(Role.PARAM).copy_(data)
+    elif built is not None and source and home.device.type == "cpu":
         _copy_bytes(home, data, over_disk=built.on_disk(source.start))
         built.freed.add(home.nbytes)
     else:
         home.copy_(data)
     managed.chunk.parameters.append(managed)
-    managed.recast(home)
+    if memory.ranks is None or memory.ranks.rank == 0:
+        managed.recast(home)
     reside(managed, home, memory.device.torch_device)
 
 

@@ -42,7 +42,7 @@ class ResidentShare:
         which would show old values afterwards.
         """
         runtime, memory = self._runtime, self._runtime.memory
-        if memory.resident or not runtime.tracer.knows_a_backward():
+        if memory.resident or memory.ranks is not None or not runtime.tracer.knows_a_backward():
             return
         idle = memory.idle_bytes(runtime.room.non_model_peak_bytes)
         if idle == self._idle_seen:

@@ -233,6 +233,7 @@ def survey(
     roles: float = STAGED_ROLES,
     lends: bool = False,
     third_state: bool = True,
+    in_host: bool = False,
 ) -> Ground:
     """Choose chunks, slots and staging for `specs` (those numbered in `trainable` have states) within `capacities`.
 
@@ -240,8 +241,8 @@ def survey(
     = searched. `beside_bytes`: known bytes on the device beside chunks. `roles`: what the homes of a trained chunk take
     elsewhere than on the device, as a multiple of its parameters. `lends`: a few gradients are lent buffers in
     addition. `third_state`: the optimizer may keep one more state than AdamW, so NVMe is opened where only that one
-    exceeds host memory and staging still fits there. Raises `NoRoom` with the tier, the missing bytes and the parameter
-    that needs them.
+    exceeds host memory and staging still fits there. `in_host`: no home may be on the device. Raises `NoRoom` with the
+    tier, the missing bytes and the parameter that needs them.
     """
     itemsize, compute_itemsize = max(spec.itemsize for spec in specs), max(compute_itemsizes)
     cap, host_bytes = capacities.chunk_cap_bytes, capacities.host_bytes
@@ -256,7 +257,7 @@ def survey(
     total = sum(chunk.span for chunk in layout.chunks)
     whole = states + (total * slot_bytes if copies else 0)
     coded = any(spec.coded_bytes for spec in specs)  # operators need values beside the codes
-    resident = not coded and fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes)
+    resident = fits_device(whole, capacities.device_bytes, capacities.device_chunk_bytes) and not (coded or in_host)
     if not resident:
         _check_device(layout, slot_bytes, cap, specs)
     uses_nvme = capacities.nvme_bytes > 0 and not resident and states > host_bytes
@@ -283,7 +284,7 @@ def survey(
     if beside_staging - aside + capacities.nvme_bytes < sum(role_sizes.values()) + 2 * max(role_sizes.values()):
         aside = 0  # weights need all the room
     staying, missing = frozenset[int](), 0
-    if not resident:
+    if not (resident or in_host):
         missing = states + copy_bytes * bool(capacities.home_copies) + staging * elements * itemsize
         missing -= round_down(host_bytes, PAGE_BYTES)
         missing -= int((STAGED_ROLES - roles) * sum(trained_sizes))

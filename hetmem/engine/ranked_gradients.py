@@ -1,0 +1,178 @@
+"""Adds the gradients of one rank to homes that several ranks share, in the order of ranks: see `schedule.turns`.
+
+Each gradient is divided by the number of ranks, in the dtype of its home, before it is added. One whose turn has not
+come waits on the device; if too many bytes wait, the thread does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
+
+import torch
+
+from hetmem import torch_private
+from hetmem.engine.gradient_views import is_held, is_home, leave_gradient_to_holders, show_gradient
+from hetmem.engine.ranked_writes import refuse_writes
+from hetmem.engine.working_gradients import has_hooks_of_the_user
+from hetmem.memory.chunk import ManagedParameter, Role, without_graph
+from hetmem.ranks.group import Ranks, not_yet
+from hetmem.schedule.turns import RankTurns
+
+_GRADIENT = attrgetter("parameter.grad")
+
+Sink = Any
+"""The `GradientSink` that takes the gradients; it imports this module."""
+
+
+class RankedGradients:
+    """The gradients of one rank's backwards over one model."""
+
+    def __init__(self, sink: Sink, ranks: Ranks) -> None:
+        self._sink: Callable[[], Sink] = weakref.ref(sink)
+        runtime = sink.runtime
+        self._ranks, self._parameters = ranks, runtime.parameters
+        self._copies, self._device = weakref.ref(runtime.traffic.gradients), runtime.memory.device
+        self._most_bytes = runtime.traffic.gradients.sends.most_bytes
+        self._numbers = {managed: number for number, managed in enumerate(self._parameters)}
+        self._turns = RankTurns(ranks.rank, ranks.count, len(self._parameters), ranks.words)
+        self._waiting: dict[int, list[torch.Tensor]] = {}
+        """Gradients, divided, whose turn has not come, by the number of the parameter."""
+        self._bytes = 0
+        """Bytes of those."""
+        self._flying: dict[int, int] = {}
+        """How many are on their way home, by the number of the parameter."""
+        self._place = ExitStack()
+        self._compared = False
+        self.failed: BaseException | None = None
+        """The error that has ended the backward that runs."""
+
+    def note_gradients(self) -> None:
+        """Show the other ranks which parameters have a gradient, for them to compare."""
+        has = [*map(is_not, map(_GRADIENT, self._parameters), repeat(None))]
+        self._ranks.words.has_gradient[self._ranks.rank] = has
+
+    def number_of(self, parameter: torch.Tensor) -> int:
+        """Return the number of `parameter`, the same on all ranks; -1 if it is of another model."""
+        managed = self._sink().runtime.bindings.by_id.get(id(parameter))
+        return -1 if managed is None else self._numbers[managed]
+
+    def compare(self) -> None:
+        """Raise `PeerError` if other ranks have gradients of other parameters."""
+        self._ranks.compare_gradients([managed.name for managed in self._parameters])
+
+    def begin(self) -> None:
+        """Enter a backward; nothing of it is added before all ranks have."""
+        sink = self._sink()
+        self._place.enter_context(self._ranks.waits.at("a backward"))
+        self.failed, self._compared = None, False
+        refuse_writes(sink.runtime.memory)
+        for managed in self._parameters:
+            if managed.parameter.grad is None and managed.grad_home is not None and is_held(managed):
+                leave_gradient_to_holders(managed, [])
+        self.note_gradients()
+        self._ranks.waits.sign()
+        self._turns.begin()
+
+    @staticmethod
+    def refuse(managed: ManagedParameter, arrived: torch.Tensor, previous: torch.Tensor | None) -> None:
+        """Raise `ManageError` for `arrived` if it cannot be added to homes that ranks share."""
+        if arrived.requires_grad:
+            raise not_yet("create_graph=True")
+        if arrived.layout is not torch.strided:
+            raise not_yet(f"a sparse gradient ({managed.name})")
+        if previous is not None and not is_home(previous, managed):
+            raise not_yet(f"{managed.name}.grad that the program has set")
+        if has_hooks_of_the_user(managed.parameter):
+            raise not_yet(f"a post-accumulate hook ({managed.name})")
+
+    def send(self, managed: ManagedParameter, arrived: torch.Tensor) -> bool:
+        """Take `arrived`, a gradient of `managed`, and add it at home in its turn."""
+        number, dtype = self._numbers[managed], managed.chunk.dtype
+        with without_graph():
+            divided = arrived.to(dtype) / self._ranks.count
+        self._waiting.setdefault(number, []).append(divided)
+        self._count(divided.nbytes)
+        self._turns.made(number)
+        self._advance()
+        if self._is_full():
+            self._wait(lambda: self._advance() or not self._is_full(), "a turn to add gradients")
+        return True
+
+    def end(self) -> None:
+        """End a backward: return once it has ended on all ranks, and each `p.grad` shows the mean."""
+        with self._place:
+            if self.failed is not None:
+                self._ranks.waits.end_part(self.failed)
+                self._waiting.clear()
+                self._flying.clear()
+                self._count(-self._bytes)
+                return
+            if not self._compared:
+                self._wait(self._turns.all_entered, "the begin of the backward on all ranks")
+                self.compare()
+            self._turns.end()
+            self._ranks.waits.sign()
+            self._wait(lambda: self._advance() or self._turns.is_over(), "the end of the backward on all ranks")
+            with torch_private.NoFunctionsOfSubclasses():
+                for number, managed in enumerate(self._parameters):
+                    if managed.parameter.grad is None and self._turns.is_filled(number):  # by other ranks
+                        managed.open_grad_home()
+                        show_gradient(managed.parameter, managed.grad_home)
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _wait(self, reached: Callable[[], bool], what: str) -> None:
+        copies, executor = self._copies(), self._sink().runtime.traffic.executor
+        assert copies is not None
+        self._ranks.waits.until(reached, what, executor.poll, busy=lambda: copies.under_way)
+
+    def _is_full(self) -> bool:
+        """Return whether so many bytes wait that this thread does, unless all wait for the end of the backward."""
+        return self._bytes > self._most_bytes and self._turns.waits
+
+    def _count(self, nbytes: int) -> None:
+        copies = self._copies()
+        assert copies is not None
+        self._bytes += nbytes
+        copies.gathered_bytes += nbytes
+
+    def _advance(self) -> bool:
+        """Note what has arrived, and add what is due; False."""
+        turns, copies = self._turns, self._copies()
+        assert copies is not None
+        went_on = False
+        for number in [*self._flying]:
+            if not copies.arriving(self._parameters[number].chunk):
+                for _ in range(self._flying.pop(number)):
+                    turns.arrived(number)
+                went_on = True
+        for number in turns.due():
+            if not self._compared:
+                self._compared = True
+                self.compare()
+            self._add(number)
+            went_on = True
+        if went_on:
+            self._ranks.waits.sign()
+        return False
+
+    def _add(self, number: int) -> None:
+        """Send the gradients of a parameter that wait to its home."""
+        managed, turns, copies = self._parameters[number], self._turns, self._copies()
+        assert copies is not None
+        adds = bool(self._ranks.words.has_gradient[self._ranks.rank, number]) or turns.is_filled(number)
+        gradients = self._waiting.pop(number)
+        assert turns.add(number) == len(gradients)
+        target = managed.at_home(Role.GRAD)
+        for gradient in gradients:
+            work = partial(self._device.gradient_out, target, gradient, add=adds)
+            self._flying[number] = self._flying.get(number, 0) + 1
+            self._count(-gradient.nbytes)
+            copies.send(managed.chunk, work, target.nbytes, (gradient,))
+            adds = True

@@ -1,0 +1,44 @@
+"""What the ranks of a group must have alike, and what a group does not do yet.
+
+All refusals come before the first parameter is changed, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from hetmem.base.config import VERSION, Budget
+from hetmem.ranks.group import not_yet
+
+
+def facts(module: torch.nn.Module, budget: Budget | None, options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return names and values of what has to be the same on all ranks, in the order in which differences are named."""
+    asked = budget or Budget()
+    found = [("hetmem", VERSION), ("torch", torch.__version__), ("the model", type(module).__name__)]
+    found += [(f"Budget({field.name})", repr(getattr(asked, field.name))) for field in fields(asked)]
+    found += [(f"manage({name})", repr(value)) for name, value in options.items()]
+    for name, parameter in module.named_parameters():
+        grad = "trained" if parameter.requires_grad else "frozen"
+        found.append((name, f"{tuple(parameter.shape)} {parameter.stride()} {parameter.dtype} {grad}"))
+    found += [(name, f"{tuple(buffer.shape)} {buffer.dtype}") for name, buffer in module.named_buffers()]
+    return found
+
+
+def refuse(budget: Budget | None, options: Mapping[str, Any], *, simulated: bool, decorated: bool) -> None:
+    """Raise `ManageError` for what a group of several ranks does not do yet."""
+    if not simulated:
+        raise not_yet("a GPU")
+    if decorated:
+        raise not_yet("building a model within hetmem.managed")
+    if budget is not None and budget.limits().nvme_bytes:
+        raise not_yet("Budget(nvme=…)")
+    if options["plan"] is not None:
+        raise not_yet("manage(plan=…)")
+    if options["activations"] != "keep":
+        raise not_yet(f"activations={options['activations']!r}")
+    if options["frozen"] is not None:
+        raise not_yet("frozen=, quantised weights")

@@ -1,0 +1,78 @@
+"""The part of a rank in its group, once that shares memory: which work is its own, and where ranks meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hetmem.cpu.workers import TILE_ELEMENTS
+from hetmem.errors import ManageError, PeerError
+from hetmem.ranks.memory import SharedPool
+from hetmem.ranks.waits import Waits, never
+from hetmem.ranks.words import Words
+
+
+class Ranks:
+    """`rank` of `count` that train one model, whose homes are in `pool`."""
+
+    def __init__(self, rank: int, count: int, words: Words, waits: Waits, pool: SharedPool) -> None:
+        self.rank, self.count = rank, count
+        self.words, self.waits, self.pool = words, waits, pool
+
+    def own(self, chunk: int, start: int, end: int) -> list[slice]:
+        """Return the parts of elements [start, end) of `chunk` that this rank computes, counted from `start`: tile j of
+        chunk c is computed by rank (c + j) mod the number of ranks."""
+        tiles = range(start // TILE_ELEMENTS, -(-end // TILE_ELEMENTS))
+        return [
+            slice(max(0, tile * TILE_ELEMENTS - start), min(end, (tile + 1) * TILE_ELEMENTS) - start)
+            for tile in tiles
+            if self.owns(chunk, tile)
+        ]
+
+    def owns(self, chunk: int, tile: int) -> bool:
+        """Return whether this rank computes `tile` of `chunk`."""
+        return (chunk + tile) % self.count == self.rank
+
+    def meet(self, what: str, said: str = "", serve: Callable[[], object] = never) -> None:
+        """Wait until all ranks have come to this meeting. Raises `PeerError` if one says something else there."""
+        words = self.words
+        number = int(words.met[self.rank]) + 1
+        text = f"{what}\n{said}"
+        words.say(number, self.rank, text)
+        self.waits.sign()
+        words.met[self.rank] = number
+        self.waits.until(lambda: bool((words.met >= number).all()), what, serve)
+        first = words.said(number, 0)
+        for rank in range(self.count):
+            if (theirs := words.said(number, rank)) != first:
+                raise PeerError(f"ranks 0 and {rank} do not do the same: {_difference(first, theirs)}")
+
+    def compare_gradients(self, names: list[str]) -> None:
+        """Raise `PeerError` if `p.grad` was there on one rank and not on another, as these entered what they are in."""
+        given = self.words.has_gradient
+        for rank in range(1, self.count):
+            if (given[rank] != given[0]).any():
+                at = int((given[rank] != given[0]).argmax())
+                ranks = (0, rank) if given[0, at] else (rank, 0)
+                raise PeerError(
+                    f"{names[at]}.grad is there on rank {ranks[0]} and None on rank {ranks[1]}: clear gradients alike"
+                )
+
+    def leave(self) -> None:
+        """End this rank's part, as its model is released."""
+        self.words.has_left[self.rank] = 1
+        self.waits.close()
+
+
+def _difference(one: str, other: str) -> str:
+    for mine, theirs in zip(one.splitlines(), other.splitlines(), strict=False):
+        if mine != theirs:
+            return f"{mine!r} and {theirs!r}"
+    return "one of them does more"
+
+
+def not_yet(what: str) -> ManageError:
+    """Return the error for `what` a group of several ranks does not do."""
+    return ManageError(
+        f"{what} is not possible for a group of several ranks yet: see docs/ranks.md. For a model of its own in each "
+        f"process, give hetmem.manage group=False"
+    )

@@ -1,0 +1,160 @@
+"""Waits of a rank for others, none without an end and a name: it ends as soon as another rank is dead, has ended its
+part by an error, or all wait for each other, and after a time in which none of the others gives a sign.
+
+Knows the words that ranks share, and nothing of what they wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from hetmem.errors import PeerError
+from hetmem.memory.interrupts import HELD_BACK
+from hetmem.ranks.words import Words, fence
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+_LOOK_SECONDS = 0.02
+"""How often a rank that waits looks for those that will not come."""
+_CIRCLE_SECONDS = 1.0
+"""How long all wait for each other until that is an error."""
+
+
+def _ended(rank: int, error: str) -> str:
+    return f"rank {rank} takes no part any more, as it raised {error}"
+
+
+def never() -> bool:
+    """Return False: nothing is under way."""
+    return False
+
+
+class Waits:
+    """The waits of `rank` for the others, whose processes are `processes`, for at most `patience` seconds."""
+
+    def __init__(self, words: Words, rank: int, processes: Sequence[int], patience: float) -> None:
+        self._words, self._rank, self._patience = words, rank, patience
+        self._others = [other for other in range(len(processes)) if other != rank]
+        self._deaths = select.poll()
+        self._rank_of: dict[int, int] = {}
+        for other in self._others:
+            descriptor = os.pidfd_open(processes[other])
+            self._rank_of[descriptor] = other
+            self._deaths.register(descriptor, select.POLLIN)
+        self.place = "outside of backwards and steps"
+        self._circle: tuple[float, list[int], list[int]] | None = None
+
+    def close(self) -> None:
+        """Watch the others no more."""
+        while self._rank_of:
+            os.close(self._rank_of.popitem()[0])
+
+    def sign(self) -> None:
+        """Show the others that this rank goes on, once what it has written is there for them."""
+        fence()
+        self._words.signs[self._rank] += 1
+
+    @contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Have this rank be at `place` in the body. An error there ends its part. Raises `PeerError` if one has ended
+        that of any rank."""
+        for rank in range(len(self._words.signs)):
+            if error := self._words.error(rank):
+                raise PeerError(_ended(rank, error))
+        before, self.place = self.place, place
+        self._words.set_place(self._rank, place)
+        try:
+            yield
+        except BaseException as error:
+            self.end_part(error)
+            raise
+        finally:
+            self.place = before
+            self._words.set_place(self._rank, before)
+
+    def end_part(self, error: BaseException) -> None:
+        """Tell the others that this rank takes part in nothing any more."""
+        if not self._words.error(self._rank):
+            self._words.set_error(
+                self._rank, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
+
+    def until(
+        self,
+        reached: Callable[[], bool],
+        what: str,
+        serve: Callable[[], object] = never,
+        busy: Callable[[], bool] = never,
+    ) -> None:
+        """Wait until `reached()`, and call `serve` meanwhile; `busy`: whether something of this rank is under way that
+        may bring it about. Raises `PeerError` if it cannot come, with where each rank is."""
+        if reached():
+            fence()
+            return
+        words, rank = self._words, self._rank
+        words.set_place(rank, f"{self.place}, awaits {what}")
+        pause, since = _FIRST_PAUSE, time.monotonic()
+        looks, seen = since + _LOOK_SECONDS, [*words.signs]
+        try:
+            while not reached():
+                HELD_BACK.raise_here()
+                serve()
+                words.waiting[rank] = not busy()
+                words.polls[rank] += 1
+                time.sleep(pause)
+                pause, now = min(2 * pause, _LONGEST_PAUSE), time.monotonic()
+                if now >= looks:
+                    looks = now + _LOOK_SECONDS
+                    if (signs := [*words.signs]) != seen:
+                        seen, since = signs, now
+                    if (why := self._why(now, now - since)) and not reached():
+                        raise PeerError(f"{why}. {self.where()}")
+        finally:
+            words.waiting[rank] = 0
+            words.set_place(rank, self.place)
+            self._circle = None
+        fence()
+
+    def where(self) -> str:
+        """Return where each rank is."""
+        words = self._words
+        ranks = range(len(words.signs))
+        counts = (f"after {words.entered[rank]} backwards and {words.steps[rank]} steps" for rank in ranks)
+        return "; ".join(
+            f"rank {rank}: {words.place(rank)}, {count}" for rank, count in zip(ranks, counts, strict=True)
+        )
+
+    # ---- inside ------------------------------------------------------------------------------------------------
+
+    def _why(self, now: float, quiet: float) -> str:
+        """Return why others will not come; "" if they may."""
+        words = self._words
+        for other in self._others:
+            if error := words.error(other):
+                return _ended(other, error)
+            if words.has_left[other]:
+                return f"rank {other} has released its model"
+        for descriptor, _ in self._deaths.poll(0):
+            return f"rank {self._rank_of[descriptor]} has died or ended"
+        if self._is_circle(now):
+            return "all ranks wait for each other"
+        if quiet > self._patience:
+            return f"no other rank gave a sign for {self._patience:g} s (HETMEM_RANK_TIMEOUT)"
+        return ""
+
+    def _is_circle(self, now: float) -> bool:
+        """Return whether all wait, have looked again since, and none has given a sign."""
+        words = self._words
+        if not all(words.waiting):
+            self._circle = None
+            return False
+        signs, polls = [*words.signs], [*words.polls]
+        if self._circle is None or self._circle[1] != signs:
+            self._circle = now, signs, polls
+            return False
+        began, _, before = self._circle
+        looked = all(count - old > 2 for count, old in zip(polls, before, strict=True))  # one that is stopped has not
+        return looked and now - began > _CIRCLE_SECONDS

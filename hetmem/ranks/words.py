@@ -1,0 +1,96 @@
+"""The words that the ranks of a group share, in the first pages of its memory: numbers, and short texts.
+
+Each rank writes its own row, but for the table of homes, which is written under a lock, and the words of a parameter,
+which the rank whose turn it is writes. Knows no model and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from hetmem.base.units import round_up
+
+PLACE_BYTES, SAID_BYTES = 256, 4096
+"""The longest text about where a rank is, and of what ranks compare."""
+
+_FENCE = threading.Lock()
+
+
+def fence() -> None:
+    """Order what this thread has written, or read, before what comes next, also where the processor would not."""
+    with _FENCE:
+        pass
+
+
+class Words:
+    """Arrays over `memory`, which is zero where a group begins, for `ranks` ranks and a model with so many `parameters`
+    whose homes take up to `homes` rows of the table."""
+
+    def __init__(self, memory: memoryview | None, ranks: int, parameters: int, homes: int) -> None:
+        """Lay the arrays out; without `memory` only `nbytes` is known."""
+        self._memory, self.nbytes = memory, 0
+        self.nonce = self._array((1,))
+        """A number that no other group has."""
+        self.table = self._array((homes, 4))
+        """The table of homes: chunk, role, offset, bytes."""
+        self.table_rows, self.home_bytes = self._array((1,)), self._array((1,))
+        self.entered, self.ended, self.finished = (self._array((ranks,)) for _ in range(3))
+        self.passed, self.filled = self._array((ranks, parameters)), self._array((parameters,))
+        """See `schedule.turns`."""
+        self.met = self._array((ranks,))
+        """How many meetings each rank has come to."""
+        self.waiting, self.polls, self.signs = (self._array((ranks,)) for _ in range(3))
+        """Whether a rank waits for others and has nothing to do itself; how often it has looked since, and how often it
+        has given a sign that it goes on."""
+        self.has_left, self.steps = self._array((ranks,)), self._array((ranks,))
+        self.has_gradient = self._array((ranks, parameters), np.uint8)
+        """Whether `p.grad` was there as the rank entered its last backward or step."""
+        self._places = self._array((ranks, PLACE_BYTES), np.uint8)
+        self._said = self._array((2, ranks, SAID_BYTES), np.uint8)
+        self._errors = self._array((ranks, PLACE_BYTES), np.uint8)
+
+    def _array(self, shape: tuple[int, ...], dtype: Any = np.int64) -> Any:
+        count, start = int(np.prod(shape)), self.nbytes
+        self.nbytes = round_up(start + count * np.dtype(dtype).itemsize, 64)  # rows of different ranks share few lines
+        if self._memory is None:
+            return None
+        return np.frombuffer(self._memory, dtype, count, start).reshape(shape)
+
+    # ---- texts -------------------------------------------------------------------------------------------------
+
+    def place(self, rank: int) -> str:
+        """Return where `rank` says that it is."""
+        return _read(self._places[rank])
+
+    def set_place(self, rank: int, text: str) -> None:
+        """Have `rank` say that it is at `text`."""
+        _write(self._places[rank], text)
+
+    def error(self, rank: int) -> str:
+        """Return the error after which `rank` takes part in nothing any more; "" if there was none."""
+        return _read(self._errors[rank])
+
+    def set_error(self, rank: int, text: str) -> None:
+        """Have `rank` say that an error has ended its part."""
+        _write(self._errors[rank], text or "an error")
+
+    def said(self, meeting: int, rank: int) -> str:
+        """Return what `rank` says at `meeting`; another one may be said two meetings later."""
+        return _read(self._said[meeting % 2, rank])
+
+    def say(self, meeting: int, rank: int, text: str) -> None:
+        """Have `rank` say `text` at `meeting`."""
+        _write(self._said[meeting % 2, rank], text)
+
+
+def _write(target: Any, text: str) -> None:
+    raw = np.frombuffer(text.encode()[: len(target) - 1], np.uint8)
+    target[: len(raw)] = raw
+    target[len(raw)] = 0
+
+
+def _read(source: Any) -> str:
+    return bytes(source).split(b"\0", 1)[0].decode(errors="replace")

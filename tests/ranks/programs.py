@@ -1,0 +1,192 @@
+"""What ranks run in tests: programs that train, and plain torch that runs the batches of all ranks in turn."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+import hetmem
+from hetmem.testing import norm
+
+WIDTH = 64
+
+
+class GPT(nn.Module):
+    """Tied embeddings, a frozen layer, a weight that no forward uses, and a layer that only odd batches use."""
+
+    def __init__(self, words: int, *, recomputes: bool) -> None:
+        super().__init__()
+        self.recomputes = recomputes
+        self.words = nn.Embedding(words, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(3)
+        )
+        self.blocks[1].linear1.requires_grad_(False)
+        self.unused, self.odd = nn.Linear(7, 3), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False) if self.recomputes else block(hidden)
+        if tokens[0, 0] % 2:
+            hidden = self.odd(hidden)
+        return hidden @ self.words.weight.T
+
+
+_ADAMW = partial(torch.optim.AdamW, fused=True)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A way to train, in `steps` of `micro` backwards each."""
+
+    words: int = 1030
+    recomputes: bool = False
+    chunk_bytes: str = "256KiB"
+    device_chunks: str = "2MiB"
+    steps: int = 3
+    micro: int = 1
+    mixed: torch.dtype | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] = _ADAMW
+    ours: Callable[..., torch.optim.Optimizer] = hetmem.AdamW
+    options: dict[str, Any] = field(default_factory=dict)
+    max_grad_norm: float | None = None
+    loss_scale: float = 1.0
+
+    def made(self) -> GPT:
+        torch.manual_seed(5)
+        return GPT(self.words, recomputes=self.recomputes)
+
+    def batch(self, step: int, rank: int, micro: int) -> Tensor:
+        made = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+        return torch.randint(self.words, (2, 12), generator=made)
+
+    def trained(self, rank: int) -> dict[str, Tensor]:
+        """What one rank of a group finds: losses, norms, and in the end all weights, gradients and states."""
+        torch.manual_seed(rank)
+        model = self.made()
+        with torch.no_grad():
+            for p in model.parameters():
+                p += rank  # the values of rank 0 count
+        budget = hetmem.Budget(device="16MiB", host="64MiB", device_chunks=self.device_chunks)
+        hetmem.manage(model, budget, device="sim", chunk_bytes=self.chunk_bytes, mixed_precision=self.mixed)
+        clip: dict[str, Any] = {} if self.max_grad_norm is None else {"max_grad_norm": self.max_grad_norm}
+        scale = {} if self.loss_scale == 1 else {"loss_scale": self.loss_scale}
+        optimizer: Any = self.ours(model.parameters(), lr=1e-2, **self.options, **clip, **scale)
+        found: dict[str, Tensor] = {}
+        for step in range(self.steps):
+            optimizer.zero_grad()
+            losses = []
+            for micro in range(self.micro):
+                loss = loss_of(model, self.batch(step, rank, micro))
+                optimizer.scale(loss).backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            found[f"losses {step}"] = torch.stack(losses)
+            if clip:
+                found[f"norm {step}"] = torch.tensor(optimizer.grad_norm)
+        found |= values(model, optimizer)
+        for name in found:
+            if name.endswith(".grad"):
+                found[name] /= self.loss_scale
+        hetmem.release(model)
+        return found
+
+    def plain(self, ranks: int) -> list[dict[str, Tensor]]:
+        """By rank, what `trained` finds: of plain torch, in which the batches of all ranks come one after the other."""
+        model = self.made()
+        computes = model if self.mixed is None else copy.deepcopy(model).to(self.mixed)
+        pairs = [*zip(model.parameters(), computes.parameters(), strict=True)]
+        optimizer = self.optimizer(model.parameters(), lr=1e-2, **self.options)
+        found: list[dict[str, Tensor]] = [{} for _ in range(ranks)]
+        for step in range(self.steps):
+            optimizer.zero_grad()
+            losses: list[list[Tensor]] = [[] for _ in range(ranks)]
+            sums: dict[Tensor, Tensor] = {}
+            for micro in range(self.micro):
+                for rank in range(ranks):
+                    for p, used in pairs:
+                        used.data.copy_(p.data)
+                        used.grad = None
+                    loss = loss_of(computes, self.batch(step, rank, micro))
+                    loss.backward()
+                    losses[rank].append(loss.detach())
+                    for p, used in pairs:
+                        if used.grad is not None:
+                            part = used.grad.float() / ranks
+                            sums[p] = sums[p] + part if p in sums else part
+            for p, gradient in sums.items():
+                p.grad = gradient
+            scale = 1.0
+            if self.max_grad_norm is not None:
+                scale = self._clip([*sums.values()], found, step)
+            shown = {p: gradient.clone() for p, gradient in sums.items()}
+            for gradient in sums.values():
+                gradient *= torch.tensor(scale, dtype=torch.float32)
+            optimizer.step()
+            for p in model.parameters():
+                p.grad = shown.get(p)
+            for rank in range(ranks):
+                found[rank][f"losses {step}"] = torch.stack(losses[rank])
+        return [each | values(model, optimizer) for each in found]
+
+    def _clip(self, gradients: list[Tensor], found: list[dict[str, Tensor]], step: int) -> float:
+        """The factor of `max_grad_norm`, as one process computes it; its bits are those of `hetmem.testing.norm`."""
+        of_all = norm([gradient.flatten() for gradient in gradients])
+        for each in found:
+            each[f"norm {step}"] = torch.tensor(of_all)
+        assert self.max_grad_norm is not None
+        return min(1.0, self.max_grad_norm / (of_all + 1e-6))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of all weights, gradients and states."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[name] = p.detach().clone()
+        if p.grad is not None:
+            found[f"{name}.grad"] = p.grad.clone()
+        for state, value in optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{name}.{state}"] = value.clone()
+    return found
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """The names of what differs."""
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+PROGRAMS = {
+    "float32": Program(),
+    "clipped, in two micro-batches": Program(micro=2, max_grad_norm=0.5, steps=2),
+    "copies are evicted": Program(chunk_bytes="64KiB", device_chunks="384KiB", steps=2),
+    "bfloat16": Program(mixed=torch.bfloat16),
+    "checkpointed, chunks of several tiles": Program(
+        words=9000, chunk_bytes="4MiB", device_chunks="12MiB", recomputes=True, steps=2, max_grad_norm=0.5
+    ),
+    "SGD": Program(
+        ours=partial(hetmem.optim.offload, torch.optim.SGD),
+        optimizer=torch.optim.SGD,
+        options={"momentum": 0.9},
+        loss_scale=1024.0,
+    ),
+}
+
+
+def trained(rank: int, names: list[str]) -> dict[str, dict[str, Tensor]]:
+    return {name: PROGRAMS[name].trained(rank) for name in names}

@@ -1,0 +1,150 @@
+"""What a rank is told of the others: what differs, who is missing, and what a group does not do yet."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import hetmem
+from hetmem.errors import HetmemError, ManageError, PeerError
+from hetmem.testing import ranks
+from tests.ranks.programs import Program, loss_of
+
+PROGRAM = Program()
+
+
+def managed(**options: Any) -> torch.nn.Module:
+    budget = options.pop("budget", hetmem.Budget(device="16MiB", host="64MiB", device_chunks="2MiB"))
+    return hetmem.manage(PROGRAM.made(), budget, device="sim", chunk_bytes="256KiB", **options)
+
+
+def told(what: Callable[[], object]) -> tuple[str, str, float]:
+    """The error of `what`, and after how many seconds it came."""
+    began = time.monotonic()
+    try:
+        what()
+    except HetmemError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began
+
+
+class Trains:
+    def __init__(self, rank: int, **options: Any) -> None:
+        self.rank, self.model = rank, managed()
+        self.optimizer = hetmem.AdamW(self.model.parameters(), lr=1e-2, **options)
+
+    def backward(self) -> None:
+        loss_of(self.model, PROGRAM.batch(0, self.rank, 0)).backward()
+
+    def step(self, **options: Any) -> None:
+        self.optimizer.param_groups[0].update(options)
+        self.optimizer.step()
+
+
+def stories(rank: int) -> dict[str, tuple[str, str, float]]:
+    found = {}
+    found["other budget"] = told(lambda: managed(budget=hetmem.Budget(device="16MiB", host=f"{64 + rank}MiB")))
+    found["other options"] = told(lambda: managed(mixed_precision="bf16" if rank else None))
+    found["NVMe"] = told(lambda: managed(budget=hetmem.Budget(nvme="1GiB", nvme_dir="/tmp")))
+    found["activations"] = told(lambda: managed(activations="offload"))
+    found["overlap"] = told(lambda: Trains(rank, overlap="backward"))
+    found["moments"] = told(lambda: Trains(rank, moments="8bit"))
+
+    trains = Trains(rank)
+    trains.backward()
+    found["other lr"] = told(lambda: trains.step(lr=0.1 * (1 + rank)))
+    found["after an error"] = told(trains.backward)
+
+    trains = Trains(rank)
+    trains.backward()
+    if rank:
+        trains.model.words.weight.grad = None
+    found["no gradient on one"] = told(trains.step)
+
+    trains = Trains(rank)
+    found["a step beside a backward"] = told(trains.step if rank else trains.backward)
+
+    trains = Trains(rank)
+    trains.backward()
+    weight = trains.model.blocks[0].linear2.weight
+    before = weight.detach().clone()
+    if not rank:
+        weight.detach().numpy()[3, 5] = 100.0
+    found["a write by NumPy"] = told(trains.step)
+    assert torch.equal(weight, before), "homes are as they were"
+
+    trains = Trains(rank)
+    trains.backward()
+    if not rank:
+        torch.nn.utils.clip_grad_norm_(trains.model.parameters(), 1e-3)
+    found["a write to gradients"] = told(trains.step)
+    found["load_state_dict"] = told(lambda: trains.optimizer.load_state_dict(trains.optimizer.state_dict()))
+    found["accumulate"] = told(lambda: hetmem.accumulate(trains.model, [PROGRAM.batch(0, 0, 0)], loss_of))
+
+    trains = Trains(rank)
+    if rank:
+        hetmem.release(trains.model)
+    else:
+        found["a release"] = told(trains.backward)
+
+    trains = Trains(rank)
+    trains.backward()
+    trains.optimizer.step()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trains.optimizer.zero_grad()
+    found["killed"] = told(trains.backward)
+    return found
+
+
+def test_what_differs_and_who_is_missing_is_an_error_by_name() -> None:
+    found = ranks(2, stories, dies=(1,))[0]
+    for name, kind, pattern in (
+        ("other budget", PeerError, r"Budget\(host\) is '64MiB' on rank 0 and '65MiB' on rank 1"),
+        ("other options", PeerError, r"manage\(mixed_precision\) is None on rank 0 and torch.bfloat16 on rank 1"),
+        ("NVMe", ManageError, r"Budget\(nvme=…\) is not possible for a group of several ranks yet"),
+        ("activations", ManageError, "activations='offload' is not possible"),
+        ("overlap", ManageError, "overlap='backward' is not possible"),
+        ("moments", ManageError, "moments= and stochastic_rounding= is not possible"),
+        ("other lr", PeerError, "ranks 0 and 1 do not do the same: .*'lr': 0.1,.*'lr': 0.2,"),
+        ("after an error", PeerError, "rank 0 takes no part any more, as it raised PeerError"),
+        ("no gradient on one", PeerError, r"words.weight.grad is there on rank 0 and None on rank 1"),
+        (
+            "a step beside a backward",
+            PeerError,
+            "all ranks wait for each other. rank 0: a backward, awaits .*; rank 1: a step, aw",
+        ),
+        ("a write by NumPy", ManageError, "a write of the program to blocks.0.linear2.weight is not possible"),
+        ("a write to gradients", ManageError, r"a write of the program to .*\.grad is not possible"),
+        ("load_state_dict", ManageError, "optimizer.load_state_dict is not possible"),
+        ("accumulate", ManageError, "hetmem.accumulate is not possible"),
+        ("a release", PeerError, "rank 1 has released its model. rank 0: a backward, awaits"),
+        ("killed", PeerError, "rank 1 has died or ended. rank 0: a backward, awaits .*, after 2 backwards and 1 steps"),
+    ):
+        got, text, seconds = found.pop(name)
+        assert got == kind.__name__, (name, got, text)
+        assert re.search(pattern, text.replace("\n", " ")), (name, text)
+        if name in ("a step beside a backward", "a release", "killed"):  # 2 s, 1 s and 1 s with a busy machine's delays
+            assert seconds < 5.0, (name, seconds)
+    assert not found
+    assert not [name for name in os.listdir("/dev/shm") if "hetmem" in name]
+
+
+def test_a_launcher_without_a_rendezvous_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ManageError, match="WORLD_SIZE is 4, and RANK, MASTER_ADDR, MASTER_PORT not set"):
+        managed()
+    hetmem.release(managed(group=False))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    hetmem.release(managed())
+    with pytest.raises(ManageError, match="group must be None, False, a ProcessGroup or a DeviceMesh"):
+        managed(group=3)
