@@ -104,6 +104,7 @@ def both_ways(
     where: str = "",
     *,
     consumed: bool = False,
+    borders: Sequence[nn.Module] | None = None,
 ) -> None:
     """The loop over `plain` and one call over `ours` give the same losses, gradients, buffers and random numbers.
     `consumed`: updates have begun, and gradients cannot be read."""
@@ -111,7 +112,7 @@ def both_ways(
     expected = loop(reference(plain, mixed), several)
     after = torch.get_rng_state()
     torch.set_rng_state(state)
-    got = hetmem.accumulate(ours, several)
+    got = hetmem.accumulate(ours, several, borders=borders)
     assert torch.equal(torch.get_rng_state(), after)
     for one, other in zip(expected, got, strict=True):
         assert_same(one, other, f"{where} loss")

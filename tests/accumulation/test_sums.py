@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,18 @@ def test_sums_that_have_no_room_are_made_at_home(device: str, mixed: torch.dtype
             model.zero_grad()
 
 
+def test_a_sum_without_room_to_become_float32_is_sent_before_the_next_gradient(tmp_path: Path) -> None:
+    """The first gradients of the layers between two borders have room, and their sums do not."""
+    torch.manual_seed(0)
+    plain = Tower()
+    managed: Any = placed(copy.deepcopy(plain), tmp_path, "160KiB", chunks="64KiB", mixed_precision=BF16)
+    for step in range(5):
+        borders = [managed.layers[0], managed.layers[4]]
+        both_ways(plain, managed, batches(4, seed=step), BF16, f"step {step}", borders=borders)
+        for model in (plain, managed):
+            model.zero_grad()
+
+
 @precisions
 def test_what_is_there_already_and_what_a_hook_sees_is_as_in_the_loop(
     mixed: torch.dtype | None, tmp_path: Path
@@ -182,8 +195,9 @@ def test_a_gradient_that_a_hook_drops_between_two_micro_batches_is_dropped(tmp_p
     managed = placed(copy.deepcopy(plain), tmp_path)
     for model in (plain, managed):
 
-        def drop(*_: object, model: nn.Module = model) -> None:
-            model.layers[6].weight.grad = None  # type: ignore[index,union-attr]
+        def drop(*_: object, model: nn.Module = model, calls: Any = count()) -> None:  # noqa: B008 - one for each model
+            if next(calls) % 3 == 0:
+                model.layers[6].weight.grad = None  # type: ignore[index,union-attr]
 
         model.layers[5].register_full_backward_hook(drop)  # type: ignore[index,union-attr]
     for step in range(4):

@@ -65,6 +65,17 @@ def test_each_chunk_crosses_the_link_once_in_a_backward(mixed: torch.dtype | Non
     assert sum(sent) == sum(p.nbytes for p in managed.parameters())
 
 
+def test_gradients_whose_chunk_lacks_one_are_sent_at_the_end_of_the_backward(tmp_path: Path) -> None:
+    managed: Any = with_all_copies(Layers(), tmp_path)
+    sent_in_a_backward(managed, torch.randn(2, WIDE))
+    managed.skip = 4
+    loss = managed(torch.randn(2, WIDE))
+    before = len(testing.of(managed).transfers())
+    loss.backward()
+    sent = [nbytes for link, _, nbytes in testing.of(managed).transfers()[before:] if link == "device_to_host"]
+    assert sum(sent) == sum(p.nbytes for at, each in enumerate(managed.layers) if at != 4 for p in each.parameters())
+
+
 def test_a_chunk_larger_than_what_may_be_in_flight_crosses_in_parts(tmp_path: Path) -> None:
     """A sixteenth of the device may be: here four of the nine weights."""
     most = 4 * 4 * WIDE * WIDE + 1024
